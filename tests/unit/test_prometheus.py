@@ -173,6 +173,28 @@ def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         server.close()
 
 
+def test_an_answer_is_not_older_than_its_request() -> None:
+    """Who asks again at once would be shown figures of before the step that was just logged."""
+    port, later = free_port(), socket.socket()
+
+    def text() -> bytes:
+        asked.append(1)
+        if len(asked) == 1:
+            later.connect(("127.0.0.1", port))  # while the first is answered
+            later.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return b"asked %d" % len(asked)
+
+    asked: list[int] = []
+    server = ScrapeServer(port, text)
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as first, later:
+            first.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            answers = [connection.makefile("rb").read() for connection in (first, later)]
+    finally:
+        server.close()
+    assert [answer[-7:] for answer in answers] == [b"asked 1", b"asked 2"]
+
+
 def test_a_connection_that_the_kernel_cannot_watch_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watches and their memory are limited for each user; the run's figures would be gone until its end."""
     server = ScrapeServer(port := free_port(), lambda: b"a 1\n")

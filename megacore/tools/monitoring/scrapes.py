@@ -30,13 +30,17 @@ class Scrape:
     request: bytes = b""
     answer: bytes = b""
 
+    def asks(self) -> bool:
+        """Whether the request is whole."""
+        return END in self.request
+
 
 class ScrapeServer:
     """Serves what `text` returns to everybody who asks, until `close`."""
 
     def __init__(self, port: int, text: Callable[[], bytes]) -> None:
         """Raises `OSError` where the port cannot be had. `text` is called in another thread, at most once a look."""
-        self.text, self.answer, self.closed = text, b"", False
+        self.text, self.closed = text, False
         self.scrapes: dict[socket.socket, Scrape] = {}  # the oldest first
         self.listener = socket.create_server(("", port), backlog=128)
         self.listener.setblocking(False)
@@ -63,17 +67,19 @@ class ScrapeServer:
         self.selector.close()
 
     def _look(self) -> None:
-        """Goes on with every connection on which something has come or can go, and closes those that last too long."""
-        ready = [key.fileobj for key, _ in self.selector.select(0.5)]
-        self.answer = b""
-        for connection in ready:
-            if connection is self.listener:
-                self._accept()
-            elif scrape := self.scrapes.get(connection):  # type: ignore[call-overload]
-                self._go_on(scrape)
+        """Goes on with every connection, and closes those that last too long. All requests are read before the text is made, so that no
+        answer is older than its request."""
+        if any(key.fileobj is self.listener for key, _ in self.selector.select(0.5)):
+            self._accept()
         late = time.monotonic() - LONGEST_SECONDS
-        for scrape in [scrape for scrape in self.scrapes.values() if scrape.since < late]:
-            self._drop(scrape)
+        for scrape in list(self.scrapes.values()):
+            if scrape.since < late or not self._read(scrape):
+                self._drop(scrape)
+        asking = [scrape for scrape in self.scrapes.values() if scrape.asks()]
+        answer = self._answer() if any(not scrape.answer for scrape in asking) else b""
+        for scrape in asking:
+            if not self._send(scrape, answer):
+                self._drop(scrape)
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -83,30 +89,41 @@ class ScrapeServer:
                 connection, _ = self.listener.accept()
                 connection.setblocking(False)
                 self.selector.register(connection, selectors.EVENT_READ)  # before it is kept: all that is kept can be dropped
-                self.scrapes[connection] = scrape = Scrape(connection)
-                self._go_on(scrape)
+                self.scrapes[connection] = Scrape(connection)
 
-    def _go_on(self, scrape: Scrape) -> None:
-        """Reads what has come, and once the request is whole, sends what goes; closes the connection when all is sent."""
+    def _read(self, scrape: Scrape) -> bool:
+        """Reads what has come of a request; whether the connection is of use still."""
+        if scrape.asks():
+            return True
         try:
-            if not scrape.answer:
-                data = scrape.connection.recv(REQUEST_BYTES)
-                scrape.request += data
-                if END in scrape.request:
-                    self.answer = self.answer or self.text()
-                    scrape.answer = HEAD.format(len(self.answer)).encode() + self.answer
-                    self.selector.modify(scrape.connection, selectors.EVENT_WRITE)
-                elif not data or len(scrape.request) > REQUEST_BYTES:
-                    self._drop(scrape)
-                    return
-            if scrape.answer:
-                scrape.answer = scrape.answer[scrape.connection.send(scrape.answer) :]
-                if not scrape.answer:
-                    self._drop(scrape)
+            data = scrape.connection.recv(REQUEST_BYTES)
         except BlockingIOError:
-            return
-        except Exception:  # it has gone, or there is no answer
-            self._drop(scrape)
+            return True
+        except OSError:  # it has gone
+            return False
+        scrape.request += data
+        if scrape.asks():
+            self.selector.modify(scrape.connection, selectors.EVENT_WRITE)
+        return scrape.asks() or (len(data) > 0 and len(scrape.request) <= REQUEST_BYTES)
+
+    def _answer(self) -> bytes:
+        """What everybody gets who asks in this look; nothing where there is no text."""
+        try:
+            text = self.text()
+        except Exception:  # it is somebody else's, and this thread serves others
+            return b""
+        return HEAD.format(len(text)).encode() + text
+
+    def _send(self, scrape: Scrape, answer: bytes) -> bool:
+        """Sends what goes; whether more is left."""
+        scrape.answer = scrape.answer or answer
+        try:
+            scrape.answer = scrape.answer[scrape.connection.send(scrape.answer) :]
+        except BlockingIOError:
+            return True
+        except OSError:  # it has gone
+            return False
+        return len(scrape.answer) > 0
 
     def _drop(self, scrape: Scrape) -> None:
         del self.scrapes[scrape.connection]
