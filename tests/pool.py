@@ -55,9 +55,9 @@ class Forked:
     that owns it.
     """
 
-    def __init__(self, context: Any, rank: int) -> None:
+    def __init__(self, context: Any, rank: int, bare: bool) -> None:
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, bare), name=f"rank {rank}", daemon=True)
         self.process.start()
         theirs.close()  # or a dead worker would never read as end of file
 
@@ -88,7 +88,7 @@ class Pool(Workers):
         """`bare`: workers start with the environment of the moment and have imported nothing yet; else they are forked from one
         that has imported torch, and have its environment."""
         context: Any = multiprocessing.get_context("spawn") if bare else CONTEXT
-        super().__init__(lambda rank: Forked(context, rank))
+        super().__init__(lambda rank: Forked(context, rank, bare))
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Calls `function(*args)` on ranks 0 .. world-1 and returns their results by rank.
@@ -119,7 +119,7 @@ class Pool(Workers):
         time.sleep(0.2)  # for the stacks to be written before the workers are killed
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, bare: bool) -> None:
     """A worker's life: tasks in, answers out, until the parent is gone."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     if str(ROOT) not in sys.path:
@@ -149,6 +149,8 @@ def _serve(connection: Connection) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         gc.collect()  # a group that is only forgotten keeps threads, which wake a hundred times a second
+        if bare:
+            gc.freeze()  # what the task has imported: to look at it behind each would take longer than the tasks
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         os.chdir(home)
