@@ -34,8 +34,9 @@ def attends_in_parts(config: Config) -> bool:
 
 
 def scores_otherwise(config: Config) -> bool:
-    """Whether attention's scores have a cap, or a window."""
-    return config.model.window is not None or config.model.attention_cap is not None
+    """Whether attention's scores have a cap, or a window, or their softmax sinks."""
+    model = config.model
+    return model.window is not None or model.attention_cap is not None or model.attention_sinks
 
 
 def masks_targets(config: Config) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add_gradients, zeros_like
 from megacore.context_parallel.scored import Scoring, scored_parts
 from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, parts, runs_by_rank
+from megacore.context_parallel.sinks import add_sinks, from_product, sink_gradients
 from megacore.context_parallel.varlen import Pack, packed
 from megacore.distributed.collectives import all_gather, reduce_scatter
 from megacore.distributed.communicator import Group, Work
@@ -69,15 +70,17 @@ class Sequences:
         return self.calls(self.everything, self.everything, q, scoring)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Causal attention of this rank's queries to all keys of their sequences, or with documents of their document.
 
-    `scoring`: a window or a cap of the scores, if there is one.
+    `scoring`: a window or a cap of the scores, if there is one. `sinks`: those of the heads, likewise.
     q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``. Collective over the group.
     """
     if sequences.group.size == 1:
-        return DocumentAttention.apply(q, k, v, sequences.whole(q, scoring), scale, True)
-    return METHODS[sequences.method].apply(q, k, v, sequences, scale, scoring)
+        return DocumentAttention.apply(q, k, v, sequences.whole(q, scoring), scale, True, sinks)
+    return METHODS[sequences.method].apply(q, k, v, sequences, scale, scoring, sinks)
 
 
 def in_order(gathered: Tensor, sequences: Sequences) -> Tensor:
@@ -96,18 +99,28 @@ class GatherAttention(torch.autograd.Function):
     """`attend` with all keys and values gathered. Saved: this rank's q, k, v, o and l."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        scale: float,
+        scoring: Scoring | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         merged, found = Merged(q), sequences.with_keys(sequences.everything, q, scoring)
         keys, values = gathered(k, v, sequences)
         merged.add(q, keys, values, found, scale)
+        add_sinks(merged.out, merged.lse, sinks)
         out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.save_for_backward(q, k, v, out, merged.lse, sinks)
         ctx.sequences, ctx.found, ctx.scale, ctx.scoring = sequences, found, scale, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         group = ctx.sequences.group
         keys, values = gathered(k, v, ctx.sequences)
         # Each is in two parts at most, an early one and a late one; with documents, whose pieces may be finer, or a window in more.
@@ -117,7 +130,7 @@ class GatherAttention(torch.autograd.Function):
         del keys, values  # the memory of whole sequences
         sums = [by_rank(total.transpose(1, 2).to(k.dtype), ctx.sequences) for total in grads[1:]]
         grad_k, grad_v = reduce_scatter(torch.stack(sums, 1), group)[0].transpose(2, 3)
-        return grads[0].to(q.dtype), grad_k, grad_v, None, None, None
+        return grads[0].to(q.dtype), grad_k, grad_v, None, None, None, sink_gradients(grad, out, lse, sinks)
 
 
 def gathered(k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -139,7 +152,16 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        scale: float,
+        scoring: Scoring | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         merged, group = Merged(q), sequences.group
         both = token_by_token(k, v)
         for step in range(group.size):
@@ -147,14 +169,15 @@ class RingAttention(torch.autograd.Function):
             keys, values = both.transpose(2, 3)
             merged.add(q, keys, values, calls_at(sequences, step, q, scoring), scale)
             both = both if coming is None else coming.take()
+        add_sinks(merged.out, merged.lse, sinks)
         out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.save_for_backward(q, k, v, out, merged.lse, sinks)
         ctx.sequences, ctx.scale, ctx.scoring = sequences, scale, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         sequences, group = ctx.sequences, ctx.sequences.group
         both, grad_q = token_by_token(k, v), zeros_like(q, wide=True)
         sums: Coming | None = None  # of the gradients of the keys and values at hand, on their way from the rank before
@@ -168,7 +191,7 @@ class RingAttention(torch.autograd.Function):
             both = both if coming is None else coming.take()
         assert sums is not None
         grad_k, grad_v = sums.take().transpose(2, 3)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, sink_gradients(grad, out, lse, sinks)
 
 
 def calls_at(sequences: Sequences, step: int, q: Tensor, scoring: Scoring | None) -> list[AttentionPart | Pack]:
@@ -207,29 +230,43 @@ class UlyssesAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        scale: float,
+        scoring: Scoring | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         ctx.short = max(1, sequences.group.size // k.shape[1])
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
         q, k, v = (by_heads(x, sequences) for x in (q, k, v))
         merged = Merged(q, alone=True)
         merged.add(q, k, v, sequences.whole(q, scoring), scale)
+        add_sinks(merged.out, merged.lse, None if sinks is None else own_heads(sinks, sequences))
         out = by_tokens(merged.out, sequences)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.save_for_backward(q, k, v, out, merged.lse, sinks)
         ctx.sequences, ctx.scale, ctx.scoring = sequences, scale, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
         both = by_heads(torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences)  # the number's bits, as one element or two
         grad, product = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1))
-        out = with_product(grad, product.view(lse.dtype))
+        product = product.view(lse.dtype)
+        out, grad_sinks = with_product(grad, product), None
+        if sinks is not None:  # another rank has the other heads'
+            grad_sinks = torch.zeros_like(sinks)
+            own_heads(grad_sinks, ctx.sequences).copy_(from_product(product.squeeze(-1), lse, own_heads(sinks, ctx.sequences)))
         wide = ctx.scoring is not None  # then several parts share a key
         grads = zeros_like(q), zeros_like(k, wide=wide), zeros_like(v, wide=wide)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q, ctx.scoring), ctx.scale)
         grad_q, *shared = (by_tokens(x.to(q.dtype), ctx.sequences) for x in grads)
-        return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None, None
+        return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None, None, grad_sinks
 
 
 def with_product(grad: Tensor, product: Tensor) -> Tensor:
@@ -246,6 +283,11 @@ def with_product(grad: Tensor, product: Tensor) -> Tensor:
     high = (product / first.masked_fill(first == 0, 1)).clamp(-most, most).to(grad.dtype)
     low = ((product - first * high) / second.masked_fill(second == 0, 1)).clamp(-most, most).to(grad.dtype)
     return torch.zeros_like(grad).scatter_(-1, at, torch.cat((high, low), -1))
+
+
+def own_heads(x: Tensor, sequences: Sequences) -> Tensor:
+    """Of ``[heads]`` those whose attention this rank computes under ulysses."""
+    return x.chunk(sequences.group.size)[sequences.group.rank]
 
 
 def by_heads(x: Tensor, sequences: Sequences) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from megacore.context_parallel.scored import ScoredPart
 from megacore.context_parallel.sharding import AttentionPart
+from megacore.context_parallel.sinks import add_sinks, sink_gradients
 from megacore.context_parallel.varlen import Pack, add_attention, add_pack_gradients, suits_flash
 
 aten = torch.ops.aten
@@ -153,21 +154,31 @@ class DocumentAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[AttentionPart | Pack], scale: float, alone: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        found: list[AttentionPart | Pack],
+        scale: float,
+        alone: bool,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         merged = Merged(q, alone=alone)
         merged.add(q, k, v, found, scale)
+        add_sinks(merged.out, merged.lse, sinks)
         out = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.save_for_backward(q, k, v, out, merged.lse, sinks)
         ctx.found, ctx.scale = found, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         wide = any(isinstance(part, ScoredPart) for part in ctx.found)  # of which several share a key
         grads = zeros_like(q), zeros_like(k, wide=wide), zeros_like(v, wide=wide)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.found, ctx.scale)
-        return *(total.to(q.dtype) for total in grads), None, None, None
+        return *(total.to(q.dtype) for total in grads), None, None, None, sink_gradients(grad, out, lse, sinks)
 
 
 def zeros_like(x: Tensor, *, wide: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from megacore.context_parallel.scored import Scoring
 from megacore.context_parallel.whole import distances
 from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
-from megacore.distributed.shard import LogicalMatrix
+from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, split
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
@@ -54,6 +54,8 @@ class Attention(nn.Module):
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
         self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
+        heads_of_all = Shard((model.num_heads,), (split(group, 0),))
+        self.sinks = new_parameter(heads_of_all, dtype, device) if model.attention_sinks else None
         # ZeRO-3 frees the norms' weights outside of their layers; the kernel takes them as they are.
         self.folds = config.engine.kind != "deepspeed" and not model.norm_offset
         if compiles(config):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
@@ -126,7 +128,7 @@ class Attention(nn.Module):
             return self.attend_parts(q.float(), k.float(), v.float(), sequences).to(q.dtype)
         if sequences.group.size == 1 and self.kind(q) == "eager":
             return self.attend_masked(q, k, v, sequences)
-        return attend_parts(q, k, v, sequences, self.scale, self.scoring)
+        return attend_parts(q, k, v, sequences, self.scale, self.scoring, self.sinks)
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         """`attend_parts` on one rank by the plain formula."""
@@ -137,7 +139,11 @@ class Attention(nn.Module):
         scoring = self.scoring or Scoring()
         k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
         scores = scoring.capped(q @ k.transpose(-2, -1) * self.scale)
-        return scores.masked_fill(~scoring.sees(behind), float("-inf")).softmax(-1) @ v
+        scores = scores.masked_fill(~scoring.sees(behind), float("-inf"))
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v
+        return scores.softmax(-1) @ v
 
     def kind(self, x: Tensor) -> str:
         """How attention is computed where `x` is."""

@@ -12,8 +12,9 @@ from tests.commands import provers
 
 TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu, RMS norms
 NEOX = ["model.branches=parallel", "model.rotary_share=0.5", "model.norm=layernorm", "model.activation=gelu_erf", "model.bias=true"]
+SINKS = "model.attention_sinks=true"
 
-WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4"]
+WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4", SINKS]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def workers() -> Iterator[ProofWorkers]:
 @pytest.mark.parametrize(
     ("layouts", "overrides"),
     [
-        ("one,tp2sp,pp2,cp2", NEOX),
+        ("one,tp2sp,pp2,cp2", [*NEOX, SINKS]),
         ("tp2pp2dp2", ["model.branches=shared_norm", "model.activation=relu2", "model.zero_init=true", "model.embedding_norm=true"]),
         (
             "tp2sp,dp2",

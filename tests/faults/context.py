@@ -143,6 +143,17 @@ def window_in_own_tokens() -> Any:
     return patch(scored, "_between", own)
 
 
+@fault("an attention sink is counted once for each context rank", "cp2", ATTENTION, GATHER, "model.attention_sinks=true")
+def sink_on_every_rank() -> Any:
+    right = attention.add_sinks
+
+    def own(out: Any, lse: Any, sinks: Any) -> None:
+        right(out, lse, sinks)
+        right(out, lse, sinks)
+
+    return patch(attention, "add_sinks", own)
+
+
 @fault("backward of a part divides by the part's sum of exponentials, not by all", "cp2", QKV, RING)
 def part_by_itself() -> Any:
     def own(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:

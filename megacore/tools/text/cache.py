@@ -9,6 +9,7 @@ from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.ring_blocks import forward
 from megacore.context_parallel.scored import ScoredPart, Scoring
 from megacore.context_parallel.sharding import positions_of, runs_of
+from megacore.context_parallel.sinks import add_sinks
 from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
@@ -52,8 +53,8 @@ class KeyValueCache:
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the latest queries to all keys so far, of which `k` and `v` are new. It always uses sdpa, whatever
         `model.attention` is."""
-        if layer.scoring is not None:
-            return self._attend_scored(layer, layer.scoring, q, k, v)
+        if layer.scoring is not None or layer.sinks is not None:
+            return self._attend_scored(layer, layer.scoring or Scoring(), q, k, v)
         keys, values = self.extend(layer, k, v)
         if is_widened(q):
             q, keys, values = q.float(), keys.float(), values.float()
@@ -141,7 +142,7 @@ class DividedCache(KeyValueCache):
             at = torch.tensor([*self.places, *[self.length] * own], device=k.device)
             seen = (at > self.length - layer.scoring.window).nonzero().squeeze(1)
             keys, values = keys.index_select(2, seen), values.index_select(2, seen)
-        return attend_divided(q, keys, values, self.group, layer.scale, layer.scoring).to(k.dtype)
+        return attend_divided(q, keys, values, self.group, layer.scale, layer.scoring, layer.sinks).to(k.dtype)
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `KeyValueCache`; no rank has all."""
@@ -179,9 +180,11 @@ class DividedCache(KeyValueCache):
         self.counts, self.places = [0] * self.group.size, []
 
 
-def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float, scoring: Scoring | None = None) -> Tensor:
+def attend_divided(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float, scoring: Scoring | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of queries that every rank has ``[batch, heads, 1, head]`` to keys that the ranks divide, of which some may have none.
-    They see all of them; `scoring` may cap their scores.
+    They see all of them; `scoring` may cap their scores, and heads may have `sinks`.
 
     Without gradients. Each rank attends to its own; the parts are merged by their log-sum-exp.
     """
@@ -195,7 +198,9 @@ def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float, 
             capped = ScoredPart(None, slice(0, 1), slice(0, k.shape[2]), False, k.shape[2] - 1, Scoring(cap=scoring.cap))
             part[..., :-1], part[..., -1] = capped.forward(q, k, v, scale)
     every = all_gather(part[None], group)
-    return (every[..., -1:].softmax(0) * every[..., :-1]).sum(0).to(q.dtype)
+    out, lse = (every[..., -1:].softmax(0) * every[..., :-1]).sum(0), every[..., -1].logsumexp(0)
+    add_sinks(out, lse, sinks)
+    return out.to(q.dtype)
 
 
 def latest_mask(new: int, total: int, device: torch.device) -> Tensor | None:
