@@ -20,6 +20,8 @@ TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, in grad
 MODELS: dict[str, dict[str, Any]] = {
     "speedrun": {"norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False, "window": 5, "valued": 2},
     "multi_token": {"position": "rope"},
+    "latent_attention": {"norm": "rmsnorm", "position": "rope"}
+    | {"head_size": 4, "q_rank": 20, "kv_rank": 12, "plain_size": 6, "value_size": 7},
 }
 OPTIM = {"speedrun": {"kind": "muon"}}
 LAYOUTS = {
@@ -29,7 +31,12 @@ LAYOUTS = {
     "cp2": (2, ["parallel.context=2"]),
     "fsdp": (2, ["parallel.data=2", "engine.kind=fsdp"]),
     "sharded": (2, ["parallel.data=2", "engine.shard_optimizer=true"]),
+    "ring, tp2": (4, ["parallel.context=2", "parallel.context_method=ring", "parallel.tensor=2"]),
+    "ulysses, sequence": (4, ["parallel.context=2", "parallel.context_method=ulysses", "parallel.tensor=2", "parallel.sequence=true"]),
 }
+ATTENDS = ("ring, tp2", "ulysses, sequence")  # these forks' own attention has one way, which "cp2" is
+HAVE = {"speedrun": {*LAYOUTS} - {*ATTENDS}, "multi_token": {*LAYOUTS} - {*ATTENDS}, "latent_attention": {*LAYOUTS} - {"pp4"}}
+CASES = [(fork, name) for fork, own in HAVE.items() for name in LAYOUTS if name in own]
 
 
 def config_of(folder: Path, fork: str, *edits: tuple[str, str]) -> str:
@@ -53,8 +60,7 @@ def trained(config_path: str, overrides: list[str], lost: bool = False) -> Found
         return train(config, Mesh(config, place, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("fork", MODELS)
+@pytest.mark.parametrize(("fork", "name"), CASES)
 def test_every_layout_is_one_process(pool: Any, tmp_path: Path, fork: str, name: str) -> None:
     """A tensor that is lost at a cut, tokens of a neighbour that are not seen, a number that ranks share and each changes."""
     config = config_of(tmp_path, fork)
@@ -73,11 +79,14 @@ ROLLED = (
     'wanted = batch["targets"].roll(-1, 1).index_fill(1, torch.tensor(batch["targets"].shape[1] - 1), IGNORED)\n        '
     "return self.loss(x, wanted, ",
 )
+SHARED = ("enter_tensor_parallel(shared, context.group, context.sequence)", "shared")
 MISTAKES = {
     "a window counted from where the rank's tokens begin": ("speedrun", BY_PLACE, "cp2"),
     "a share of what each rank has of a number": ("speedrun", ("partial=True),), fill=0.5)", "),), fill=0.5)"), "zb_v, sequence"),
     "tokens that are not seen as parts": ("speedrun", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
     "targets that are rolled by each rank": ("multi_token", ROLLED, "cp2"),
+    "a shared key of which each rank's heads have a gradient": ("latent_attention", SHARED, "interleaved, tp2"),
+    "latents of own tokens as if of all": ("latent_attention", ('partial=where["sequence"]', "partial=False"), "zb_v, sequence"),
 }
 
 

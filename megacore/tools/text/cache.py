@@ -43,8 +43,8 @@ class KeyValueCache:
         start, stop = self.held, self.held + k.shape[2]
         assert stop <= self.capacity, f"{stop} positions in a cache of {self.capacity}"
         if layer not in self._layers:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
+            keys, values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))  # each of its own size
+            self._layers[layer] = keys, values
         for kept, new in zip(self._layers[layer], (k, v), strict=True):
             kept[:, :, start:stop] = new
         keys, values = self._layers[layer]
