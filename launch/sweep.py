@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import shutil
 import sys
 from functools import partial
@@ -12,14 +11,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.processes import available_cores
-from megacore.errors import ConfigError, UserError
+from megacore.errors import ConfigError
 from megacore.files import check_folder
 from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.sweep.before import check_data, places
 from megacore.tools.sweep.folder import SweepFolder
 from megacore.tools.sweep.results import Results, Row, metric_of, rows_of, show, write
 from megacore.tools.sweep.slurm import check_job, submit, write_job
 from megacore.tools.sweep.spec import read_spec
-from megacore.tools.sweep.trials import Trial, named, trials_of
+from megacore.tools.sweep.trials import trials_of
 
 EXAMPLE = "python launch/sweep.py configs/sweeps/learning_rate.json"
 MORE = """The file names a config, what is changed in it for all trials, and what is swept: every combination of a grid, or a random search.
@@ -60,40 +60,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if args.report and getattr(args, option):
             raise ConfigError("--report", f"stands beside --{option.replace('_', '-')}", "one of the two")
     return args
-
-
-def places(args: argparse.Namespace, trials: list[Trial]) -> tuple[int, list[str], str | None]:
-    """How many trials run at a time here, the GPUs that they share out among themselves, and what torch calls these."""
-    import torch
-
-    ranks = max(trial.ranks for trial in trials)
-    gpus: list[str] = []
-    if torch.cuda.is_available() and any(trial.config.train.device != "cpu" for trial in trials):
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
-    there = len(gpus) or available_cores()
-    if args.at_once is None:
-        return max(1, there // ranks), gpus, torch.cuda.get_device_name(0) if gpus else None
-    if gpus and args.at_once * ranks > there:
-        raise ConfigError("--at-once", f"{args.at_once} × {ranks} ranks need more than {there} GPUs", f"at most {there // ranks}")
-    return args.at_once, gpus, torch.cuda.get_device_name(0) if gpus else None
-
-
-def check_data(trials: list[Trial]) -> None:
-    """Opens what trials read, each corpus once for a vocabulary. Raises `UserError`, naming the trial."""
-    from megacore.tools.inputs import Inputs
-
-    seen = set()
-    for trial in trials:
-        config = trial.config
-        key = config.data.model_dump_json(), config.model.vocab_size, config.train.seq_len, config.model.source
-        if key in seen:
-            continue
-        seen.add(key)
-        try:
-            Inputs(config, rank=1)  # what is rank 0's, a checkpoint and a folder, is the trial's own
-        except UserError as error:
-            raise named(trial, error) from None
 
 
 def report(folder: SweepFolder, results: Results) -> None:
@@ -147,7 +113,7 @@ def run(argv: list[str]) -> int:
     from megacore.tools.sweep import price
     from megacore.tools.sweep.local import Local, Stopping
 
-    at_once, gpus, gpu = (args.at_once or len(trials), [], None) if args.slurm else places(args, trials)
+    at_once, gpus, gpu = (args.at_once or len(trials), [], None) if args.slurm else places(args.at_once, trials)
     ranks = max(trial.ranks for trial in trials)
     if args.slurm:
         check_job(folder, found(), args.host_size)

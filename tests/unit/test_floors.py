@@ -48,6 +48,7 @@ ROOMS = [
     ["megacore.tools.verify.", "megacore.tools.preflight.", "megacore.tools.dry_run."],
     ["megacore.tools.library", "tests.drills."],
     ["megacore.tools.replay.", "megacore.tools.sweep.", "megacore.tools.scaling."],
+    ["megacore.tools.versus."],
     ["launch.", "benchmarks."],
     ["tests."],
 ]

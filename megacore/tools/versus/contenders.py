@@ -1,0 +1,173 @@
+"""The two configs that `launch/try.py` compares: the same data, layout and optimizer, and as many operations a token."""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megacore.config import Config
+from megacore.config.model import ModelConfig
+from megacore.errors import ConfigError, UserError
+from megacore.tools.choices.flops import model_flops
+from megacore.tools.planner.parameters import parameters
+from megacore.tools.settings.load import apply, beside, flatten, read, resolve
+from megacore.tools.sweep.trials import Trial, named, smallest
+
+Sections = dict[str, dict[str, Any]]
+FFN = 8  # of which, times the tensor ranks, a feed-forward size is a multiple
+CLOSE = 0.02  # two models do as much work a token if their operations differ by no larger part
+ALIKE = (  # what both must have, or their losses say nothing about the idea
+    *("data.train", "data.valid", "data.tokenizer", "data.document_mask", "model.vocab_size"),
+    *("train.seq_len", "train.global_batch_size", "train.precision", "train.seed"),
+)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model with its settings. `left_out`: keys of the other's that it does not know."""
+
+    name: str
+    sections: Sections
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def ranks(self) -> int:
+        """Of a run."""
+        return smallest(self.sections)
+
+    @cached_property
+    def config(self) -> Config:
+        """Its resolved config. Raises `UserError`, naming it."""
+        try:
+            return resolve(copy.deepcopy(self.sections), [], self.name, self.ranks).config
+        except UserError as error:
+            raise type(error)(f"{self.name}: {error.where}", error.wrong, error.right) from None
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return parameters(self.config)
+
+    @cached_property
+    def flops(self) -> float | None:
+        """Operations of training on a token, attention over all pairs; None if its layers cannot be counted without content."""
+        return model_flops(self.config, causal=False)
+
+    @property
+    def tokens(self) -> int:
+        """That a run reads."""
+        train = self.config.train
+        return train.samples_through(train.steps) * train.seq_len
+
+    def changed(self, section: str, **values: Any) -> "Contender":
+        """The same with other settings."""
+        sections = copy.deepcopy(self.sections)
+        sections.setdefault(section, {}).update(values)
+        return replace(self, sections=sections)
+
+
+def read_contender(path: str, overrides: Sequence[str]) -> Contender:
+    """A config, or the one beside a fork's file. Raises `UserError`."""
+    config = Path(path).with_suffix(".json") if path.endswith(".py") else Path(path)
+    if config != Path(path) and not config.exists():
+        raise ConfigError("arguments", f"{path} has no config {config.name} beside it", "a config: its model.source names the file")
+    sections = read(str(config))
+    apply(list(overrides), sections)
+    if path.endswith(".py"):
+        sections.setdefault("model", {})["source"] = beside(Path(path).name, path)
+    for section, key in (("log", "dir"), ("checkpoint", "resume")):
+        sections.get(section, {}).pop(key, None)
+    return Contender(Path(path).stem, sections)
+
+
+def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contender:
+    """Whom the idea is compared with: `gpt`, which is megacore's own model with the idea's config, or another fork or config. Raises
+    `UserError`."""
+    if against != "gpt":
+        other = read_contender(against, overrides)
+        return other if other.name != idea.name else replace(other, name=f"{other.name} (against)")
+    if idea.config.model.source is None:
+        raise ConfigError("--against", f"{idea.name} is megacore's own model itself: it has no model.source", "a fork, or another config")
+    sections = copy.deepcopy(idea.sections)
+    model = sections["model"]
+    own = tuple(key for key in model if key not in ModelConfig.model_fields)
+    for key in (*own, "source", "source_digest"):
+        model.pop(key, None)
+    return Contender("gpt", sections, own)
+
+
+def check_alike(idea: Contender, other: Contender) -> None:
+    """Raises `ConfigError` for the first setting without which a comparison means nothing."""
+    first, second = (flatten(c.config.model_dump(mode="json", by_alias=True)) for c in (idea, other))
+    for key in ALIKE:
+        if first[key] != second[key]:
+            raise ConfigError("--against", f"{idea.name} has {key} {first[key]}, and {other.name} {second[key]}", "the same in both")
+
+
+def matched(idea: Contender, other: Contender, how: str) -> Contender:
+    """The other one with as many operations as the idea: by its feed-forward size (`ffn`), so that both read the same tokens, or by its
+    steps (`steps`). Raises `ConfigError` if that cannot be."""
+    if how == "none":
+        return other
+    wanted, has = idea.flops, other.flops
+    if wanted is None or has is None:
+        name = (idea if wanted is None else other).name
+        raise ConfigError("--match", f"the operations of {name} cannot be counted", "--match none: as many steps of each")
+    if how == "steps":
+        ratio = wanted / has
+        warmup = round(other.config.optim.warmup_steps * ratio)
+        found = other.changed("train", steps=max(1, round(other.config.train.steps * ratio)))
+        return found.changed("optim", warmup_steps=warmup)
+    multiple = FFN * other.config.parallel.tensor
+    size = other.config.model.ffn_size or multiple
+    larger = other.changed("model", ffn_size=size + multiple).flops
+    assert larger is not None
+    per_feature = (larger - has) / multiple
+    best = multiple * round((size + (wanted - has) / per_feature) / multiple) if per_feature > 0 else 0
+    found = other.changed("model", ffn_size=best)
+    if best < multiple or abs((found.flops or math.inf) / wanted - 1) > CLOSE:
+        wrong = f"no feed-forward size gives {other.name} the {wanted:,.0f} operations a token of {idea.name}"
+        raise ConfigError("--match", wrong, "--match steps: the cheaper one reads more tokens")
+    return found
+
+
+def differences(idea: Contender, other: Contender) -> list[tuple[str, str, str]]:
+    """Settings in which both differ, with the value of each, as far as their files and what was matched say."""
+    first, second = flatten(idea.sections), flatten(other.sections)
+    missing = object()
+    keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key, missing) != second.get(key, missing)]
+    return [(key, str(first.get(key, "–")), str(second.get(key, "–"))) for key in keys]
+
+
+def scaled(sections: Sections, rate: float) -> Sections:
+    """The sections with all learning rates times `rate`."""
+    found = copy.deepcopy(sections)
+    optim = found.setdefault("optim", {})
+    for settings in (optim, *optim.get("groups", [])):
+        for key, value in settings.items():
+            if (key == "lr" or key.endswith("_lr")) and isinstance(value, int | float):
+                settings[key] = value * rate
+    return found
+
+
+def trials_of(contenders: Sequence[Contender], rates: Sequence[float], seeds: Sequence[int]) -> Iterator[tuple[Contender, Trial]]:
+    """Every run that may be asked for. Raises `UserError`, naming the first whose config cannot run."""
+    for contender in contenders:
+        contender.config  # noqa: B018  (raises)
+        if "lr" not in contender.sections.get("optim", {}):
+            contender = contender.changed("optim", lr=contender.config.optim.lr)
+        for rate in rates:
+            sections = scaled(contender.sections, rate)
+            for seed in seeds:
+                own = copy.deepcopy(sections)
+                own.setdefault("train", {})["seed"] = seed
+                point = f"{contender.name.replace(' ', '_')},rate={rate:g}"
+                trial = Trial(f"{point},seed={seed}", point, {"contender": contender.name, "rate": rate}, seed, own, contender.ranks)
+                try:
+                    trial.config  # noqa: B018  (raises)
+                except UserError as error:
+                    raise named(trial, error) from None
+                yield contender, trial
