@@ -83,6 +83,7 @@ def train(comparison: Comparison, at_once: int, gpus: list[str]) -> int:
             lock.take()
         except ConfigError as error:
             raise ConfigError("--folder", error.wrong.replace("a run that", "a comparison that"), "its end, or --report") from None
+        comparison.open()  # once more: another one may have ended meanwhile
         comparison.folder.write()
         for rows_of in (comparison.first, comparison.asked):
             missing = [row.trial for row in rows_of() if not row.finished]
@@ -102,7 +103,7 @@ def run(argv: list[str]) -> int:
     rates = rates_of(args.rates)
     idea = read_contender(args.idea, args.overrides)
     other = opponent(idea, args.against, args.overrides)
-    check_alike(idea, other)
+    check_alike(idea, other, args.match)
     other = matched(idea, other, args.match)
     folder = Path(args.folder or Path("runs") / f"try_{Path(args.idea).stem}")
     comparison = Comparison((idea, other), rates, args.seeds, folder)
@@ -111,7 +112,6 @@ def run(argv: list[str]) -> int:
             raise ConfigError("--report", f"{folder} holds no comparison yet", "first the runs")
         report(comparison)
         return 0
-    announce(comparison, args.match)
     trials = list(comparison.trials.values())
     check_data(trials)
     if not args.dry_run or folder.exists():
@@ -120,6 +120,7 @@ def run(argv: list[str]) -> int:
 
     from megacore.tools.sweep import price
 
+    announce(comparison, args.match)
     threads = max(1, available_cores() // (at_once * max(trial.ranks for trial in trials)))
     price.show(comparison.asked(), price.machine_of(None, None, trials, threads, gpu), at_once, None)
     if args.dry_run:

@@ -12,6 +12,7 @@ import signal
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process
 SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
     "checkpoint": checkpoint.run, "coordinates": coordinates.main,
     "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run, "speculate": speculate.main,
-    "supervise": supervise.run, "sweep": sweep.run, "verify": verify.main, "render": render.run,
+    "supervise": supervise.run, "sweep": sweep.run, "try": import_module("launch.try").run, "verify": verify.main, "render": render.run,
     "evaluate": lambda argv: evaluate.run(argv, RankInfo()), "generate": lambda argv: generate.run(argv, RankInfo()),
     "preflight": lambda argv: preflight.run(argv, RankInfo()), "pretrain": lambda argv: pretrain.run(argv, RankInfo()),
 }  # fmt: skip

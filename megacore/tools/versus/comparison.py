@@ -26,7 +26,12 @@ class Comparison:
         for contender, trial in trials_of(contenders, rates, self.seeds):
             self.trials[contender.name, trial.swept["rate"], trial.seed or 0] = trial
         self.metric = metric_of(list(self.trials.values()), None)
-        self.folder = SweepFolder(folder, list(self.trials.values()))
+        self.path = folder
+        self.open()
+
+    def open(self) -> None:
+        """Reads what is in the folder. Raises `ConfigError` if that is another comparison."""
+        self.folder = SweepFolder(self.path, list(self.trials.values()))
 
     def row(self, contender: Contender, rate: float, seed: int) -> Row:
         """What became of a run."""

@@ -99,10 +99,10 @@ def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contend
     return Contender("gpt", sections, own)
 
 
-def check_alike(idea: Contender, other: Contender) -> None:
-    """Raises `ConfigError` for the first setting without which a comparison means nothing."""
+def check_alike(idea: Contender, other: Contender, how: str) -> None:
+    """Raises `ConfigError` for the first setting without which a comparison means nothing. `how` their work will be matched."""
     first, second = (flatten(c.config.model_dump(mode="json", by_alias=True)) for c in (idea, other))
-    for key in ALIKE:
+    for key in (*ALIKE, *(() if how == "steps" else ("train.steps",))):
         if first[key] != second[key]:
             raise ConfigError("--against", f"{idea.name} has {key} {first[key]}, and {other.name} {second[key]}", "the same in both")
 

@@ -28,7 +28,7 @@ def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, met
         finals = [pair[which].final for pair in pairs]
         losses.plot([pairs[0][which].tokens[-1] / MILLION] * len(finals), finals, "o", color=colour, ms=4, mfc="white")
     ends = [loss for own, theirs in smooth for curve in (own, theirs) for loss in curve[int(SKIPPED * len(curve)) :]]
-    finite = [loss for loss in ends if math.isfinite(loss)]
+    finite = [loss for loss in (*ends, *(curve.final for pair in pairs for curve in pair)) if math.isfinite(loss)]
     if finite:
         losses.set_ylim(min(finite) - 0.05 * (max(finite) - min(finite)), max(finite))
     losses.set_ylabel("training loss, nats a token")

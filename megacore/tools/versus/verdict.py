@@ -24,8 +24,8 @@ def t_quantile(share: float, degrees: int) -> float:
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and how far to both sides of it the true one lies with `SHARE`, if values are normally distributed (Student 1908).
-    Infinitely far for one value."""
-    if len(values) < 2:
+    Infinitely far for one value, or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return fmean(values), math.inf
     return fmean(values), t_quantile(SHARE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
