@@ -21,7 +21,7 @@ from megacore.records import LARGEST
 from megacore.section import MOST_RANKS
 from megacore.tools.settings.derive import derive
 from megacore.tools.settings.ds_config import check_ds_config, stated
-from megacore.tools.settings.validation import check, check_groups, check_paths
+from megacore.tools.settings.validation import check, check_groups, check_paths, check_unused
 
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
@@ -88,6 +88,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     check_ds_config(config)
     if RULES[config.optim.kind].hidden_only:
         config = with_others(config, raw, origins)
+    check_unused(config)
     return Resolved(config, origins)
 
 

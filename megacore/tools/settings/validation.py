@@ -14,7 +14,7 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.parallel import CHUNKS, V_SHAPED
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
-from megacore.optimizers.rule import AVERAGE
+from megacore.optimizers.rule import AVERAGE, RULES
 from megacore.records import LARGEST
 from megacore.tools.settings.derive import chunks_of
 
@@ -201,6 +201,8 @@ def check_positions(config: Config) -> None:
     for key, plain in (("rotary_share", 1.0), ("nope_every", None)):
         if model.position == "learned" and model.source is None and getattr(model, key) != plain:
             raise ConfigError(f"model.{key}", "learned positions turn no features", f"{plain or 'null'}, or model.position=rope")
+    if model.nope_every == 1 and model.source is None:
+        raise ConfigError("model.nope_every", "1 leaves no block with positions", "2 or more, or null")
     if model.position == "learned" and model.rope_scaling is not None:
         raise ConfigError("model.rope_scaling", "learned positions have no frequencies to scale", "null, or model.position=rope")
     if isinstance(model.rope_scaling, Llama3Rope) and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor:
@@ -290,6 +292,19 @@ def check_optim(config: Config) -> None:
     if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + decay_steps:
         wrong = f"warmup {optim.warmup_steps} and decay {decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
+
+
+def check_unused(config: Config) -> None:
+    """Refuses a setting of an optimizer that no parameter has: it would do nothing, and nothing would say so. What is as by default may
+    stand there, as it does in a run's record."""
+    rules = {group.rule.name for group in ParameterGroups(config.optim).every}
+    used = {key for name in rules for key in RULES[name].settings_type.model_fields}
+    for rule in RULES.values():
+        for key, setting in rule.settings_type.model_fields.items():
+            if key not in used and (value := getattr(config.optim, key)) != setting.default:
+                wrong = f"{value} is a setting of {rule.name}, and the parameters have {' and '.join(sorted(rules))}"
+                usual = "null" if setting.default is None else setting.default
+                raise ConfigError(f"optim.{key}", wrong, f"{usual}, or optim.kind={rule.name}")
 
 
 def check_parametrization(config: Config) -> None:

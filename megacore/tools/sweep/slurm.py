@@ -28,7 +28,7 @@ exec bash {script} --runs {folder}/runs.txt
 
 def check_job(folder: SweepFolder, rows: list[Row], host_size: int) -> int:
     """The ranks of each trial. Raises `ConfigError` if one array cannot run them."""
-    if re.search(r"[^\w./+=@%-]", str(folder.path)):
+    if re.search(r"[^\w./+=@-]", str(folder.path)):  # Slurm puts a job's number for %j
         raise ConfigError("folder", f"{folder.path} holds what a job script would have to quote", "letters, digits and . _ - / alone")
     ranks = {row.trial.ranks for row in rows}
     if len(ranks) > 1:

@@ -1,5 +1,6 @@
 """What a sweep's file says, checked for itself; what its trials become is in `trials`."""
 
+import json
 import math
 import re
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from megacore.records import LARGEST, complaint
 
 EXAMPLE = '{"config": "configs/gpt_tiny.json", "grid": {"optim.lr": [0.002, 0.004]}, "seeds": [0, 1]}'
 MOST_TRIALS = 10_000
+COLUMNS = ("trial", "seed", "status", "step", "loss", "valid_loss", "seconds")  # of the table of results
 KEY = re.compile(r"[a-z_]+\.[A-Za-z_]\w*")  # of a config
 OWN = {  # keys that a sweep sets, or relies on
     "log.dir": ("each trial has a folder of its own", "folder, which holds all of them"),
@@ -176,6 +178,8 @@ def keys_of(where: str, name: str, values: list[Any]) -> list[str]:
         raise ConfigError(where, f"{first_twice(values)} stands twice", "each value once")
     if "." in name:
         return [name]
+    if name in COLUMNS:
+        raise ConfigError(where, f"the table of results has a column {name}", "another name")
     right = f'a key such as optim.lr, or a name for several: "{name}": [{{"model.hidden_size": 64, "model.num_heads": 2}}]'
     for value in values:
         if not isinstance(value, dict) or not value:
@@ -194,6 +198,6 @@ def check_key(where: str, key: str) -> None:
 
 
 def first_twice(values: list[Any]) -> Any:
-    """The first value that stands twice in a list, as text; None without one."""
-    texts = [repr(value) for value in values]
+    """The first value that stands twice in a list, as the text that it has in names; None without one. "1" is as 1 there."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return next((text for number, text in enumerate(texts) if text in texts[:number]), None)
