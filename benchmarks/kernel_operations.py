@@ -105,7 +105,7 @@ def adamw(inputs: Inputs, how: Any) -> tuple[Tensor, ...]:
 def cross_entropy_with_gradient(inputs: Inputs, how: Any) -> tuple[Tensor, Tensor]:
     """Both in forward, as in training, where it is known what backward starts with."""
     gradient = built(inputs, "gradient", lambda: torch.ones((), device=inputs["logits"].device))
-    loss = losses_and_gradients(inputs["logits"], inputs["targets"], gradient, Settings(), how == "triton")
+    (loss,) = losses_and_gradients(inputs["logits"], inputs["targets"], gradient, Settings(), how == "triton")
     return loss, inputs["logits"]
 
 

@@ -50,6 +50,7 @@ class Settings:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     vocab_size: int | None = None
+    apart: bool = False
 
     def share(self, rows: int) -> float:
         """The share of the target that label smoothing gives to each row of the vocabulary. This rank has `rows` of them."""
@@ -64,6 +65,8 @@ class Settings:
         check_shape(operation, "targets", targets, f"[{tokens}], one for each token", targets.shape == (tokens,))
         if targets.dtype != torch.int64:
             raise ValueError(f"{operation}: targets are {targets.dtype} (right: torch.int64)")
+        if self.apart and not self.z_loss:
+            raise ValueError(f"{operation}: apart without a z-loss (right: a z_loss above 0)")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"{operation}: label_smoothing is {self.label_smoothing} (right: 0 to below 1)")
         if self.label_smoothing and self.gather is not None and self.vocab_size is None:
@@ -89,8 +92,9 @@ def cross_entropy(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
     gradient: Tensor | None = None,
+    apart: bool = False,
     implementation: Implementation = "auto",
-) -> Tensor:
+) -> Any:
     """The loss of every token, ``[tokens]``, in nats; fp32 (fp64 for fp64 logits).
 
     The gradient overwrites the logits: nothing else may read them afterwards. Backward runs only once.
@@ -102,10 +106,12 @@ def cross_entropy(
     gradient: the scalar, on the device, that backward will be given as the gradient of each of the losses, if it is known already:
         forward then writes the logits' gradient, if one is wanted. Another one in backward is a RuntimeError on a CPU, and goes
         unnoticed elsewhere, where looking would be a wait.
+    apart: the loss without the z-loss, and lse^2 of every token, two tensors. Backward must be given `z_loss` times the first's gradient
+        for the second: it computes that of their sum. Another one is a RuntimeError on a CPU, and goes unnoticed elsewhere.
     Raises ValueError for what the implementation cannot take, on a CPU also for a target outside of the vocabulary, whose loss
     is infinite elsewhere.
     """
-    settings = Settings(first_row, gather, ignored, label_smoothing, z_loss, vocab_size)
+    settings = Settings(first_row, gather, ignored, label_smoothing, z_loss, vocab_size, apart)
     right = "[tokens, vocabulary rows of this rank], rows contiguous"
     check_shape("cross_entropy", "logits", logits, right, logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1)
     fused = use_triton("cross_entropy", implementation, logits=logits, targets=targets)
@@ -142,24 +148,38 @@ def write_gradients(
         _eager_gradients(logits, targets, grad, *saved, settings)
 
 
-def losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, settings: Settings, fused: bool) -> Tensor:
-    """The losses ``[tokens]``; overwrites the logits by their gradient, `gradient` being that of every loss, a scalar. No autograd."""
+def taken_apart(loss: Tensor, lse: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, ...]:
+    """The losses, or if they are to be `apart`, those without the z-loss, and the squares of lse."""
+    if not settings.apart:
+        return (loss,)
+    squares = lse.square().masked_fill_(targets == settings.ignored, 0.0)
+    return loss.sub_(squares, alpha=settings.z_loss), squares
+
+
+def losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, settings: Settings, fused: bool) -> tuple[Tensor, ...]:
+    """The losses ``[tokens]``, see `taken_apart`; overwrites the logits by their gradient, `gradient` being that of every loss, a scalar.
+
+    No autograd.
+    """
     tokens, rows = logits.shape
     if settings.gather is not None:
         loss, saved = losses(logits, targets, settings, fused, keep=True)
+        lse = saved[0]
         write_gradients(logits, targets, gradient.to(loss.dtype).expand(tokens), saved, settings, fused)
     elif fused:
         loss, options = torch.empty(tokens, dtype=torch.float32, device=logits.device), launch_options(rows, logits.element_size())
+        lse = torch.empty_like(loss) if settings.apart else loss
         if rows * logits.element_size() > LONG_ROW:
             options["num_warps"] = WARPS_OF_LONG_ROW
         if tokens:  # a launch of no programs is an error
             sizes = (rows, logits.stride(0), settings.first_row, settings.ignored)
             _loss_and_gradient_kernel[(tokens,)](
-                logits, targets, loss, gradient, *sizes, *settings.factors(rows), SMOOTHED=settings.label_smoothing > 0, **options
-            )
+                logits, targets, loss, lse, gradient, *sizes, *settings.factors(rows),
+                SMOOTHED=settings.label_smoothing > 0, APART=settings.apart, **options,
+            )  # fmt: skip
     else:
-        loss = _eager_losses_and_gradients(logits, targets, gradient, settings)
-    return loss
+        loss, lse = _eager_losses_and_gradients(logits, targets, gradient, settings)
+    return taken_apart(loss, lse, targets, settings)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -170,20 +190,22 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, gradient: Tensor | None, settings: Settings, fused: bool, keep: bool) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, gradient: Tensor | None, settings: Settings, fused: bool, keep: bool) -> Any:
         ctx.settings, ctx.fused, ctx.known = settings, fused, keep and gradient is not None
         if keep and gradient is not None:
-            loss = losses_and_gradients(logits, targets, gradient, settings, fused)
+            found = losses_and_gradients(logits, targets, gradient, settings, fused)
             ctx.save_for_backward(logits, gradient)
         else:
             loss, saved = losses(logits, targets, settings, fused, keep)
+            found = taken_apart(loss, saved[0], targets, settings)
             ctx.save_for_backward(logits, targets, *saved)
-        return loss
+        return found if settings.apart else found[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *of_squares: Tensor) -> tuple[Tensor | None, ...]:
         logits, *saved = ctx.saved_tensors
+        check_ratio(grad, of_squares, ctx.settings)
         if not ctx.known:
             targets, *statistics = saved
             write_gradients(logits, targets, grad, statistics, ctx.settings, ctx.fused)
@@ -191,6 +213,13 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError(f"cross_entropy: backward is given {grad.flatten()[0]}, and forward was told {saved[0]}")
         torch.autograd.graph.increment_version(logits)  # so that autograd refuses a second backward
         return logits, None, None, None, None, None
+
+
+def check_ratio(grad: Tensor, of_squares: tuple[Tensor, ...], settings: Settings) -> None:
+    """Raises `RuntimeError` if the gradient of squares that are `apart` is not what backward counts with. Only on a CPU."""
+    for other in of_squares:
+        if other.device.type == "cpu" and not torch.allclose(other, settings.z_loss * grad, 1e-5, 0.0, equal_nan=True):
+            raise RuntimeError(f"cross_entropy: the gradient of lse^2 is {other.flatten()[0]}, not z_loss times the loss's")
 
 
 def _row_blocks(logits: Tensor) -> Iterator[slice]:
@@ -213,8 +242,8 @@ def _exponentials(x: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     return top, e, e.sum(1, keepdim=True)
 
 
-def _eager_losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, settings: Settings) -> Tensor:
-    """See `losses_and_gradients`: rows of a whole vocabulary, as many at a time as stay in the cache."""
+def _eager_losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """See `losses_and_gradients`: rows of a whole vocabulary, as many at a time as stay in the cache. The losses, and lse."""
     confidence, share, z_loss = settings.factors(logits.shape[1])
     local, here, target_logits = _at_targets(logits, targets, settings)
     grad = gradient.to(target_logits.dtype).expand(len(logits), 1).masked_fill((targets == settings.ignored)[:, None], 0.0)
@@ -234,7 +263,7 @@ def _eager_losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tenso
         if e is not part:
             part.copy_(e)
     losses = lse - confidence * target_logits - share * plain + z_loss * lse.square()
-    return losses[:, 0].masked_fill_(targets == settings.ignored, 0.0)
+    return losses[:, 0].masked_fill_(targets == settings.ignored, 0.0), lse[:, 0]
 
 
 def _at_targets(logits: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
@@ -367,8 +396,8 @@ def _gradient_kernel(
 
 @triton.jit
 def _loss_and_gradient_kernel(
-    logits, targets, losses, gradient, rows, stride, first_row, ignored, confidence, share, z_loss,
-    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    logits, targets, losses, lses, gradient, rows, stride, first_row, ignored, confidence, share, z_loss,
+    SMOOTHED: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
@@ -377,6 +406,8 @@ def _loss_and_gradient_kernel(
     lse, plain = _row_statistics(row, rows, SMOOTHED, BLOCK, WIDTH)
     loss = lse - confidence * x_target - share * plain + z_loss * lse * lse
     tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
+    if APART:
+        tl.store(lses + token, lse)
     tl.debug_barrier()  # every thread has read the target's logit, before one of them overwrites it
     grad = tl.where(target == ignored, 0.0, tl.load(gradient).to(tl.float32))
     scale, at_target, share = grad * (1.0 + 2.0 * z_loss * lse), grad * confidence, grad * share

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels.cross_entropy import Settings, losses, losses_and_gradients
+from megacore.kernels.cross_entropy import Settings, check_ratio, losses, losses_and_gradients, taken_apart
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
 SHARE = 4  # a chunk has one in so many of the logits, if there are tokens enough
@@ -42,20 +42,21 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
+    apart: bool = False,
     chunk: int | None = None,
     implementation: Implementation = "auto",
-) -> Tensor:
+) -> Any:
     """The sum of the losses of all tokens, in nats: a scalar in fp32 (fp64 for fp64). Backward runs once only.
 
     hidden: ``[tokens, features]``. weight: ``[vocabulary rows of this rank, features]`` of the same dtype, `first_row` its first.
-    targets, gather, ignored, label_smoothing, z_loss, vocab_size: as in `cross_entropy`; one small collective a chunk.
+    targets, gather, ignored, label_smoothing, z_loss, vocab_size, apart: as in `cross_entropy`; one small collective a chunk.
     reduce: with a split vocabulary, sums the gradient of hidden ``[tokens, features]`` over the ranks, in place or not; without
         it that gradient is this rank's part, for a caller who sums it on its way further back.
     accumulate: is given the gradient of weight in backward, in fp32 at least, and autograd is given none.
     chunk: tokens at a time, the same on every rank; by default a quarter, though no fewer than make long products.
     Raises ValueError for what the implementation cannot take, as `cross_entropy`.
     """
-    settings = Settings(first_row, gather, ignored, label_smoothing, z_loss, vocab_size)
+    settings = Settings(first_row, gather, ignored, label_smoothing, z_loss, vocab_size, apart)
     name = "linear_cross_entropy"
     check_shape(name, "hidden", hidden, "[tokens, features]", hidden.dim() == 2)
     right = f"[vocabulary rows of this rank, {hidden.shape[1]}], the features of hidden"
@@ -97,14 +98,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         fused: bool,
         wanted: bool,
-    ) -> Tensor:
+    ) -> Any:
         (tokens, _), (rows, features), dtype = hidden.shape, weight.shape, hidden.dtype
         wide = torch.promote_types(dtype, torch.float32)
         if hidden.device.type == "cpu":  # most CPUs emulate narrow products, ten times slower than fp32
             hidden, weight = hidden.to(wide), weight.to(wide)
         wanted_hidden, wanted_weight = (wanted and need for need in ctx.needs_input_grad[:2])
         unit = torch.full((), UNIT.get(dtype, 1.0), dtype=wide, device=hidden.device)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        totals = torch.zeros(1 + settings.apart, dtype=wide, device=hidden.device)
         grad_hidden = torch.empty((tokens, features), dtype=dtype, device=hidden.device) if wanted_hidden else None
         grad_weight = torch.zeros((rows, features), dtype=wide, device=hidden.device) if wanted_weight else None
         room = hidden.new_empty(min(chunk, tokens), -(-rows // ALIGNMENT) * ALIGNMENT)[:, :rows]
@@ -112,21 +113,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part, h, t = slice(start, start + chunk), hidden[start : start + chunk], targets[start : start + chunk]
             logits = torch.mm(h, weight.t(), out=room[: len(h)])
             if not wanted:
-                total += losses(logits, t, settings, fused, keep=False)[0].sum()
+                loss, (lse, _) = losses(logits, t, settings, fused, keep=False)
+                _add_sums(totals, taken_apart(loss, lse, t, settings))
                 continue
-            total += losses_and_gradients(logits, t, unit, settings, fused).sum()
+            _add_sums(totals, losses_and_gradients(logits, t, unit, settings, fused))
             if grad_hidden is not None:
                 grad_hidden[part] = torch.mm(logits, weight)
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), h)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit = reduce, accumulate, dtype, UNIT.get(dtype, 1.0)
-        return total
+        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit, ctx.settings = reduce, accumulate, dtype, UNIT.get(dtype, 1.0), settings
+        return (totals[0].clone(), totals[1].clone()) if settings.apart else totals[0].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *of_squares: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
+        check_ratio(grad, of_squares, ctx.settings)
         scale = (grad / ctx.unit).view(1, 1)  # as a scalar it would be rounded to the dtype of what it scales
         if grad_hidden is not None:
             torch.mul(grad_hidden, scale, out=grad_hidden)
@@ -138,6 +141,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif grad_weight is not None:
             grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.dtype))
         return grad_hidden, grad_weight, *([None] * 7)
+
+
+def _add_sums(totals: Tensor, found: tuple[Tensor, ...]) -> None:
+    for total, of_tokens in zip(totals.unbind(), found, strict=True):
+        total.add_(of_tokens.sum())
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -121,6 +121,7 @@ class ModelConfig(Section):
     chunked_loss: bool = Field(
         False, description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole"
     )
+    z_loss: Factor | None = Field(None, description="weight in the loss of the mean square of the logits' log-sum-exp; null: none")
     init_std: Factor = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
     parametrization: Literal["standard", "mup"] = Field(
         "standard",

@@ -47,12 +47,17 @@ class Head(Layer):
 
         `gradient`: what backward will start with, if it is known: forward then writes the gradient of the logits.
         """
-        model, first_row = self.model, self.head.first_row
+        return self.sums(x, targets, gradient)[0]
+
+    def sums(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None) -> tuple[Tensor, ...]:
+        """See `loss`; with a `z_loss` also the sum of the squares of the log-sum-exp, see `kernels.cross_entropy`."""
+        model, flat, first_row = self.model, targets.flatten(), self.head.first_row
         if model.chunked_loss:
-            return vocab_parallel_linear_cross_entropy(
-                self.scaled_norm(x), self.head.weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
-            )
-        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels, gradient).sum()
+            where = self.group, self.sequence, first_row, model.kernels
+            found = vocab_parallel_linear_cross_entropy(self.scaled_norm(x), self.head.weight, flat, *where, z_loss)
+            return (found,) if z_loss is None else found
+        found = vocab_parallel_cross_entropy(self.logits(x), flat, self.group, first_row, model.kernels, gradient, z_loss)
+        return (found.sum(),) if z_loss is None else tuple(part.sum() for part in found)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``.

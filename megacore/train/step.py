@@ -47,6 +47,7 @@ class TrainStep:
         layers = layers_of(config) if layers is None else layers
         check(layers)
         self.losses = losses_of(layers)
+        self.fields = dict.fromkeys(loss.over for loss in self.losses.values())  # that losses are means over
         self.named_losses = tuple(self.losses) if len(self.losses) > 1 else ()  # a loss alone is `loss`
         self.stages = build_stages(config, mesh, layers)
         self.engine = build_engine(config, self.stages, mesh)
@@ -105,9 +106,9 @@ class TrainStep:
     def weights(self, batch: Sequence[Microbatch]) -> dict[str, float | Tensor]:
         """The weight of each loss's sums, known before the first backward and the same on every rank."""
         found: dict[str, float | Tensor] = {}
+        means = {over: self.target_weight(batch) if over == "targets" else self.mean_weight(batch, over) for over in self.fields}
         for name, loss in self.losses.items():
-            mean = self.target_weight(batch) if loss.over == "targets" else self.mean_weight(batch, loss.over)
-            found[name] = mean if loss.coefficient == 1.0 else loss.coefficient * mean
+            found[name] = means[loss.over] if loss.coefficient == 1.0 else loss.coefficient * means[loss.over]
         return found
 
     def sum_over_ranks(self, share: Mapping[str, Tensor], votes: Sequence[float]) -> tuple[dict[str, Tensor], list[Tensor]]:

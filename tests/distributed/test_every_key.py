@@ -101,6 +101,7 @@ CASES: dict[str, Case] = {
     "model.attention": numbers("sdpa", "model.attention=eager"),
     "model.kernels": Case("refused", "triton"),
     "model.chunked_loss": numbers("true"),
+    "model.z_loss": numbers(0.01),
     "model.init_std": numbers(0.1),
     "model.parametrization": Case("refused", "up"),
     "model.base_width": numbers(64, f"{MUP} model.base_width=16"),

@@ -36,7 +36,8 @@ def workers() -> Iterator[ProofWorkers]:
         ("one,tp2sp,cp2,cp4", [*WINDOWED, "parallel.context_method=gather"]),
         ("cp2,cp2pp2", [*WINDOWED, "parallel.context_method=ring", "data.document_mask=true"]),
         ("cp2,pp2,dp2", [*WINDOWED, "parallel.context_method=ulysses", "train.recompute=selective"]),
-        ("tp2pp2dp2,cp4", [*WINDOWED, "parallel.context_method=ring", "model.logit_cap=0.5"]),
+        ("tp2sp,pp2dp2", ["model.z_loss=0.05", "model.chunked_loss=true"]),
+        ("tp2pp2dp2,cp4", ["model.z_loss=0.05", *WINDOWED, "parallel.context_method=ring", "model.logit_cap=0.5"]),
     ],
 )
 def test_equals_one_process(workers: ProofWorkers, layouts: str, overrides: list[str]) -> None:

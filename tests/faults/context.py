@@ -1,5 +1,7 @@
 """Mistakes of context parallelism, and of attention within documents."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ from megacore.context_parallel import attention, scored
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed import collectives as comm
+from megacore.kernels import cross_entropy
 from megacore.model import context, stage
 from megacore.train import loader, step
 from tests.faults import fault
@@ -103,6 +106,28 @@ def mean_by_rank() -> Any:
         return 1.0 / (count.double() * self.mesh.sample_group.size)
 
     return patch(step.TrainStep, "target_weight", own)
+
+
+@fault(
+    "the z-loss is a mean over each rank's own targets",
+    "dp2",
+    "every activation agrees; the sum of the losses over microbatches or ranks does not",
+    DOCUMENTS,
+    "model.z_loss=0.1",
+)
+def z_loss_by_local_counts() -> Any:
+    right = step.TrainStep.weights
+
+    def own(self: Any, batch: Any) -> Any:
+        count = torch.stack([(microbatch.targets != step.IGNORED).sum() for microbatch in batch]).sum()
+        return right(self, batch) | {"z_loss": 0.1 / (count.double() * self.mesh.sample_group.size)}
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with patch(step.TrainStep, "weights", own), patch(cross_entropy, "check_ratio", lambda *arguments: None):
+            yield
+
+    return both()
 
 
 @fault(

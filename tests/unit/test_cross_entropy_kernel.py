@@ -94,6 +94,40 @@ def error_against_fp64(
     return max(*errors, relative_error(grad_logits, exact_grad))
 
 
+def error_apart(implementation: str, ranks: int) -> float:
+    """Largest relative error of losses, of squares of lse told apart, and of the gradient of both, written in backward and in forward."""
+    options: dict[str, Any] = {"z_loss": 0.1, "apart": True, "implementation": implementation}
+    logits, targets = seeded(CROSSING, "cpu", spread=3.0).requires_grad_(), seeded_targets(*CROSSING[:1], CROSSING[1], "cpu")
+    exact, both = exact_losses(logits, targets), exact_losses(logits, targets, z_loss=0.1)
+    (exact_grad,) = torch.autograd.grad(0.5 * both.sum(), logits)
+    errors = []
+    for more in ({}, {"gradient": torch.tensor(0.5)}):
+        if ranks == 1:
+            found = [cross_entropy.cross_entropy(logits * 1, targets, **options, **more)]
+        else:
+            found = split(logits, targets, ranks, **options, **more)
+        for loss, squares in found:
+            errors += [relative_error(loss, exact), relative_error(squares, (both - exact) / 0.1)]
+        (grad,) = torch.autograd.grad(sum(0.5 * loss.sum() + 0.05 * squares.sum() for loss, squares in found), logits)
+        errors.append(relative_error(grad, exact_grad))
+    return max(errors)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_squares_of_lse_come_apart(ranks: int) -> None:
+    assert error_apart("eager", ranks) < TOLERANCE[torch.float32]
+    logits = seeded((3, 71), "cpu").requires_grad_()
+    loss, squares = cross_entropy.cross_entropy(logits * 1, seeded_targets(3, 71, "cpu"), z_loss=0.1, apart=True)
+    with pytest.raises(RuntimeError, match="not z_loss times"):
+        (loss.sum() + squares.sum()).backward()
+
+
+@needs_triton
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_squares_of_lse_come_apart_in_triton(interpreted: Any, ranks: int) -> None:
+    assert interpreted(error_apart, "triton", ranks) < TOLERANCE[torch.float32]
+
+
 def gradients_of_one_row_block(dtype: torch.dtype, options: dict[str, float], **more: Any) -> Tensor:
     """Of 12 losses, each with a gradient of 1/12, by eager."""
     logits, targets = seeded((12, 61), "cpu", dtype, spread=3.0).requires_grad_(), seeded_targets(12, 61, "cpu")

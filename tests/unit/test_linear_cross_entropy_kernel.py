@@ -161,7 +161,7 @@ FAULTS = {
     "a chunk too far": ("grad_hidden[part] = ", "grad_hidden[: len(h)] = "),
     "the gradient that backward is given": ("(grad / ctx.unit)", "(grad * 0 + 1 / ctx.unit)"),
     "fp16 underflows": ("torch.float16: 2.0**8", "torch.float16: 1.0"),
-    "the loss of the last chunk alone": ("total += losses_and_gradients", "total = losses_and_gradients"),
+    "the loss of the last chunk alone": ("total.add_(of_tokens.sum())", "total.copy_(of_tokens.sum())"),
 }
 
 

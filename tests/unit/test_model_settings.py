@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.config.schema import IGNORED
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
 from megacore.model.stage import Stage, whole_model
@@ -103,6 +104,22 @@ def test_the_embedding_is_normed() -> None:
     x = embedding.embedding.weight[:12] + embedding.position[:12]
     found = embedding(stage.context(Microbatch(tokens)))
     torch.testing.assert_close(found, rms(x, embedding.embedding_norm), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_z_loss_is_a_loss_of_its_own(chunked: bool) -> None:
+    """Of the targets that count; its gradient comes with cross entropy's."""
+    stage = built(z_loss=0.1, chunked_loss=chunked)
+    tokens, targets = torch.arange(12)[None], torch.arange(12).flip(0)[None].clone()
+    targets[0, 3] = IGNORED
+    _, found = stage({}, Microbatch(tokens, targets))
+    logits = stage.logits(stage.hidden(tokens))
+    right = F.cross_entropy(logits, targets[0], reduction="sum"), logits.logsumexp(1)[targets[0] != IGNORED].square().sum()
+    gradients = torch.autograd.grad(right[0] + 0.1 * right[1], list(stage.parameters()))
+    (0.5 * found["cross_entropy"] + 0.05 * found["z_loss"]).backward()
+    torch.testing.assert_close(tuple(found.values()), right, rtol=1e-12, atol=1e-12)
+    for parameter, gradient in zip(stage.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, 0.5 * gradient, rtol=1e-11, atol=1e-13)
 
 
 def test_blocks_without_positions_are_every_nth() -> None:

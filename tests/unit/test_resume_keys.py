@@ -40,7 +40,7 @@ optim: kind groups
 data: packing train
 """
 HEARD = """
-model: source dropout attention kernels chunked_loss
+model: source dropout attention kernels chunked_loss z_loss
 parallel: tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
     heartbeat_seconds
 train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches

@@ -18,9 +18,9 @@ from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
 from megacore.model.context import Context
 from megacore.model.embedding import Embedding
-from megacore.model.head import Head
 from megacore.model.layers import DTYPES, Layers, crossing, fields_of
 from megacore.model.rotary import rope_tables
+from megacore.model.z_loss import head_of
 from megacore.tools.choices.flops import Flops
 from megacore.tools.settings.load import resolve
 
@@ -45,8 +45,8 @@ def _counted(model: str, seq_len: int) -> Counted | None:
     assert source is not None
     try:
         with source.blamed(", counting its products"):
-            context = context_of(config, layers)
-            return tuple(None if spec.kind in (Embedding, Head) else _of_layer(config, layers, i, context) for i, spec in enumerate(layers))
+            context, ends = context_of(config, layers), (Embedding, head_of(config))
+            return tuple(None if spec.kind in ends else _of_layer(config, layers, i, context) for i, spec in enumerate(layers))
     except UserError:
         return None
 

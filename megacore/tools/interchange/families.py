@@ -15,7 +15,7 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import gelu_families, llama_kin, settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
-TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss"}  # no part of the function
+TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "z_loss"}  # no part of the function
 
 
 @dataclass(frozen=True)

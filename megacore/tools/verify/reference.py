@@ -84,7 +84,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         together = microbatch(batch_of(of_step), sources)
         counts = {name: int((together[of.over] != IGNORED).sum()) for name, of in losses.items()}
         for head in (layer for layer in model.behind if getattr(type(layer), "loss", None) is Head.loss):  # else it is the user's own
-            head.loss = partial(plain_loss, head)  # type: ignore[assignment]
+            head.sums = partial(plain_sums, head)  # type: ignore[assignment]
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(size // train.micro_batch_size):
                 batch = batch_of(of_step[index * train.micro_batch_size : (index + 1) * train.micro_batch_size])
@@ -126,9 +126,11 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     record.close()
 
 
-def plain_loss(head: Any, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """What `Head.loss` is, by PyTorch."""
-    return F.cross_entropy(head.logits(x), targets.flatten(), reduction="sum")
+def plain_sums(head: Any, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None) -> tuple[Tensor, ...]:
+    """What `Head.sums` is, by PyTorch."""
+    logits, flat = head.logits(x), targets.flatten()
+    loss = F.cross_entropy(logits, flat, reduction="sum")
+    return (loss,) if z_loss is None else (loss, logits.logsumexp(1)[flat != IGNORED].square().sum())
 
 
 def microbatch(batch: "Batch", sources: Mapping[str, FieldSource], key: int = 0) -> Microbatch:
