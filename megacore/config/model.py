@@ -104,6 +104,9 @@ class ModelConfig(Section):
     global_every: Count | None = Field(None, description="every n-th block attends to all tokens, whatever the window; null: none")
     attention_cap: Factor | None = Field(None, description="attention's scores s become cap · tanh(s / cap); null: no cap")
     attention_sinks: bool = Field(False, description="of each head a learned logit in the softmax's denominator (gpt-oss)")
+    attention_gate: Literal["headwise", "elementwise"] | None = Field(
+        None, description="attention's output times a sigmoid of a product with its input: one of each head, or of each of their features"
+    )
     logit_cap: Factor | None = Field(None, description="the same of the logits")
     embedding_scale: Factor = Field(1.0, description="factor on the token vectors that enter the first block")
     residual_scale: Factor = Field(1.0, description="factor on what each half of a block adds to the residual")

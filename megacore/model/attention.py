@@ -1,5 +1,6 @@
 """Causal self-attention with heads split over the tensor ranks, grouped queries, query-key norm and rotary positions."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
+from megacore.tensor_parallel.joined import GatedColumnLinear, gated
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
@@ -47,10 +49,12 @@ class Attention(nn.Module):
         named = (("q", 0, self.queries), ("k", self.queries, self.queries + 1), ("v", self.queries + 1, self.queries + 2))
         dims: dict[str, Any] = {"batch": (0, 1), "rows": (2,), "columns": (3,), "heads": (0, 1)}
         matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), **dims) for n, *at in named)
-        self.qkv = ColumnLinear(
+        width = model.num_heads * config.head_size
+        gates = width if model.attention_gate == "elementwise" else model.num_heads
+        self.gated = model.attention_gate is not None
+        self.qkv: Any = (partial(GatedColumnLinear, gates=gates) if self.gated else ColumnLinear)(
             model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
         )
-        width = model.num_heads * config.head_size
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
         self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
@@ -64,7 +68,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
         # [batch, seq, kv heads, queries + 2, head]
-        qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
+        qkv, gates = self.qkv.both(x) if self.gated else (self.qkv(x), None)
+        qkv = qkv.view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
         tables = context.rope if self.rotates else None
         if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
             q, k, v = (
@@ -83,7 +88,8 @@ class Attention(nn.Module):
             y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.attend(q, k, v)
-        return self.output(y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size))
+        y = y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size)
+        return self.output(y if gates is None else gated(y, gates))
 
     def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.

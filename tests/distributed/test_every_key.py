@@ -92,6 +92,7 @@ CASES: dict[str, Case] = {
     "model.global_every": numbers(2, "model.window=3"),
     "model.attention_cap": numbers(0.01),
     "model.attention_sinks": numbers("true"),
+    "model.attention_gate": numbers("headwise"),
     "model.logit_cap": numbers(0.1),
     "model.embedding_scale": numbers(2),
     "model.residual_scale": numbers(2),

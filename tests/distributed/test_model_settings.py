@@ -12,9 +12,10 @@ from tests.commands import provers
 
 TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu, RMS norms
 NEOX = ["model.branches=parallel", "model.rotary_share=0.5", "model.norm=layernorm", "model.activation=gelu_erf", "model.bias=true"]
-SINKS = "model.attention_sinks=true"
+SINKS, HEADWISE, ELEMENTWISE = "model.attention_sinks=true", "model.attention_gate=headwise", "model.attention_gate=elementwise"
 
-WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4", SINKS]
+WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4"]
+WINDOWED += [SINKS, HEADWISE]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,10 @@ def workers() -> Iterator[ProofWorkers]:
             "tp2sp,dp2",
             ["model.norm_place=both", "model.norm_offset=true", "model.activation=geglu", "model.nope_every=2", "model.dropout=0.1"],
         ),
-        ("tp2pp2dp2", ["model.norm_place=post", "model.activation=geglu_erf", "model.embedding_norm=true", "train.recompute=selective"]),
+        (
+            "tp2pp2dp2,tp2pp2sp@zb_v",
+            [ELEMENTWISE, "model.norm_place=post", "model.activation=geglu_erf", "model.embedding_norm=true", "train.recompute=selective"],
+        ),
         ("one,tp2sp,cp2,cp4", [*WINDOWED, "parallel.context_method=gather"]),
         ("cp2,cp2pp2", [*WINDOWED, "parallel.context_method=ring", "data.document_mask=true"]),
         ("cp2,pp2,dp2", [*WINDOWED, "parallel.context_method=ulysses", "train.recompute=selective"]),

@@ -122,6 +122,22 @@ def test_the_z_loss_is_a_loss_of_its_own(chunked: bool) -> None:
         torch.testing.assert_close(parameter.grad, 0.5 * gradient, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["headwise", "elementwise"])
+def test_gates_of_attention(kind: str) -> None:
+    """Each head, or each feature, by the input of its own token; gates are products, and counted."""
+    stage, plain = (built(attention_gate=gate, num_heads=4) for gate in (kind, None))
+    (context,) = contexts(stage)
+    ours, other = (model.inner[1].attention for model in (stage, plain))
+    x, seen = torch.randn(12, 24, dtype=torch.float64), list[Tensor]()
+    other.load_state_dict({name: tensor for name, tensor in ours.state_dict().items() if name != "qkv.gate"})
+    other.output.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    other(x, context)
+    right = (seen[0].view(12, 4, 6) * torch.sigmoid(x @ ours.qkv.gate.T).view(12, 4, -1)).view(12, 24) @ ours.output.weight.T
+    torch.testing.assert_close(ours(x, context), right, rtol=1e-12, atol=1e-12)
+    rows = 4 if kind == "headwise" else 24
+    assert block_flops(stage.config, False) - block_flops(plain.config, False) == 2 * 24 * rows
+
+
 def test_blocks_without_positions_are_every_nth() -> None:
     """In these the order of the tokens before a token must not matter; in the others it must."""
     stage = built(position="rope", nope_every=3)
@@ -135,13 +151,13 @@ def test_blocks_without_positions_are_every_nth() -> None:
 
 def test_the_planner_tells_kinds_of_blocks_apart() -> None:
     """One without positions keeps other tensors; taken for the first, the plan of its stage would be wrong."""
-    parts = [range(3)]
     config = config_of(position="rope", nope_every=2)
     assert [config.model.alike(block) for block in range(3)] == [0, 1, 0]
-    mixed, rotating, still = (
-        stage_activations(config_of(position="rope", **own), parts)[0].kept for own in ({"nope_every": 3}, {}, {"nope_every": 1})
+    third, second, rotating = (
+        stage_activations(config_of(num_layers=6, position="rope", **own), [range(6)])[0].kept
+        for own in ({"nope_every": 3}, {"nope_every": 2}, {})
     )
-    assert still < rotating and mixed == rotating - (rotating - still) // 3
+    assert 3 * (rotating - third) == 2 * (rotating - second) > 0
 
 
 def test_a_gate_is_a_third_product() -> None:

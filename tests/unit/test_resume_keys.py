@@ -34,7 +34,7 @@ model: block source_digest num_layers hidden_size num_heads num_kv_heads head_si
     max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
     norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
-    attention_sinks
+    attention_sinks attention_gate
 train: seq_len global_batch_size batch_ramp seed
 optim: kind groups
 data: packing train

@@ -46,11 +46,13 @@ def block_flops(config: Config, causal: bool) -> float:
     """Forward operations of one transformer block.
 
     2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two or, with a gate (swiglu), three
-    feed-forward products, and `attention_flops`. Norms, activations and residuals are not products, and not counted.
+    feed-forward products, 2·h for each gate of attention, and `attention_flops`. Norms, activations and residuals are not products, and
+    not counted.
     """
     h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), config.attention_sizes
     ffn_products = 3 if config.model.gated else 2
-    return 2 * h * (a + 2 * k) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+    gates = {None: 0, "headwise": config.model.num_heads, "elementwise": a}[config.model.attention_gate]
+    return 2 * h * (a + 2 * k + gates) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
 
 
 def head_flops(config: Config) -> float:
