@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megacore.config.experts import ExpertSettings
 from megacore.section import Count, Epsilon, Factor, Fraction, Positions, Rows, Section, Share, Width
 
 
@@ -58,7 +59,7 @@ class YarnRope(Section):
 RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(discriminator="type")]
 
 
-class ModelConfig(Section):
+class ModelConfig(ExpertSettings):
     block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
     source: str | None = Field(
         None, min_length=1, description="a file of your own with the model's settings and blocks, which is executed; see docs/blocks.md"
@@ -157,5 +158,6 @@ class ModelConfig(Section):
 
     def alike(self, block: int) -> int:
         """The first block that is of the same kind; their parameters are alike in all."""
-        kind = self.rotates(block), self.window_of(block)
-        return next(other for other in range(block + 1) if (self.rotates(other), self.window_of(other)) == kind)
+        kinds = ((self.rotates(other), self.window_of(other), self.has_experts(other)) for other in range(block + 1))
+        *others, kind = kinds
+        return next((other for other, earlier in enumerate(others) if earlier == kind), block)

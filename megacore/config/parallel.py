@@ -20,6 +20,8 @@ class ParallelConfig(Section):
     pipeline: Ranks = 1
     data: Ranks | Literal["auto"] = Field("auto", description="auto: world size / all other axes")
     context: Ranks = Field(1, description="ranks that divide the tokens of every sample among themselves, in every layer")
+    expert: Ranks = Field(1, description="ranks that divide the experts of a block; they are taken from data, context and tensor ranks")
+    expert_tensor: Ranks | None = Field(None, description="ranks that divide each expert; null: as many as tensor")
     context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
         "auto",
         description="how context ranks attend: gather all keys and values; pass them round; exchange sequences for heads; "

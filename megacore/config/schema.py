@@ -14,7 +14,7 @@ from megacore.config.engine import EngineConfig
 from megacore.config.model import ModelConfig
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
-from megacore.distributed.axes import AXES
+from megacore.distributed.axes import AXES, expert_view
 from megacore.optimizers.rule import on_register
 from megacore.section import Count, NonNegative, Positions, Section, Whole
 
@@ -213,6 +213,12 @@ class Config(Section):
         """How many ranks each axis of the mesh has, from the outermost axis to the innermost."""
         assert isinstance(self.parallel.data, int), "config was not resolved"
         return {axis.name: getattr(self.parallel, axis.title) for axis in AXES}
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The same of the view for experts (`axes.EXPERT_AXES`): all ranks of a stage, with `expert` and `expert_tensor` of them apart."""
+        p = self.parallel
+        return expert_view(self.sizes, p.expert, p.expert_tensor or p.tensor)
 
     @property
     def world_size(self) -> int:

@@ -37,6 +37,19 @@ AXES = (
     Axis("tp", "tensor"),
 )
 
+# A second view of a stage's ranks, for experts: ranks along `ep` hold other experts, and those along `etp` parts of the same ones.
+EXPERT_AXES = (
+    Axis("pp", "pipeline", layers=True),
+    Axis("edp", "expert_data", tokens=True),
+    Axis("ep", "expert", tokens=True, splits=True),
+    Axis("etp", "expert_tensor"),
+)
+
+
+def expert_view(sizes: Mapping[str, int], expert: int, expert_tensor: int) -> dict[str, int]:
+    """The sizes of `EXPERT_AXES`, by those of `AXES`."""
+    return {"pp": sizes["pp"], "edp": prod(sizes.values()) // (sizes["pp"] * expert * expert_tensor), "ep": expert, "etp": expert_tensor}
+
 
 def sums_of(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
     """The products of axes over whose ranks gradients may be summed: all that divide tokens, but for those that split a weight."""

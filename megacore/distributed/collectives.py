@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.distributed.communicator import Group, Work, group_called
@@ -172,6 +173,43 @@ def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
     if group.size == 1:
         return x
     return (_ReduceScatter if sequence else _Reduce).apply(x, group)
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Forward: this rank's tokens. Backward: gradients of all ranks' tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return own_part(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad.contiguous(), ctx.group), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Forward: all ranks' tokens. Backward: the gradient of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return own_part(grad, ctx.group), None
+
+
+def scatter_tokens(x: Tensor, group: Group) -> Tensor:
+    """Divides ``[tokens, …]`` that all ranks of a group hold among them, for work that each does on its own tokens. If they do not divide,
+    zeros follow them."""
+    return _ScatterTokens.apply(F.pad(x, (0, 0, 0, -len(x) % group.size)), group)
+
+
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
+    """Ends what `scatter_tokens` has begun: every rank has all tokens, with what may follow them."""
+    return _GatherTokens.apply(x, group)
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:

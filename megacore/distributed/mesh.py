@@ -138,6 +138,8 @@ class Mesh(Topology):
                     yield (
                         fsdp_holders(product, self.token_axes) if config.engine.kind == "fsdp" else (*(product if divided else ()), *beside)
                     )
+        if config.model.num_experts is not None:
+            yield from (("ep", "etp"), ("cp", "tp"))  # tokens go to parts of experts; a sequence's tokens are counted
         if config.engine.kind == "deepspeed":
             yield tuple(axis.name for axis in self.axes if not axis.tokens)
 

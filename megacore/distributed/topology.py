@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from megacore.config import Config
-from megacore.distributed.axes import AXES, Axis, coordinates, place_text, ranks_along
+from megacore.distributed.axes import AXES, EXPERT_AXES, Axis, coordinates, place_text, ranks_along
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum, Levels
 from megacore.distributed.shard import AxisPlacement, Shard
@@ -14,7 +14,12 @@ from megacore.pipeline.partition import placement_of, shared_parameters
 
 def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
     """How many ranks each axis has. `others` has the sizes of axes that `config.parallel` does not have."""
-    return {axis.name: (others or {}).get(axis.name) or config.sizes[axis.name] for axis in axes}
+    return {axis.name: (others or {}).get(axis.name) or (config.expert_sizes | config.sizes)[axis.name] for axis in axes}
+
+
+def views_of(config: Config) -> tuple[Sequence[Axis], ...]:
+    """The views of the ranks that a config's layers have besides the usual one."""
+    return () if config.model.num_experts is None else (EXPERT_AXES,)
 
 
 class Topology:
@@ -32,8 +37,10 @@ class Topology:
         sizes: Mapping[str, int] | None = None,
         views: Sequence[Sequence[Axis]] = (),
     ) -> None:
-        """`axes`: those of most layers, and of data. `views`: other axes for the same ranks. `sizes`: see `sizes_of`."""
-        self.rank, self.axes, self.views = rank, axes, (axes, *views)
+        """`axes`: those of most layers, and of data. `views`: further ones of the same ranks, besides `views_of`.
+
+        `sizes`: see `sizes_of`."""
+        self.rank, self.axes, self.views = rank, axes, (axes, *views_of(config), *views)
         self.sizes_of_views = [sizes_of(config, view, sizes) for view in self.views]
         self.sizes = self.sizes_of_views[0]
         assert len({prod(sizes.values()) for sizes in self.sizes_of_views}) == 1, "every view must have all ranks"
@@ -201,4 +208,4 @@ def fsdp_holders(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str,
 
 def alone(config: Config) -> Topology:
     """One process that holds all, whatever `config.parallel` says: for whole models."""
-    return Topology(config, sizes={axis.name: 1 for axis in AXES})
+    return Topology(config, sizes={axis.name: 1 for axis in (*AXES, *EXPERT_AXES)})

@@ -44,9 +44,12 @@ class FeedForward(nn.Module):
     With a gate (swiglu) the first weight is ``[2, ffn, hidden]``, split along ffn: a rank holds gate and up of the same features.
     """
 
-    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
+    def __init__(
+        self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, ffn_size: int | None = None
+    ) -> None:
+        """`ffn_size`: if it is not that of the config."""
         super().__init__()
-        model, ffn_size = config.model, resolved(config.model.ffn_size)
+        model, ffn_size = config.model, ffn_size or resolved(config.model.ffn_size)
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         up, dim = ((2, ffn_size), 1) if model.gated else ((ffn_size,), 0)
         # ZeRO-3 frees a bias outside of its layer, and other activations take none.
@@ -83,14 +86,22 @@ class Block(Layer):
         self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
         self.attention = Attention(config, group, dtype, device, output_std, index)
         self.norm2 = Norm(model, group, config.parallel.sequence, dtype, device)
-        self.feed_forward = FeedForward(config, group, dtype, device, output_std)
+        self.feed_forward = self.make_feed_forward(config, mesh, dtype, device, output_std)
+
+    def make_feed_forward(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float) -> nn.Module:
+        """The layer behind attention, for blocks that differ in it."""
+        return FeedForward(config, mesh.tp, dtype, device, output_std)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        x, h = self.attend(x, context)
+        return context.add(x, self.feed_forward(h), self.scale, self.index, "feed_forward")
+
+    def attend(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What attention adds to, and the norm of that, which the feed-forward layer reads."""
         branch = self.attention(self.norm1(x), context)
         if context.dropout == 0.0 and self.scale == 1.0:  # the next norm then computes the sum
             h, x = self.norm2(branch, x)
-        else:
-            x = context.add(x, branch, self.scale, self.index, "attention")
-            h = self.norm2(x)
-        return context.add(x, self.feed_forward(h), self.scale, self.index, "feed_forward")
+            return x, h
+        x = context.add(x, branch, self.scale, self.index, "attention")
+        return x, self.norm2(x)

@@ -59,6 +59,7 @@ SAVES = "train.steps=4 checkpoint.every=1"
 MUP = "model.parametrization=mup"
 TENSOR, PIPELINE, DATA, CONTEXT = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.context=2"
 FSDP = f"{DATA} engine.kind=fsdp"
+EXPERTS = "model.bias=false model.num_experts=4"
 MUON = "optim.kind=muon train.precision=fp64"
 
 CASES: dict[str, Case] = {
@@ -108,6 +109,23 @@ CASES: dict[str, Case] = {
     "model.base_width": numbers(64, f"{MUP} model.base_width=16"),
     "model.base_head_size": numbers(16, f"{MUP} model.base_width=16"),
     "model.base_layers": numbers(4, f"{MUP} model.base_width=16"),
+    "model.num_experts": numbers(4, "model.bias=false"),
+    "model.experts_per_token": numbers(1, EXPERTS),
+    "model.expert_ffn_size": numbers(8, EXPERTS),
+    "model.shared_experts": numbers(1, EXPERTS),
+    "model.first_dense": numbers(1, EXPERTS),
+    "model.experts_every": numbers(2, EXPERTS),
+    "model.router_scores": numbers("sigmoid", EXPERTS),
+    "model.router_normalised": numbers("false", EXPERTS),
+    "model.router_scale": numbers(2, EXPERTS),
+    "model.expert_groups": numbers(2, f"{EXPERTS} model.groups_per_token=1"),
+    "model.groups_per_token": numbers(2, f"{EXPERTS} model.expert_groups=2"),
+    "model.router_balance": numbers("sequence", EXPERTS),
+    "model.balance_coefficient": numbers(1, f"{EXPERTS} model.router_balance=global"),
+    "model.router_z_loss": numbers(1, EXPERTS),
+    "model.router_bias_rate": numbers(1, EXPERTS),
+    "parallel.expert": Case("told", "2", f"{EXPERTS} {DATA}", ranks=2),
+    "parallel.expert_tensor": Case("told", "1", f"{EXPERTS} {TENSOR}", ranks=2),
     "parallel.tensor": Case("told", "2", ranks=2),
     "parallel.pipeline": Case("told", "2", ranks=2),
     "parallel.data": Case("refused", "2"),

@@ -22,6 +22,7 @@ ROOMS = {
     "megacore/distributed/": "the mesh",
     "megacore/tensor_parallel/": "its own axis",
     "megacore/context_parallel/": "its own axis",
+    "megacore/expert_parallel/": "its own axes, and those whose ranks have tokens of one sequence",
     "megacore/tools/planner/traffic.py": "what layers of these axes send",
     "launch/plan.py": "columns of predicted traffic, in a fixed order",
     "launch/samples.py": "layouts as its users write them",

@@ -33,6 +33,8 @@ REFUSED = """
 model: block source_digest num_layers hidden_size num_heads num_kv_heads head_size ffn_size vocab_size norm activation position
     max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
+    num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores router_normalised router_scale
+    expert_groups groups_per_token router_bias_rate
     norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
     attention_sinks attention_gate
 train: seq_len global_batch_size batch_ramp seed
@@ -40,8 +42,9 @@ optim: kind groups
 data: packing train
 """
 HEARD = """
-model: source dropout attention kernels chunked_loss z_loss
-parallel: tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
+model: source dropout attention kernels chunked_loss z_loss router_balance balance_coefficient router_z_loss
+parallel: expert expert_tensor
+    tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
     heartbeat_seconds
 train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches
 optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks

@@ -70,10 +70,10 @@ def can_compile(config: Config, device: torch.device) -> bool:
     """Whether compiled blocks come into question: on a CPU, where nothing else that the config asks for excludes them.
 
     Tensor and context ranks' blocks wait for each other, so one rank could not measure them. GPUs are to be measured.
-    A model of the user's own is compiled only if the config says so.
+    A model of the user's own is compiled only if the config says so, and one with experts never.
     """
     train, parallel = config.train, config.parallel
-    own = config.model.source is not None
+    own = config.model.source is not None or config.model.num_experts is not None
     excluded = own or config.model.dropout or train.offload_activations or train.deterministic or train.precision == "fp64"
     divided = parallel.tensor > 1 or parallel.context > 1 or config.engine.kind != "native"
     split = parallel.pipeline > 1 and splits_backward(config) and parallel.schedule not in WHOLE

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import count
+from math import gcd
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ class Unanswered(Communicator):
 
     @observed
     def start_all_to_all(self: Communicator, x: Tensor, out: Tensor) -> Begun:
+        """See `Communicator`."""
+        return Done()
+
+    @observed
+    def start_exchange(self: Communicator, x: Tensor, out: Tensor, sent: Any, received: Any) -> Begun:
         """See `Communicator`."""
         return Done()
 
@@ -196,7 +202,9 @@ def by_itself(config: Config) -> Config:
     """The config with what a layer's cost depends on, and nothing else: the same for all layouts in which its layers are the same."""
     model, train, parallel, c = config.model, config.train, config.parallel, config.parallel.context
     method = context_method_of(config) if c > 1 else "gather"
-    axes = {"pipeline": 1, "data": 1, "chunks": 1, "schedule": "1f1b", "context_method": method}
+    experts = parallel.expert * (parallel.expert_tensor or parallel.tensor) if model.num_experts is not None else 1
+    data = experts // gcd(experts, parallel.context * parallel.tensor)  # the fewest from which experts can have their ranks
+    axes = {"pipeline": 1, "data": data, "chunks": 1, "schedule": "1f1b", "context_method": method}
     layer = {"attention": attention_of(config), "kernels": "triton" if fuses(config) else "eager"}
     device = train.device if train.device == "cpu" else "cuda"
     plain = {"global_batch_size": train.micro_batch_size, "offload_activations": False, "compile": False, "device": device}

@@ -17,6 +17,7 @@ from megacore.errors import ConfigError
 from megacore.optimizers.rule import AVERAGE, RULES
 from megacore.records import LARGEST
 from megacore.tools.settings.derive import chunks_of
+from megacore.tools.settings.experts import check_experts, divides
 
 RAMP = "train.batch_ramp"
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
@@ -47,13 +48,6 @@ def check_elements(config: Config) -> None:
     if (elements := largest * model.hidden_size) > MOST_ELEMENTS:
         wrong = f"with model.hidden_size {model.hidden_size} makes a tensor of {elements:.3g} elements"
         raise ConfigError(f"model.{name}", wrong, f"tensors of at most {MOST_ELEMENTS:.3g}")
-
-
-def divides(key: str, size: int, by_key: str, by: int) -> None:
-    """Refuses a `size` at `key` that is not a multiple of `by`."""
-    if size % by:
-        down = size - size % by
-        raise ConfigError(key, f"{size} is not a multiple of {by_key} {by}", f"{f'{down} or ' if down else ''}{down + by} would be")
 
 
 def check(config: Config, world_size: int) -> None:
@@ -155,6 +149,7 @@ def check_model(config: Config) -> None:
     if parallel.pipeline > MOST_STAGES:
         raise ConfigError("parallel.pipeline", f"{parallel.pipeline} stages are more than any run has", f"at most {MOST_STAGES}")
     check_context(config)
+    check_experts(config)
     if parallel.sequence and config.rank_tokens % parallel.tensor:
         divides("train.seq_len", train.seq_len // parallel.context, "parallel.tensor", parallel.tensor)
     if model.kernels == "triton" and train.precision == "fp64":

@@ -1,0 +1,153 @@
+"""Which rows of tokens go to which rank, and the exchange there and back.
+
+A row is a token on its way to one expert. This rank's rows are sorted by expert, and so by rank; what comes is sorted by rank, and is
+sorted by expert again. With `etp` every rank that has a part of an expert gets its rows, and returns its part of their results.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.distributed.collectives import Done, Work
+from megacore.distributed.communicator import Group
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ways of one microbatch's rows. Nothing of it is kept in a module: other microbatches are under way at the same time."""
+
+    chosen: Tensor  # experts, [tokens, experts_per_token]
+    order: Tensor  # rows by expert: row r is that of token r // experts_per_token
+    counts: Tensor  # of this rank's rows, by expert
+    ends: Tensor  # where rows of each of this rank's experts end, behind the exchange
+    group: Group  # the ranks that hold parts of all experts: ep × etp
+    parts: int = 1  # etp
+    sent: tuple[int, ...] = ()  # rows to each rank of the group, and from each
+    received: tuple[int, ...] = ()
+    arrangement: Tensor | None = None  # what comes, by expert
+
+
+def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
+    """The ways of rows whose experts are `chosen`; collective over the group.
+
+    Ranks tell each other how many rows they send. Only where there are several must the host know: here alone a step waits for the
+    device, because an exchange takes its sizes from the host.
+    """
+    order, counts = by_expert(chosen.flatten(), experts)
+    if group.size == 1:
+        return Route(chosen, order, counts, counts.cumsum(0), group)
+    to = counts.view(group.size // parts, -1).repeat_interleave(parts, 0)  # [ranks, experts of a rank]
+    come = torch.empty_like(to)
+    assert group.communicator is not None
+    group.communicator.start_all_to_all(to, come).wait()
+    if chosen.is_meta:  # where nobody knows the choice: every expert has as many rows
+        sent = received = [chosen.numel() * parts // group.size] * group.size
+    else:
+        sent, received = torch.stack([to.sum(1), come.sum(1)]).tolist()
+    numbers = torch.arange(come.shape[1], device=chosen.device).repeat(group.size)
+    numbers = numbers.repeat_interleave(come.flatten(), output_size=sum(received))
+    arrangement = numbers.argsort(stable=True)
+    return Route(chosen, order, counts, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), arrangement)
+
+
+def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The places of numbers below `experts`, sorted by them, equal ones in their order; and how often there is each."""
+    found, order = numbers.sort(stable=True)
+    ends = torch.searchsorted(found, torch.arange(experts, device=numbers.device), right=True)
+    return order, ends.diff(prepend=ends.new_zeros(1))
+
+
+def send(rows: Tensor, route: Route) -> tuple[Tensor, Work]:
+    """Begins to send rows ``[rows, hidden]``, sorted by expert, to the ranks of their experts; see `arrange` for what comes."""
+    if route.group.size == 1:
+        return rows, Done()
+    if route.parts > 1:
+        chunks = rows.split(route.sent[:: route.parts])
+        rows = torch.cat([chunk for chunk in chunks for _ in range(route.parts)])
+    waiting: list[Work] = []
+    return _Exchange.apply(rows, route.group, route.sent, route.received, waiting), waiting[0]
+
+
+def arrange(rows: Tensor, route: Route) -> Tensor:
+    """Rows that have come, sorted by expert."""
+    return rows if route.arrangement is None else _Gather.apply(rows, route.arrangement, route.arrangement.argsort(), 1)
+
+
+def give_back(rows: Tensor, route: Route) -> Tensor:
+    """Results of rows sorted by expert → those of this rank's own rows, whole, in their order."""
+    if route.arrangement is None:
+        return rows
+    waiting: list[Work] = []
+    rows = _Gather.apply(rows, route.arrangement.argsort(), route.arrangement, 1)
+    found = _Exchange.apply(rows, route.group, route.received, route.sent, waiting)
+    waiting[0].wait()
+    if route.parts == 1:
+        return found
+    chunks = found.split(route.sent)
+    return torch.cat([sum_of(chunks[i : i + route.parts]) for i in range(0, len(chunks), route.parts)])
+
+
+def sum_of(parts: tuple[Tensor, ...]) -> Tensor:
+    """The sum, in the order of ranks."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def permute(tokens: Tensor, route: Route) -> Tensor:
+    """The rows of tokens ``[tokens, hidden]``, sorted by expert."""
+    return _Gather.apply(tokens, route.order, route.order.argsort(), route.chosen.shape[1])
+
+
+def unpermute(rows: Tensor, route: Route, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's rows; `weights` ``[tokens, experts_per_token]``, in whose precision they are added."""
+    of_tokens = _Gather.apply(rows, route.order.argsort(), route.order, 1).unflatten(0, weights.shape)
+    return (of_tokens * weights[..., None]).sum(1).to(rows.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows in another order, each `copies` times. It only gathers, in both directions, so that sums have one order.
+
+    forward      y[i] = x[order[i] // copies]
+    grad of x         = sum over a row's copies of dy[back]     `back` is the inverse of `order`
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x[order if copies == 1 else order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (back,) = ctx.saved_tensors
+        grad = grad[back]
+        return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks, `sent[i]` of them to rank i. Its gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...], waiting: list[Work]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        out, work = exchange_rows(rows, group, sent, received)
+        waiting.append(work)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        out, work = exchange_rows(grad, ctx.group, ctx.received, ctx.sent)
+        work.wait()
+        return out, None, None, None, None
+
+
+def exchange_rows(rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[Tensor, Work]:
+    """Begins to send so many of the rows to each rank, and to receive so many from each."""
+    assert group.communicator is not None
+    width, out = rows.shape[1], rows.new_empty(sum(received), rows.shape[1])
+    sizes = [n * width for n in sent], [n * width for n in received]
+    return out, group.communicator.start_exchange(rows.contiguous().view(-1), out.view(-1), *sizes)

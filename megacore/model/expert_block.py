@@ -1,0 +1,83 @@
+"""A GPT block whose feed-forward layer is a mixture of experts (Shazeer et al. 2017): each token goes through a few of them."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config import Config
+from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
+from megacore.distributed.topology import Topology
+from megacore.expert_parallel.dispatch import Route, arrange, give_back, permute, route_of, send, unpermute
+from megacore.expert_parallel.experts import Experts
+from megacore.expert_parallel.router import Router, Scored, losses_of
+from megacore.model.block import ACTIVATIONS, Block, FeedForward
+from megacore.model.context import Context
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, experts, and those that all tokens share. Tokens are never dropped.
+
+    Tensor ranks that hold the same tokens divide them here, so that each rank has tokens of its own.
+    """
+
+    def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
+        super().__init__()
+        model = config.model
+        self.tp, self.group, self.parts = mesh.tp, mesh.group("ep", "etp"), mesh.group("etp").size
+        self.divides = mesh.tp.size > 1 and not config.parallel.sequence
+        activation = partial(ACTIVATIONS[model.activation], implementation=model.kernels)
+        self.router = Router(config, mesh, dtype, device)
+        self.experts = Experts(config, mesh, dtype, device, output_std, activation)
+        ffn = model.shared_experts * (model.expert_ffn_size or 0)
+        self.shared = FeedForward(config, mesh.tp, dtype, device, output_std, ffn) if ffn else None
+        self.keeps = config.train.recompute == "full"
+        self.kept: dict[int, Route] = {}  # by microbatch, for the backward that runs the layer again
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens), and the sums of `losses_of`."""
+        own = scatter_tokens(x, self.tp) if self.divides else x
+        scored = self.router.score(own)
+        route = self._route(scored, context.key)
+        rows, arriving = send(permute(own, route), route)
+        shared = None if self.shared is None else self.shared(x)  # while rows travel
+        arriving.wait()
+        rows = give_back(self.experts(arrange(rows, route), route.ends), route)
+        y = unpermute(rows, route, self.router.weights(scored.scores, route.chosen))
+        if self.divides:
+            y = gather_tokens(y, self.tp)[: len(x)]
+        first = self.tp.rank * len(own)
+        losses = self.router.losses(scored, route.chosen, first, context.seq_len, context.batch_size)
+        if self.divides:  # each rank then gives the sum over all their tokens
+            losses = [leave_tensor_parallel(loss, self.tp, False) for loss in losses]
+        return y if shared is None else y + shared, *losses
+
+    def _route(self, scored: Scored, key: int) -> Route:
+        """The ways of a microbatch's tokens; of a recomputed pass those of the first."""
+        if key in self.kept:
+            return self.kept.pop(key)
+        route = route_of(self.router.choose(scored.scores, key), self.router.experts, self.group, self.parts)
+        self.router.note(key, route.counts)
+        if self.keeps and self.training:
+            self.kept[key] = route
+        return route
+
+
+class ExpertBlock(Block):
+    """A `Block` with a `MixtureOfExperts`."""
+
+    def make_feed_forward(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float) -> nn.Module:
+        """See `Block`."""
+        return MixtureOfExperts(config, mesh, dtype, device, output_std)
+
+    def forward(self, x: Tensor, context: Context) -> Any:
+        """``[tokens, hidden]`` → the same, and the sums of its losses."""
+        x, h = self.attend(x, context)
+        y, *losses = self.feed_forward(h, context)
+        return context.add(x, y, self.scale, self.index, "feed_forward"), *losses
+
+
+def expert_block(config: Config) -> type[ExpertBlock]:
+    """The class of a config's blocks with experts, which declares their losses."""
+    return type("ExpertBlock", (ExpertBlock,), {"losses": losses_of(config.model)})

@@ -1,0 +1,174 @@
+"""A mixture of experts on one process: against a plain one written here, token by token, and what its settings refuse."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.errors import ConfigError
+from megacore.expert_parallel.experts import grouped_linear
+from megacore.model.batch import Microbatch
+from megacore.model.expert_block import MixtureOfExperts
+from megacore.model.stage import Stage, whole_model
+from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue, finish_in_turn
+from megacore.tools.settings.load import load
+from tests.training import write_config
+
+MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "bias": False, "activation": "swiglu", "num_experts": 8, "expert_ffn_size": 6,
+         "init_std": 0.3}  # fmt: skip
+VARIANTS = {
+    "softmax": "",
+    "three of eight, not normalised": "model.experts_per_token=3 model.router_normalised=false",
+    "shared, plain activation": "model.shared_experts=2 model.activation=gelu",
+    "deepseek": "model.router_scores=sigmoid model.router_scale=2.5 model.expert_groups=4 model.groups_per_token=2 "
+    "model.router_bias_rate=0.1 model.shared_experts=1 model.router_balance=sequence",
+    "groups of softmax": "model.expert_groups=4 model.groups_per_token=2 model.router_balance=global model.router_z_loss=0.1",
+}
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """`configure(overrides, world=1)`: a small config in fp64, resolved."""
+    path = write_config(tmp_path, "unused", model=MODEL, train={"precision": "fp64"})
+    return lambda overrides="", world=1: load(path, overrides.split(), world).config
+
+
+def mixture(config: Config) -> tuple[Stage, MixtureOfExperts]:
+    """A model, and its one mixture, whose biases and counts are not those that they begin with."""
+    stage = whole_model(config)
+    own = stage.blocks["0"].feed_forward  # type: ignore[union-attr, index]
+    for buffer in (own.router.load, own.router.bias):
+        if buffer is not None:
+            buffer.value.copy_(torch.linspace(0.1, -0.1, len(buffer.value)).double())
+    return stage, own
+
+
+def ffn(config: Config, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One expert."""
+    if config.model.gated:
+        return down @ (F.silu(up[0] @ x) * (up[1] @ x))
+    return down @ F.gelu(up @ x, approximate="tanh")
+
+
+def plainly(config: Config, own: MixtureOfExperts, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Token by token: the result, and the means of the losses."""
+    model, experts = config.model, own.experts
+    every, chosen_by, shares = [], [], []
+    z = x.new_zeros(())
+    for token in x:
+        logits = own.router.weight @ token
+        scores = logits.softmax(0) if model.router_scores == "softmax" else logits.sigmoid()
+        ranked = scores.detach() + (own.router.bias.value if own.router.bias is not None else 0)
+        size = len(ranked) // model.expert_groups
+        groups = [sorted(range(g * size, (g + 1) * size), key=lambda e: -float(ranked[e])) for g in range(model.expert_groups)]
+        best = [float(ranked[own[: 1 if model.router_scores == "softmax" else 2]].sum()) for own in groups]
+        kept = sorted(range(len(groups)), key=lambda g: -best[g])[: model.groups_per_token]
+        chosen = sorted((e for g in kept for e in groups[g]), key=lambda e: -float(ranked[e]))[: model.experts_per_token]
+        weights = scores[chosen]
+        weights = model.router_scale * (weights / weights.sum() if model.router_normalised else weights)
+        y = sum(w * ffn(config, token, experts.up[e], experts.down[e]) for w, e in zip(weights, chosen, strict=True))
+        if own.shared is not None:
+            y = y + ffn(config, token, own.shared.up.weight, own.shared.down.weight)
+        every.append(y)
+        chosen_by.append(F.one_hot(torch.tensor(chosen), 8).sum(0).double())
+        shares.append(scores / scores.sum())
+        z = z + torch.log(logits.exp().sum()) ** 2 / len(x)
+    losses = []
+    sequences = zip(torch.stack(chosen_by).split(config.train.seq_len), torch.stack(shares).split(config.train.seq_len), strict=True)
+    if model.router_balance == "sequence":
+        losses.append(torch.stack([8 / model.experts_per_token * (f.mean(0) * p.mean(0)).sum() for f, p in sequences]).mean())
+    elif model.router_balance == "global":
+        losses.append((own.router.load.value * torch.stack(shares).mean(0)).sum())
+    return torch.stack(every), losses + ([z] if model.router_z_loss else [])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_the_plain_formula(configure: Configure, variant: str) -> None:
+    """A row under another token's weight, a gate without its gradient, shares of another routing than the dispatch's."""
+    config = configure(VARIANTS[variant])
+    stage, own = mixture(config)
+    tokens = torch.zeros(config.train.micro_batch_size, config.train.seq_len, dtype=torch.int64)
+    x = torch.randn(tokens.numel(), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    y, *sums = own(x, stage.context(Microbatch(tokens)))
+    right, losses = plainly(config, own, x)
+    named = dict(own.named_parameters())
+    toward = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(4))
+    found = [(y * toward).sum() + sum(s / len(x) for s in sums), (right * toward).sum() + sum(losses)]
+    assert len(sums) == len(losses)
+    assert all(torch.allclose(s / len(x), loss, rtol=1e-12) for s, loss in zip(sums, losses, strict=True))
+    assert torch.allclose(y, right, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(one, [x, *named.values()]) for one in found]
+    for name, a, b in zip(["x", *named], *gradients, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-10), name
+
+
+def test_of_equal_experts_the_first_is_chosen(configure: Configure) -> None:
+    """Else another layout, whose kernels see other shapes, would choose otherwise."""
+    router = mixture(configure())[1].router
+    scores = torch.tensor([[0.1, 0.3, 0.1, 0.3, 0.3, 0.0, 0.0, 0.3], [0.2] * 8], dtype=torch.float64)
+    assert router.choose(scores, 0).tolist() == [[1, 3], [0, 1]]
+
+
+def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
+    """It grows where an expert has less than the mean; a recomputed pass counts once, and a validation never."""
+    config = configure("model.router_bias_rate=0.25 train.recompute=full")
+    stage, own = mixture(config)
+    context = stage.context(Microbatch(torch.zeros(2, 16, dtype=torch.int64), key=5))
+    x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    own(x, context)
+    assert list(own.kept) == [5], "the backward runs the layer again"
+    own(-x, context)  # and replays the choice, whatever its scores would be now
+    assert not own.kept
+    own.eval()(x, context)
+    counts = torch.zeros(8, dtype=torch.float64)
+    for expert in own.router.choose(own.router.score(x).scores, 5).flatten():
+        counts[expert] += 1
+    before, bias = own.router.bias.value.clone(), own.router.bias
+    noted = bias.take()
+    assert torch.equal(noted, counts) and counts.sum() == 64
+    assert torch.equal(bias.rule(before, noted), before + 0.25 * torch.sign(8 - counts))
+    assert torch.allclose(own.router.load.rule(before, own.router.load.take()), counts / 8)
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
+    """What stands in memory that nobody has written would be one; so would the step before's sum, which is written over."""
+    ends = torch.tensor([0, 3, 3, 5])  # the first and the third have none
+    x, weight = torch.randn(5, 4), torch.nn.Parameter(torch.randn(4, 3, 4))
+    main = MainGradient(torch.full((4, 3, 4), torch.nan), WeightGradQueue())
+    weight.main_gradient = main  # type: ignore[attr-defined]
+    with main.deferral.collect() as parts:
+        y = grouped_linear(x.requires_grad_(), weight, (4, 3, 4), ends)
+        y.sum().backward()
+    assert len(parts) == 1 and main.empty, "a schedule may leave it for later"
+    assert len(list(finish_in_turn(parts))) == 1
+    right = torch.stack([x[a:b].sum(0).expand(3, 4) for a, b in ((0, 0), (0, 3), (3, 3), (3, 5))])
+    assert torch.allclose(main.total, right) and torch.allclose(y[:3], x[:3] @ weight[1].t(), atol=1e-6)
+
+
+REFUSED = [
+    ("model.num_experts=null model.experts_per_token=3", 1, r"model.experts_per_token: there are no experts"),
+    ("model.num_experts=null model.expert_ffn_size=null parallel.expert=2", 2, r"parallel.expert: there are no experts"),
+    ("model.experts_per_token=9", 1, "model.experts_per_token: a token cannot go to 9 of 8 experts"),
+    ("model.first_dense=1", 1, "model.first_dense: none of 1 blocks has experts"),
+    ("model.expert_groups=3", 1, "model.num_experts: 8 is not a multiple of model.expert_groups 3"),
+    ("model.expert_groups=8 model.groups_per_token=1", 1, "model.groups_per_token: 1 of 8 groups have 1 experts"),
+    ("model.expert_groups=2 model.groups_per_token=4", 1, "model.groups_per_token: a token cannot choose 4 of 2 groups"),
+    ("model.bias=true", 1, "model.bias: experts have no biases"),
+    ("model.norm_place=both", 1, "model.norm_place: blocks with experts"),
+    ("train.compile=true", 1, "train.compile: how many tokens"),
+    ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),
+    ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
+    ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),
+    ("parallel.expert_tensor=4 parallel.data=4", 4, "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world", "said"), REFUSED)
+def test_what_does_not_fit_is_refused(configure: Configure, overrides: str, world: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configure(overrides, world)
