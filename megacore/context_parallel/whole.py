@@ -11,12 +11,22 @@ from torch import Tensor
 
 from megacore.context_parallel.attention import Sequences, by_rank, in_order
 from megacore.context_parallel.sharding import Documents, positions_of
-from megacore.distributed.collectives import all_gather, reduce_scatter
+from megacore.distributed.collectives import all_gather, enter_tensor_parallel, reduce_scatter
 
 
 def whole(x: Tensor, sequences: Sequences) -> Tensor:
     """``[batch, heads, tokens of this rank, …]`` → of all tokens, in the order of the sequence. Differentiable; collective."""
     return x if sequences.group.size == 1 else Whole.apply(x, sequences)
+
+
+def runs_in_order(x: Tensor, sequences: Sequences) -> list[Tensor]:
+    """What each rank says of each of its runs (`Sequences.own`), ``[runs, …]`` → of all runs, in the order of the sequence.
+
+    So a recurrence finds what stands before each run, and no rank waits for another's. Differentiable; collective.
+    """
+    starts = [run.start for runs in sequences.by_rank for run in runs]
+    every = enter_tensor_parallel(x, sequences.group, True)
+    return [every[i] for i in sorted(range(len(starts)), key=starts.__getitem__)]
 
 
 class Whole(torch.autograd.Function):

@@ -29,6 +29,12 @@ class TextCache(Protocol):
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds a layer's new keys and values, ``[batch, heads, new, head]``; returns all."""
 
+    def state(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """What a layer has kept of all tokens so far, as a recurrence does; None at a text's beginning."""
+
+    def keep(self, layer: nn.Module, new: int, *state: Tensor) -> None:
+        """Keeps this in place of it, `new` tokens later."""
+
     def advance(self, new: int) -> None:
         """Counts `new` positions, which every layer has added."""
 

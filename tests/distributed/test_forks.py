@@ -1,6 +1,8 @@
 """The forks of configs/forks: each equals one process wherever its layers are cut, and mistakes in its seams show."""
 
 import contextlib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "multi_token": {"position": "rope"},
     "latent_attention": {"norm": "rmsnorm", "position": "rope"}
     | {"head_size": 4, "q_rank": 20, "kv_rank": 12, "plain_size": 6, "value_size": 7},
+    "hybrid": {"norm": "rmsnorm", "position": "rope", "bias": False, "attention_every": 3, "chunk": 3},
 }
 OPTIM = {"speedrun": {"kind": "muon"}}
 LAYOUTS = {
@@ -35,7 +38,9 @@ LAYOUTS = {
     "ulysses, sequence": (4, ["parallel.context=2", "parallel.context_method=ulysses", "parallel.tensor=2", "parallel.sequence=true"]),
 }
 ATTENDS = ("ring, tp2", "ulysses, sequence")  # these forks' own attention has one way, which "cp2" is
+MIXED = {"zb_v, sequence", "interleaved, tp2", "ulysses, sequence", "fsdp"}  # each axis once
 HAVE = {"speedrun": {*LAYOUTS} - {*ATTENDS}, "multi_token": {*LAYOUTS} - {*ATTENDS}, "latent_attention": {*LAYOUTS} - {"pp4"}}
+HAVE |= {"hybrid": MIXED}
 CASES = [(fork, name) for fork, own in HAVE.items() for name in LAYOUTS if name in own]
 
 
@@ -60,13 +65,23 @@ def trained(config_path: str, overrides: list[str], lost: bool = False) -> Found
         return train(config, Mesh(config, place, torch.device("cpu")))
 
 
+@pytest.fixture(scope="module")
+def alone(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+    """`alone(fork)`: what one process finds, which each fork computes once."""
+
+    @cache
+    def found(fork: str) -> Found:
+        (one,) = pool.run(1, trained, config_of(tmp_path_factory.mktemp(fork), fork), [])
+        return one
+
+    return found
+
+
 @pytest.mark.parametrize(("fork", "name"), CASES)
-def test_every_layout_is_one_process(pool: Any, tmp_path: Path, fork: str, name: str) -> None:
+def test_every_layout_is_one_process(pool: Any, alone: Callable[[str], Found], tmp_path: Path, fork: str, name: str) -> None:
     """A tensor that is lost at a cut, tokens of a neighbour that are not seen, a number that ranks share and each changes."""
-    config = config_of(tmp_path, fork)
-    (one,) = pool.run(1, trained, config, [])
     ranks, overrides = LAYOUTS[name]
-    assert apart(pool.run(ranks, trained, config, overrides), one) < TOLERANCE
+    assert apart(pool.run(ranks, trained, config_of(tmp_path, fork), overrides), alone(fork)) < TOLERANCE
 
 
 BY_PLACE = (
@@ -80,7 +95,13 @@ ROLLED = (
     "return self.loss(x, wanted, ",
 )
 SHARED = ("enter_tensor_parallel(shared, context.group, context.sequence)", "shared")
+ALONE = ("runs_in_order(whole.movedim(2, 0), sequences)", "runs_in_order(whole.movedim(2, 0).detach(), sequences)")
+ANEW = ("torch.stack([every[:, :, i : i + back] for i in at], 2)", "torch.stack([before for i in at], 2)")
+IN_TURN = ("before[run.start // length] for run in sequences.own", "before[i] for i in range(len(sequences.own))")
 MISTAKES = {
+    "a state whose gradient is lost between context ranks": ("hybrid", ALONE, "cp2"),
+    "a state of the wrong run": ("hybrid", IN_TURN, "cp2"),
+    "a convolution that begins where the rank's tokens do": ("hybrid", ANEW, "cp2"),
     "a window counted from where the rank's tokens begin": ("speedrun", BY_PLACE, "cp2"),
     "a share of what each rank has of a number": ("speedrun", ("partial=True),), fill=0.5)", "),), fill=0.5)"), "zb_v, sequence"),
     "tokens that are not seen as parts": ("speedrun", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
@@ -91,18 +112,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted_mistakes_are_caught(pool: Any, tmp_path: Path, mistake: str) -> None:
+def test_planted_mistakes_are_caught(pool: Any, alone: Callable[[str], Found], tmp_path: Path, mistake: str) -> None:
     """In the forks' own seams; one process computes the same with and without them."""
     fork, edit, name = MISTAKES[mistake]
-    (one,) = pool.run(1, trained, config_of(tmp_path, fork), [])
-    wrong = config_of(tmp_path, fork, edit)
-    (alone,) = pool.run(1, trained, wrong, [])
-    assert apart([alone], one) < TOLERANCE
+    one, wrong = alone(fork), config_of(tmp_path, fork, edit)
+    assert apart(pool.run(1, trained, wrong, []), one) < TOLERANCE
     assert apart(pool.run(LAYOUTS[name][0], trained, wrong, LAYOUTS[name][1]), one) > 1e-6
 
 
-def test_a_skip_whose_gradient_is_lost_is_caught(pool: Any, tmp_path: Path) -> None:
+def test_a_skip_whose_gradient_is_lost_is_caught(pool: Any, alone: Callable[[str], Found], tmp_path: Path) -> None:
     """The planted fault: forward is right, and so is every gradient of the last stage."""
     config = config_of(tmp_path, "speedrun")
-    (one,) = pool.run(1, trained, config, [])
-    assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], True), one) > 1e-6
+    assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], True), alone("speedrun")) > 1e-6

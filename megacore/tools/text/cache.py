@@ -27,8 +27,8 @@ class KeyValueCache:
     def __init__(self, batch_size: int, capacity: int) -> None:
         self.batch_size, self.capacity = batch_size, capacity
         self.length = 0  # positions held; the next token's position
-        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._ends: dict[nn.Module, int] = {}  # of layers with a window: the positions up to the last that they keep
+        self._layers: dict[nn.Module, tuple[Tensor, ...]] = {}
+        self._ends: dict[nn.Module, int] = {}  # of layers with a window or a state: the positions up to the last that they keep
         # Of the tokens that are being read, if context ranks divide them: whose they are, and the positions of this rank's.
         self.sequences: Sequences | None = None
         self.positions: Tensor | None = None
@@ -49,6 +49,17 @@ class KeyValueCache:
             kept[:, :, start:stop] = new
         keys, values = self._layers[layer]
         return keys[:, :, :stop], values[:, :, :stop]
+
+    def state(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """See `TextCache`."""
+        if not self.length:
+            return None
+        assert self._ends[layer] == self.length, "no token can be taken back from a state"
+        return self._layers[layer]
+
+    def keep(self, layer: nn.Module, new: int, *state: Tensor) -> None:
+        """See `TextCache`."""
+        self._layers[layer], self._ends[layer] = state, self.length + new
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the latest queries to all keys so far, of which `k` and `v` are new. It always uses sdpa, whatever
@@ -147,6 +158,10 @@ class DividedCache(KeyValueCache):
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `KeyValueCache`; no rank has all."""
         raise ConfigError("parallel.context", "text is written with an attention of your own on one context rank", "1")
+
+    def state(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """See `KeyValueCache`; a prompt's padding would be in it."""
+        raise ConfigError("parallel.context", "text is written with a state of all tokens on one context rank", "1")
 
     def _shares(self) -> list[int]:
         """How many of the tokens that are being read each rank keeps. They are its first ones: what is beyond the end comes last."""
