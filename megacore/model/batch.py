@@ -18,7 +18,9 @@ class Samples:
     documents: Documents | None = None  # if attention stays within them: where they begin in each sample
 
 
-FieldSource = Callable[[Samples], np.ndarray]  # a field's values, ``[batch, seq]``
+# A field's values, ``[batch, seq, …]``, of which context ranks get those of their tokens; of any other length they all get all. A source
+# of `targets` takes the place of those that samples have.
+FieldSource = Callable[[Samples], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,7 +113,7 @@ def microbatch_on(
         arrays["positions"] = np.stack([document_positions(own) for own in documents])
     if cp.size > 1:
         own = positions_of(runs_of(tokens.shape[1], cp.size, cp.rank, documents))
-        arrays = {name: array[:, own] for name, array in arrays.items()}
+        arrays = {name: array[:, own] if array.shape[1] == tokens.shape[1] else array for name, array in arrays.items()}
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     if mesh.device.type == "cuda":
         tensors = {name: t.pin_memory().to(mesh.device, non_blocking=True) for name, t in tensors.items()}

@@ -21,7 +21,7 @@ from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
 from megacore.model.flow import Loss
 from megacore.model.initial import initialise
-from megacore.model.layers import DTYPES, Layers, check, losses_of
+from megacore.model.layers import DTYPES, Layers, check, fields_of, losses_of
 from megacore.pipeline.partition import plans_of
 from megacore.pipeline.runtime import Runtime
 
@@ -53,7 +53,7 @@ class TrainStep:
         self.engine = build_engine(config, self.stages, mesh)
         self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.observers)
         self.plans = plans_of(config)
-        self.masks_targets = masks_targets(config)
+        self.masks_targets = masks_targets(config) or "targets" in fields_of(layers)
         if draw:
             self.draw()
 

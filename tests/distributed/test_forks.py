@@ -14,7 +14,7 @@ from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from tests import training
-from tests.distributed.test_seams_flow import first_gradient_dropped
+from tests.distributed.test_seams_flow import gradient_dropped
 from tests.steps import Found, apart, train
 
 FORKS = Path(__file__).parents[2] / "configs/forks"
@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "multi_token": {"position": "rope"},
     "latent_attention": {"norm": "rmsnorm", "position": "rope"}
     | {"head_size": 4, "q_rank": 20, "kv_rank": 12, "plain_size": 6, "value_size": 7},
+    "vision": {"norm": "rmsnorm", "position": "rope", "patches": 4, "patch_size": 3, "sight_layers": 2},
     "hybrid": {"norm": "rmsnorm", "position": "rope", "bias": False, "attention_every": 3, "chunk": 3},
 }
 OPTIM = {"speedrun": {"kind": "muon"}}
@@ -40,7 +41,7 @@ LAYOUTS = {
 ATTENDS = ("ring, tp2", "ulysses, sequence")  # these forks' own attention has one way, which "cp2" is
 MIXED = {"zb_v, sequence", "interleaved, tp2", "ulysses, sequence", "fsdp"}  # each axis once
 HAVE = {"speedrun": {*LAYOUTS} - {*ATTENDS}, "multi_token": {*LAYOUTS} - {*ATTENDS}, "latent_attention": {*LAYOUTS} - {"pp4"}}
-HAVE |= {"hybrid": MIXED}
+HAVE |= {"hybrid": MIXED, "vision": MIXED}
 CASES = [(fork, name) for fork, own in HAVE.items() for name in LAYOUTS if name in own]
 
 
@@ -57,11 +58,11 @@ def config_of(folder: Path, fork: str, *edits: tuple[str, str]) -> str:
     )
 
 
-def trained(config_path: str, overrides: list[str], lost: bool = False) -> Found:
-    """Some steps. `lost`: every cut loses the gradient of what the first layer hands on to all blocks."""
+def trained(config_path: str, overrides: list[str], lost: str = "") -> Found:
+    """Some steps. `lost`: every cut loses the gradient of what layers hand on under this name."""
     place = place_from_environment()
     config = settled_alone(load(config_path, overrides, place.world_size).config)
-    with first_gradient_dropped() if lost else contextlib.nullcontext():
+    with gradient_dropped(lost) if lost else contextlib.nullcontext():
         return train(config, Mesh(config, place, torch.device("cpu")))
 
 
@@ -98,7 +99,13 @@ SHARED = ("enter_tensor_parallel(shared, context.group, context.sequence)", "sha
 ALONE = ("runs_in_order(whole.movedim(2, 0), sequences)", "runs_in_order(whole.movedim(2, 0).detach(), sequences)")
 ANEW = ("torch.stack([every[:, :, i : i + back] for i in at], 2)", "torch.stack([before for i in at], 2)")
 IN_TURN = ("before[run.start // length] for run in sequences.own", "before[i] for i in range(len(sequences.own))")
+TWICE = (
+    "enter_tensor_parallel(patches, context.group, True) if context.sequence else patches",
+    "enter_tensor_parallel(patches, context.group, context.sequence)",
+)
 MISTAKES = {
+    "patches whose gradient is counted on each tensor rank": ("vision", TWICE, "interleaved, tp2"),
+    "patches of own tokens as if of all": ("vision", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
     "a state whose gradient is lost between context ranks": ("hybrid", ALONE, "cp2"),
     "a state of the wrong run": ("hybrid", IN_TURN, "cp2"),
     "a convolution that begins where the rank's tokens do": ("hybrid", ANEW, "cp2"),
@@ -120,7 +127,10 @@ def test_planted_mistakes_are_caught(pool: Any, alone: Callable[[str], Found], t
     assert apart(pool.run(LAYOUTS[name][0], trained, wrong, LAYOUTS[name][1]), one) > 1e-6
 
 
-def test_a_skip_whose_gradient_is_lost_is_caught(pool: Any, alone: Callable[[str], Found], tmp_path: Path) -> None:
-    """The planted fault: forward is right, and so is every gradient of the last stage."""
-    config = config_of(tmp_path, "speedrun")
-    assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], True), alone("speedrun")) > 1e-6
+@pytest.mark.parametrize(("fork", "lost"), [("speedrun", "first"), ("vision", "patches")])
+def test_a_tensor_whose_gradient_is_lost_at_a_cut_is_caught(
+    pool: Any, alone: Callable[[str], Found], tmp_path: Path, fork: str, lost: str
+) -> None:
+    """The planted fault, of a skip or an encoder's: forward is right, and so is every gradient of the last stage."""
+    config = config_of(tmp_path, fork)
+    assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], lost), alone(fork)) > 1e-6

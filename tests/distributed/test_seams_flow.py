@@ -148,12 +148,12 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
     assert apart(pool.run(ranks, trained, config_path, overrides), one) < TOLERANCE
 
 
-def first_gradient_dropped() -> Any:
-    """At every cut the gradient of the second tensor is lost."""
+def gradient_dropped(lost: str = "first") -> Any:
+    """At every cut the gradient of one of the tensors is lost."""
     hand_over = Runtime._hand_over
 
     def dropped(self: Runtime, here: Any, away: Any, key: Any, step: int, flows: dict[str, Tensor]) -> None:
-        flows = {name: torch.zeros_like(x) if step < 0 and name == "first" else x for name, x in flows.items()}
+        flows = {name: torch.zeros_like(x) if step < 0 and name == lost else x for name, x in flows.items()}
         hand_over(self, here, away, key, step, flows)
 
     return mock.patch.object(Runtime, "_hand_over", dropped)
@@ -169,7 +169,7 @@ def weighted_by_local_counts() -> Any:
     return mock.patch.object(TrainStep, "mean_weight", own)
 
 
-FAULTS = {"dropped": first_gradient_dropped, "local": weighted_by_local_counts}
+FAULTS = {"dropped": gradient_dropped, "local": weighted_by_local_counts}
 
 
 @pytest.mark.parametrize(("fault", "name"), [("dropped", "pp2"), ("dropped", "interleaved"), ("local", "dp2"), ("local", "cp2")])

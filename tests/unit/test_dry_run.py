@@ -215,6 +215,19 @@ def test_what_waits_for_backward_is_counted_to_the_byte(name: str, tmp_path: Pat
         assert peaks[rank].total == pytest.approx(dry.peak - sum(dry.held.values()), rel=0.03)
 
 
+@pytest.mark.parametrize(("fork", "world", "layout"), [
+    ("multi_token", 2, ["parallel.context=2"]),
+    ("hybrid", 4, ["parallel.context=2", "parallel.tensor=2", "data.document_mask=true"]),
+    ("vision", 4, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]),
+])  # fmt: skip
+def test_forks_send_what_the_formulas_say(fork: str, world: int, layout: list[str]) -> None:
+    """A loss whose targets are counted in every step; what a recurrence exchanges; fields of the batch that are no tokens."""
+    alone = ["data.train=null", "data.valid=null", "data.tokenizer=null", "train.global_batch_size=32"]
+    config = partitioned(load(f"configs/forks/{fork}.json", [*alone, *layout], world).config)
+    dry = dry_run(config, world - 1)
+    assert differences(dry, rank_traffic(config, tensor_rank=dry.tensor_rank)[dry.stage]) == []
+
+
 def doubled(x: Any, group: Any, sequence: bool) -> Any:
     """A row-parallel sum, done twice."""
     comm.all_reduce(x.detach().clone(), group)

@@ -13,6 +13,7 @@ from itertools import count
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -29,7 +30,7 @@ from megacore.distributed.communicator import Communicator, Group, observed
 from megacore.distributed.communicator import Work as Begun
 from megacore.distributed.observer import Observers, Operation
 from megacore.distributed.topology import Topology
-from megacore.model.batch import Microbatch
+from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
 from megacore.model.layers import DTYPES, Layers, fields_of
 from megacore.model.stage import Stage, run
@@ -246,7 +247,7 @@ class _Run:
             own, recompute = stage.layers[0], config.train.recompute == "full" and stage.layers == stage.inner
             start = torch.empty((), device=META, requires_grad=True)
             losses = {loss.name: torch.empty((), dtype=_loss_dtype(config), device=META) for loss in own.losses}
-            context = stage.context(_batch(config, layers), gradients=losses)
+            context = stage.context(batch_on_meta(config, layers), gradients=losses)
 
             def forward() -> None:
                 flow = {name: Given.apply(start, stage.takes[name].shape(config), DTYPES[stage.takes[name].precision(config)])
@@ -291,6 +292,11 @@ def _loss_dtype(config: Config) -> torch.dtype:
     return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
-def _batch(config: Config, layers: Layers) -> Microbatch:
-    tokens = torch.empty(config.train.micro_batch_size, config.train.seq_len // config.parallel.context, dtype=torch.int64, device=META)
-    return Microbatch(tokens, tokens, more=dict.fromkeys(fields_of(layers), tokens))
+def batch_on_meta(config: Config, layers: Layers, key: int = 0) -> Microbatch:
+    """A rank's microbatch without content, with the fields that its layers declare."""
+    train, parts = config.train, config.parallel.context
+    zeros = np.zeros((train.micro_batch_size, train.seq_len), np.int64)
+    tokens = torch.empty(train.micro_batch_size, train.seq_len // parts, dtype=torch.int64, device=META)
+    found = {name: source(Samples(zeros, zeros)) for name, source in fields_of(layers).items()}
+    more = {name: torch.from_numpy(x[:, : tokens.shape[1]] if x.shape[1] == train.seq_len else x).to(META) for name, x in found.items()}
+    return Microbatch(tokens, more.pop("targets", tokens), key, more=more)

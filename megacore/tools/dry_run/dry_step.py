@@ -6,18 +6,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megacore.config import Config
 from megacore.distributed.axes import called
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
-from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
-from megacore.model.layers import fields_of
+from megacore.tools.choices.measured import batch_on_meta
 from megacore.tools.choices.meta_watch import Call, Journal, MetaWatch, alive
-from megacore.tools.dry_run.fake import META, as_on_its_device, playing
+from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.planner.fsdp_units import divides_parameters
 from megacore.train.step import TrainStep
 
@@ -59,14 +57,11 @@ class DryRank:
 def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
     """Builds `rank` and runs its first step. Raises `ConfigError` if the engine's code needs a device."""
     began, config, watch = time.perf_counter(), as_on_its_device(config), MetaWatch()
-    train = config.train
     with playing(config, rank, watch, host_size) as mesh, uncollected():
         step = TrainStep(config, mesh, draw=False)
         held = held_by(step, watch)
         built = len(watch.calls)
-        tokens = torch.zeros(train.micro_batch_size, train.seq_len // config.parallel.context, dtype=torch.int64, device=META)
-        more = dict.fromkeys(fields_of(layers_of(config)), tokens)
-        batch = [Microbatch(tokens, tokens, key, more=more) for key in range(config.num_microbatches)]
+        batch = [batch_on_meta(config, layers_of(config), key) for key in range(config.num_microbatches)]
         with watch.during("update"):
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()

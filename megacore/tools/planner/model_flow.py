@@ -14,10 +14,11 @@ from megacore.pipeline.partition import layer_ranges
 @dataclass(frozen=True)
 class ModelFlow:
     """What a model's layers declare, as predictions need it. By default a GPT's: hidden states cross
-    every cut, and there is one loss."""
+    every cut, and there is one loss, of the targets."""
 
     cuts: tuple[Mapping[str, Flow], ...] = ()  # what crosses the cut behind each stage
-    losses: int = 1
+    over: tuple[str, ...] = ("targets",)  # what each loss is the mean of
+    makes_targets: bool = False  # so that some are not learned
 
     def crossing(self, boundary: int, *, gradients: bool = False) -> list[Flow]:
         """What a message between stages `boundary` and ``boundary + 1`` brings, or the gradients of what it brought."""
@@ -36,4 +37,5 @@ def flow_of(config: Config) -> ModelFlow:
     choose, declared = import_module("megacore.model.choose"), import_module("megacore.model.layers")
     layers = choose.layers_of(config)
     ends = [own.stop for own in layer_ranges(config)[:-1]]
-    return ModelFlow(tuple(declared.crossing(layers, end) for end in ends), len(declared.losses_of(layers)))
+    over = tuple(loss.over for loss in declared.losses_of(layers).values())
+    return ModelFlow(tuple(declared.crossing(layers, end) for end in ends), over, "targets" in declared.fields_of(layers))

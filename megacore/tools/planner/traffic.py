@@ -101,7 +101,7 @@ def rank_traffic(
     of_matrices = of_each_rank(config, matrices) if whole else [[] for _ in placement]
     for stages, of_state, updates in zip(placement, of_each_rank(config, state), of_matrices, strict=True):
         found = [*_layers(config, [layers[stage] for stage in stages]), *_pipeline(config, stages, final, flow)]
-        found += [*of_state, *updates, *_figures(config, flow.losses)]
+        found += [*of_state, *updates, *_figures(config, flow)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -200,11 +200,13 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
     ]
 
 
-def _figures(config: Config, losses: int) -> list[Transfer]:
+def _figures(config: Config, flow: ModelFlow) -> list[Transfer]:
     """What is summed over all ranks, so that they decide alike: losses with two votes (to stop; a save has failed), and the norm."""
     world = config.world_size
-    masks = int(masks_targets(config))  # then the targets that are learned are counted first
-    return [Transfer("loss", "all_reduce", world, losses + 2 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", world, 1, 8, 1)]
+    masked = masks_targets(config) or flow.makes_targets  # what may be left out is counted first
+    counts = sum(over != "tokens" and (over != "targets" or masked) for over in flow.over)
+    figures = len(flow.over) + 2 + counts
+    return [Transfer("loss", "all_reduce", world, figures, 8, 1 + counts), Transfer("norm", "all_reduce", world, 1, 8, 1)]
 
 
 def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:

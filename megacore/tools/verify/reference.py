@@ -14,7 +14,7 @@ It shares the following with the layouts, and other tests compare these parts wi
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,7 @@ def microbatch(batch: "Batch", sources: Mapping[str, FieldSource], key: int = 0)
     """A batch as the model's layers take it, with the fields that they declare."""
     samples = Samples(batch.inputs.numpy(), batch.targets.numpy(), batch.documents[0])
     more = {name: torch.from_numpy(np.ascontiguousarray(source(samples))) for name, source in sources.items()}
-    return Microbatch(batch.inputs, batch.targets, key, *batch.documents, more)
+    return Microbatch(batch.inputs, more.pop("targets", batch.targets), key, *batch.documents, more)
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ def batch_of(samples: Iterable[tuple[Corpus, Sample]]) -> Batch:
 def validate(model: Stage, corpus: Corpus) -> float:
     """The mean loss over every token of the corpus that is learned."""
     model.eval()
-    total, learned = 0.0, 0
+    total, learned, sources = 0.0, 0, fields_of(layers_of(model.config))
     for sample in corpus.validation:
-        batch = batch_of([(corpus, sample)])
-        logits = model.logits(model.hidden(batch.inputs, 0, *batch.documents))
-        total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
-        learned += int((batch.targets != IGNORED).sum())
+        batch = microbatch(batch_of([(corpus, sample)]), sources)
+        logits = model.logits(model({}, replace(batch, targets=None))[0]["hidden"])
+        total += float(F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum"))
+        learned += int((batch["targets"] != IGNORED).sum())
     model.train()
     return total / learned
 
