@@ -273,4 +273,5 @@ class Mesh(Topology):
         if (levels := self.levels_of.get(self.gradient_group.ranks)) is not None:
             ranks += f", gradients summed within hosts ({levels.within.size} ranks) and between them ({levels.between.size})"
         threads = f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
-        return f"{describe(self.axes, self.sizes)} = {ranks}{threads}"
+        views = "".join(f", also {describe(v, sizes)}" for v, sizes in zip(self.views[1:], self.sizes_of_views[1:], strict=True))
+        return f"{describe(self.axes, self.sizes)} = {ranks}{views}{threads}"

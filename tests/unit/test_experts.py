@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.distributed.communicator import SOLO
 from megacore.errors import ConfigError
 from megacore.expert_parallel.experts import grouped_linear
 from megacore.model.batch import Microbatch
 from megacore.model.expert_block import MixtureOfExperts
 from megacore.model.stage import Stage, whole_model
 from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue, finish_in_turn
+from megacore.tools.choices.flops import block_flops
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.monitoring.expert_load import ExpertLoad
+from megacore.tools.planner.parameters import parameters, rank_parameters
+from megacore.tools.planner.workload import setting_of
 from megacore.tools.settings.load import load
 from tests.training import write_config
 
@@ -172,3 +179,29 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(configure: Configure, overrides: str, world: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         configure(overrides, world)
+
+
+def test_a_plan_counts_what_a_token_goes_through(configure: Configure) -> None:
+    """An MFU of all experts would be a multiple of the true one; and what a plan does not know, it does not say."""
+    config = configure("model.num_layers=4 model.first_dense=1 model.ffn_size=48 model.shared_experts=1 parallel.expert=2", 2)
+    own, dense = (2 * 16 * (3 * 16) + 2 * 16 * 16 + 4 * 16 * 16), 3 * 2 * 16 * 48
+    routed = 3 * 2 * 16 * 6 * (2 + 1) + 2 * 16 * 8
+    assert block_flops(config, causal=False) == own + (dense + 3 * routed) / 4
+    built = sum(p.numel() for p in whole_model(config, "meta").parameters())
+    assert parameters(config) == built
+    experts = 3 * 8 * 3 * 6 * 16  # of three blocks, of which two ranks hold halves
+    assert rank_parameters(partitioned(config)) == [built - experts // 2]
+    with pytest.raises(ConfigError, match="model.num_experts: what ranks with experts send"):
+        setting_of(config)
+
+
+def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
+    """Of the block that it is of, and of the rank that has most."""
+    config = configure("model.num_layers=2 model.first_dense=1 parallel.expert=2", 2)
+    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO)
+    stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 4.0, 0, 0, 1, 1, 1, 1]))  # type: ignore[union-attr, index]
+    monitor = ExpertLoad()
+    monitor.start(config, mesh)  # type: ignore[arg-type]
+    found = monitor.figures({}, [stage])
+    assert (found["expert_load_max/blocks.1"], found["expert_load_min/blocks.1"], found["expert_rank_load/blocks.1"]) == (4, 0, 1)
+    assert found["expert_load/blocks.1.1"] == 4 and found["expert_entropy/blocks.1"] == pytest.approx(2 / 3)

@@ -47,12 +47,24 @@ def block_flops(config: Config, causal: bool) -> float:
 
     2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two or, with a gate (swiglu), three
     feed-forward products, 2·h for each gate of attention, and `attention_flops`. Norms, activations and residuals are not products, and
-    not counted.
+    not counted. Of experts those that a token goes through count, and the router; then it is the mean of all blocks.
     """
-    h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), config.attention_sizes
+    h, (a, k) = config.model.hidden_size, config.attention_sizes
+    f, routed = active_features(config)
     ffn_products = 3 if config.model.gated else 2
     gates = {None: 0, "headwise": config.model.num_heads, "elementwise": a}[config.model.attention_gate]
-    return 2 * h * (a + 2 * k + gates) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+    return 2 * h * (a + 2 * k + gates + routed) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+
+
+def active_features(config: Config) -> tuple[float, float]:
+    """Features of feed-forward layers that a token goes through, and experts that it is scored for: the mean of all blocks."""
+    model = config.model
+    dense, blocks = resolved(model.ffn_size), range(model.num_layers)
+    if model.num_experts is None:
+        return dense, 0
+    share = sum(map(model.has_experts, blocks)) / len(blocks)
+    active = (model.experts_per_token + model.shared_experts) * resolved(model.expert_ffn_size)
+    return dense + share * (active - dense), share * model.num_experts
 
 
 def head_flops(config: Config) -> float:
@@ -148,7 +160,7 @@ def recomputed_flops(config: Config, causal: bool) -> float:
     """
     model = config.model
     if config.train.recompute == "full":
-        return block_flops(config, causal) - 2 * model.hidden_size * resolved(model.ffn_size)
+        return block_flops(config, causal) - 2 * model.hidden_size * active_features(config)[0]
     if config.train.recompute == "selective" and attention_of(config) != "sdpa":
         return attention_flops(config, causal) / 2
     return 0.0

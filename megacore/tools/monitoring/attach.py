@@ -6,6 +6,7 @@ from megacore.config import Config
 from megacore.config.source import MONITORS, source_of
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.monitoring.cost import Cost
+from megacore.tools.monitoring.expert_load import ExpertLoad
 from megacore.tools.monitoring.profile import Profile
 from megacore.tools.monitoring.progress import ProgressLine, has_terminal
 from megacore.tools.monitoring.prometheus import Exporter
@@ -25,6 +26,7 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
         found += [Tracker()] if log.wandb != "off" else []
     if log.prometheus_port is not None:
         found.append(Exporter(log.prometheus_port, place, device))
+    found += [ExpertLoad()] if config.model.num_experts is not None else []
     found += [Statistics()] if log.statistics is not None else []
     found += [Profile()] if log.profile is not None else []
     if (source := source_of(config)) is not None:

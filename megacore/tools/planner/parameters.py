@@ -65,7 +65,8 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     """The parameters of a layer, by its number in the model's list."""
     alike = 1 if _is_alike(config, layer) else layer
     parallel = config.parallel
-    key = config.model, parallel.tensor, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
+    experts = parallel.expert, parallel.expert_tensor
+    key = config.model, parallel.tensor, experts, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
     if key not in _BUILT:
         from megacore.tools.planner.on_meta import logical_shape, stage_of, summed_over_tensor_ranks
 
@@ -80,8 +81,8 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
 
 def _is_alike(config: Config, layer: int) -> bool:
     """Whether a layer is one of those that differ in their names alone: megacore's own between the ends; the user's own may differ in
-    all."""
-    return 0 < layer <= config.model.num_layers and config.model.source is None
+    all, and some have experts."""
+    return 0 < layer <= config.model.num_layers and config.model.source is None and config.model.num_experts is None
 
 
 def of_each_rank(config: Config, measure: Callable[[int], T], *key: Hashable) -> list[T]:
@@ -92,11 +93,12 @@ def of_each_rank(config: Config, measure: Callable[[int], T], *key: Hashable) ->
     """
     config = partitioned(config)
     ranges, placement, last = layer_ranges(config), placement_of(config), config.model.num_layers + 1
-    differ = config.model.source is not None or bool(config.optim.groups)
+    differ = config.model.source is not None or config.model.num_experts is not None or bool(config.optim.groups)
     found: dict[Hashable, T] = {}
     if key:
         parallel, divided = config.parallel, (tuple(ranges), placement) if differ else None
-        kept = key, config.model, parallel.tensor, parallel.sequence, parallel.pipeline > 1, config.max_positions, divided
+        ranks = parallel.tensor, parallel.expert, parallel.expert_tensor
+        kept = key, config.model, ranks, parallel.sequence, parallel.pipeline > 1, config.max_positions, divided
         found = _MEASURED.setdefault((*kept, config.train.precision), {})
     kinds: list[Hashable] = []
     for rank, stages in enumerate(placement):
@@ -138,13 +140,14 @@ def elements(parameters: Iterable[Parameter]) -> int:
 
 def block_parameters(config: Config) -> int:
     """Parameters of the largest transformer block on the fullest tensor rank."""
-    blocks = range(1, 2 if config.model.source is None else config.model.num_layers + 1)
+    blocks = range(1, 2 if _is_alike(config, 1) else config.model.num_layers + 1)
     return max(elements(_layer(config, layer, 0)) for layer in blocks)
 
 
 def parameters(config: Config) -> int:
     """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
-    alone = {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
+    alone: dict[str, Any] = {"expert": 1, "expert_tensor": None}
+    alone |= {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update=alone)})
     return _held(whole, [range(config.model.num_layers + 2)]).elements
 

@@ -9,6 +9,7 @@ from typing import Any
 from megacore.config.implied import attention_of, compiles, reshards
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import Config, resolved
+from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.activations import layer_costs
 from megacore.tools.choices.context_method import Divided, Method
@@ -148,7 +149,8 @@ def matrices_of(config: Config) -> dict[str, Any]:
 
 
 def setting_of(config: Config) -> Setting:
-    """The setting of a resolved config."""
+    """The setting of a resolved config. Raises `ConfigError` if it has experts."""
+    refuse_experts(config)
     config = partitioned(config)
     own = config.model.source is not None
     model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
@@ -186,6 +188,13 @@ def setting_of(config: Config) -> Setting:
         own_message=largest_message(config) if own else 0,
         **matrices_of(config),
     )
+
+
+def refuse_experts(config: Config) -> None:
+    """Raises `ConfigError` for what is not predicted of a model with experts: a step's time, and what is sent."""
+    if config.model.num_experts is not None:
+        wrong = "what ranks with experts send, and how long a step takes, is not predicted"
+        raise ConfigError("model.num_experts", wrong, "launch/plan.py without --search, --dry-run or --device with --cluster, or null")
 
 
 def gradient_bytes(config: Config) -> float:
