@@ -42,9 +42,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return training.write_config(folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": 4})
 
 
-def start(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, in a session of its own so that nothing outlives it."""
-    process = subprocess.Popen(
+def start(command: list[str], *, anew: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a session of its own so that nothing outlives it.
+
+    A launcher that is a script in Python runs in a process that has imported torch already, but for `anew`.
+    """
+    script = shutil.which(command[0], path=ENVIRONMENT["PATH"])
+    assert script is not None
+    if not anew and command[0] in ("torchrun", "deepspeed"):
+        return run_script(script, *command[1:], **{name: ENVIRONMENT[name] for name in ("DS_ACCELERATOR", "PATH")}, **variables)
+    with subprocess.Popen(
         command,
         env=ENVIRONMENT | variables,
         stdout=subprocess.PIPE,
@@ -52,12 +59,12 @@ def start(command: list[str], **variables: str) -> subprocess.CompletedProcess[s
         text=True,
         start_new_session=True,
         cwd=ROOT,
-    )
-    try:
-        out, err = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
@@ -188,7 +195,7 @@ def test_unusable_log_dir_is_refused(config: str, tmp_path: Path) -> None:
 def test_missing_hostfile_is_refused(config: str, tmp_path: Path) -> None:
     """The launcher itself would only warn, and train on this machine alone."""
     command = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--master_port", str(free_port())]
-    done = start([*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"])
+    done = start([*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], anew=True)  # ranks look at its command line
     assert done.returncode == 2
     assert f"config error: --hostfile: {tmp_path / 'hostfile'} does not exist" in done.stderr
 
