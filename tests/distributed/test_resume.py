@@ -22,15 +22,17 @@ TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
 PP2 = ["parallel.pipeline=2"]
 BACKGROUND = ["checkpoint.async=true"]
 SHARDED = ["parallel.data=2", "engine.shard_optimizer=true", "engine.bucket_mib=0.01"]
+STEPS = 10
 # Dropout and a validation in between: neither may disturb the numbers behind a resumed step.
-COMMON = ["checkpoint.every=10", "model.dropout=0.1", "train.eval_every=6"]
+COMMON = ["checkpoint.every=5", "model.dropout=0.1", "train.eval_every=3"]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     prefix = training.write_corpus(folder)
-    training.write_config(folder, prefix, data={"train": prefix, "valid": training.write_corpus(folder, "valid", 500, seed=1)})
+    more = {"train": {"steps": STEPS}, "optim": {"decay_steps": STEPS}}
+    training.write_config(folder, prefix, **more, data={"train": prefix, "valid": training.write_corpus(folder, "valid", 500, seed=1)})
     return folder
 
 
@@ -62,9 +64,9 @@ def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, la
     config = str(corpus / "config.json")
     overrides = [*COMMON, *layout, f"train.precision={precision}"]
     assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "whole")) == [0, 0]
-    stopped = pool.run(2, interrupted_rank, config, overrides, str(tmp_path / "stopped"), 12, signal.SIGTERM)
+    stopped = pool.run(2, interrupted_rank, config, overrides, str(tmp_path / "stopped"), 7, signal.SIGTERM)
     assert stopped == [STOPPED, STOPPED], "a signal to one rank must stop all, with the status that asks to be started again"
-    assert max(figures(tmp_path / "stopped")) < 20
+    assert max(figures(tmp_path / "stopped")) < STEPS
     assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "stopped")) == [0, 0]
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
 
@@ -77,11 +79,11 @@ def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, la
 def test_goes_on_in_another_layout(pool: Any, corpus: Path, tmp_path: Path, before: list[str], after: list[str]) -> None:
     config = str(corpus / "config.json")
     assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
-    assert pool.run(2, interrupted_rank, config, [*COMMON, *before], str(tmp_path / "moved"), 11, signal.SIGINT) == [STOPPED] * 2
+    assert pool.run(2, interrupted_rank, config, [*COMMON, *before], str(tmp_path / "moved"), 6, signal.SIGINT) == [STOPPED] * 2
     first = max(figures(tmp_path / "moved"))
     assert pool.run(4, training.run_rank, config, [*COMMON, *after], str(tmp_path / "moved")) == [0] * 4
     whole, moved = figures(tmp_path / "whole"), figures(tmp_path / "moved")
-    assert first < 20 and moved.keys() == whole.keys()
+    assert first < STEPS and moved.keys() == whole.keys()
     for step, values in whole.items():
         assert moved[step] == pytest.approx(values, rel=1e-5), f"step {step}, of which the first {first} ran as tp2"
 
@@ -89,19 +91,21 @@ def test_goes_on_in_another_layout(pool: Any, corpus: Path, tmp_path: Path, befo
 def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_path: Path) -> None:
     """The planted fault: a checkpoint whose step counter lags by one reads a batch twice, and the losses show it."""
     config = str(corpus / "config.json")
-    overrides = [*COMMON, "train.steps=10"]
-    assert pool.run(1, training.run_rank, config, overrides, str(tmp_path / "run")) == [0]
-    saved = tmp_path / "run/checkpoints/step_00000010"
+    assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
+    assert pool.run(1, training.run_rank, config, [*COMMON, "train.steps=5"], str(tmp_path / "right")) == [0]
+    shutil.copytree(tmp_path / "right", tmp_path / "lagging")
+    saved = tmp_path / "lagging/checkpoints/step_00000005"
 
     def lag(manifest: dict[str, Any]) -> None:
-        manifest["step"] = 9
-        manifest["state"]["engine"]["updates"] = 9.0  # else the counts betray it
+        manifest["step"] = 4
+        manifest["state"]["engine"]["updates"] = 4.0  # else the counts betray it
 
     edit_manifest(saved, lag)
-    saved.rename(saved.with_name("step_00000009"))
-    assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "run")) == [0]
-    assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
-    assert figures(tmp_path / "run")[11] != figures(tmp_path / "whole")[11]
+    saved.rename(saved.with_name("step_00000004"))
+    for run in ("right", "lagging"):
+        assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / run)) == [0]
+    assert figures(tmp_path / "right") == figures(tmp_path / "whole")
+    assert figures(tmp_path / "lagging")[6] != figures(tmp_path / "whole")[6]
 
 
 def test_a_run_that_goes_on_says_what_is_new(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +130,7 @@ def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path
 
 def test_what_an_earlier_format_saved_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path) -> None:
     """A run that was begun before the format changed ends with the same bits, and saves in the format of now."""
-    config, overrides = str(corpus / "config.json"), [*COMMON, "optim.decay_steps=6"]
+    config, overrides = str(corpus / "config.json"), [*COMMON, "checkpoint.every=10", "optim.decay_steps=6"]
     assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=3"], str(tmp_path / "now")) == [0]
     for version in (2, 3, 4):
         run = Path(shutil.copytree(tmp_path / "now", tmp_path / str(version)))
