@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: losses and norms of ten steps within 1e-5 (tests/faults: that mistakes would show)."""
+"""Every layout trains as one process does: losses and norms of six steps within 1e-5 (tests/faults: that mistakes would show)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +10,7 @@ from tests import training
 
 # fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and the steps let differences grow about tenfold.
 TOLERANCE = 1e-5
+STEPS = 6
 
 LAYOUTS = {
     "tp2": ["parallel.tensor=2"],
@@ -63,7 +64,7 @@ def world(layout: list[str]) -> int:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     schedule = training.BASE["optim"] | {"warmup_steps": 1}
-    training.write_config(folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": 10}, optim=schedule)
+    training.write_config(folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": STEPS}, optim=schedule)
     return folder
 
 
@@ -78,7 +79,7 @@ def train(pool: Any, corpus: Path) -> Iterator[Callable[..., list[tuple[float, f
             log_dir = str(corpus / f"run{len(list(corpus.iterdir()))}")
             assert pool.run(world, training.run_rank, str(corpus / "config.json"), overrides, log_dir) == [0] * world
             result = [(m["loss"], m["grad_norm"]) for m in training.metrics(log_dir)]
-            assert len(result) == 10
+            assert len(result) == STEPS
             if world > 1:
                 return result
             runs[key] = result
@@ -105,7 +106,7 @@ EVERYTHING = pytest.param("tp2pp2dp2sp", "llama", marks=pytest.mark.quick)
 def test_layout_equals_one_process(train: Callable[..., Any], layout: str, model: str) -> None:
     overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
     alone = train(MODELS[model])
-    assert alone[-1][0] < 0.95 * alone[0][0], "the model learns nothing, so equal losses would prove nothing"
+    assert alone[-1][0] < 0.98 * alone[0][0], "the model learns nothing, so equal losses would prove nothing"
     assert difference(train(MODELS[model] + overrides, world(overrides)), alone) < TOLERANCE
 
 
