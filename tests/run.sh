@@ -16,10 +16,11 @@ types=$(mktemp)
 nice mypy megacore kernels launch benchmarks >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
-# Two files at a time, each with workers of its own: ranks wait for one another, and cores for ranks. In the order of the folders:
-# tests/unit comes last, whose files are short, so that no worker is left alone with a long one.
+# Three files at a time, each with workers of its own, also on two cores: ranks wait for one another, and processes for their start.
+# With two, files of ranks left half of the cores' time idle. In the order of the folders: tests/unit comes last, whose files
+# are short, so that no worker is left alone with a long one.
 status=0
-python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@" || status=$?
 wait "$checker" || status=$((status ? status : 1))
 cat "$types"
 exit "$status"

@@ -20,7 +20,7 @@ NOT_IMPORTED = {
     "deepspeed": "its launcher starts the ranks",
     "tensorboard": "torch.utils.tensorboard writes through it",
     "mypy": "a command", "ruff": "a command",
-    "pytest-xdist": "tests/run.sh runs two files at a time",
+    "pytest-xdist": "tests/run.sh runs three files at a time",
     "pyarrow": "tools/prepare/streams.py imports it by its name, if it is there", "datasets": "likewise", "tiktoken": "likewise",
     "nvidia-ml-py": "torch.cuda.utilization asks through it",
     "kubernetes-validate": "tests alone import it, as pytest",
