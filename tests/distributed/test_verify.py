@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -93,7 +94,7 @@ def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWor
     assert proof.holds and verdict(proof).endswith("bitwise")
     attention = fork / "megacore/model/attention.py"
     edit(attention, "self.attend(q, k, v)\n        return", "self.attend(q, k * 1.001, v)\n        return")
-    proof = prove(options, workers=workers)
+    proof = prove(replace(options, layouts=[parse("one")]), workers=workers)
     assert not proof.holds and "module blocks.0.attention.output, its input" in next(iter(explain(proof.results[0])))
 
 
