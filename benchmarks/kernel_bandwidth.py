@@ -111,7 +111,7 @@ def contenders(operation: Operation, compiled: bool) -> dict[str, Callable[[Inpu
 
 def turns(operation: Operation, call: Callable[[Inputs], Any], inputs: Inputs, direction: str) -> Callable[[], Turn]:
     """Makes turns: what must be done before one, such as the forward pass before a backward one, is done when it is made."""
-    if direction == "forward":
+    if direction == "forward" or not operation.by:
         return lambda: lambda: call(inputs)
     by = [inputs[name] for name in operation.by]
     grads: list[Tensor] = []

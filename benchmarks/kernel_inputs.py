@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.kernels.permute import slots_of
 
 Inputs = dict[str, Any]  # tensors, lists of tensors, and numbers, by name
 FEATURES = 2048  # of linear cross entropy's rows
 TENSORS = 16  # of a list
+EXPERTS, CHOSEN = 8, 2  # of a mixture, and those of a token
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,23 @@ def rows_and_residual(size: Size, dtype: torch.dtype, device: torch.device) -> I
 def gate_and_up(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """``[rows, 2 · width]``."""
     return {"x": normal((size.rows, 2 * size.width), dtype, device)}
+
+
+def routed(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Tokens ``[rows / CHOSEN, width]``, where each goes among `rows` rows, and how much of each it takes."""
+    tokens = size.rows // CHOSEN
+    order = integers(EXPERTS, tokens * CHOSEN, device).argsort(stable=True)
+    weights = normal((tokens, CHOSEN), torch.float32, device, 1)
+    return {"x": normal((tokens, size.width), dtype, device), "slots": slots_of(order, CHOSEN), "weights": weights}
+
+
+def rows_of_experts(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Rows ``[rows, width]`` of experts that are chosen by chance, a product's gradient and the weights, FEATURES outputs each."""
+    count = torch.arange(EXPERTS, device=device)
+    ends = torch.searchsorted(integers(EXPERTS, size.rows, device).sort()[0], count, right=True)
+    weight = normal((EXPERTS, FEATURES, size.width), dtype, device, 1)
+    grad = normal((size.rows, FEATURES), dtype, device, 2)
+    return {"x": normal((size.rows, size.width), dtype, device), "weight": weight, "grad": grad, "ends": ends}
 
 
 def score_shape(size: Size) -> tuple[int, int, int, int]:
@@ -135,6 +154,11 @@ def tokens(config: Config) -> int:
 def hidden(config: Config) -> Size:
     """Activations between blocks."""
     return Size(tokens(config), config.model.hidden_size)
+
+
+def expert_rows(config: Config) -> Size:
+    """As if the model's feed-forward layers were experts: no config here has experts of such a size."""
+    return Size(tokens(config) * CHOSEN, config.model.hidden_size)
 
 
 def feed_forward(config: Config) -> Size:

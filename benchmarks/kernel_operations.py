@@ -19,6 +19,7 @@ from benchmarks.kernel_inputs import (
     Inputs,
     Size,
     attention_scores,
+    expert_rows,
     feed_forward,
     gate_and_up,
     grouped_heads,
@@ -31,8 +32,10 @@ from benchmarks.kernel_inputs import (
     parameters,
     queries,
     queries_keys_values,
+    routed,
     rows_and_residual,
     rows_of,
+    rows_of_experts,
     score_shape,
     scores,
     tensors,
@@ -44,8 +47,10 @@ from megacore.kernels.cross_entropy import Settings, cross_entropy, losses_and_g
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.grad_norm import SumOfSquares
+from megacore.kernels.grouped_product import grouped_outer, grouped_product
 from megacore.kernels.layernorm import layer_norm, rms_norm
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy
+from megacore.kernels.permute import combine, spread
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
 from megacore.kernels.swiglu import swiglu
@@ -276,6 +281,23 @@ OPERATIONS: dict[str, Operation] = {
         moved=passes(3, 2),
         goals=(0.95, 0.85),
         plain=lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], PROBABILITY),
+    ),
+    "spread and combine": Operation(
+        routed,
+        lambda i, how: combine(spread(i["x"], i["slots"], implementation=how), i["slots"], i["weights"], implementation=how),
+        expert_rows,
+        by=("x", "weights"),
+        moved=passes(3, 4.5),  # of the rows, of which there are twice as many as tokens
+        goals=(None, None),
+    ),
+    "grouped_product": Operation(  # with both of its gradients
+        rows_of_experts,
+        lambda i, how: (
+            grouped_product(i["x"], i["weight"], i["ends"], implementation=how),
+            grouped_product(i["grad"], i["weight"].mT, i["ends"], implementation=how),
+            grouped_outer(i["grad"], i["x"], i["ends"], i["x"].dtype, implementation=how),
+        ),
+        expert_rows,
     ),
     "adamw": Operation(
         optimizer_state,

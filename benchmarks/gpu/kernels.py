@@ -30,7 +30,10 @@ from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.settings.load import load
 
-TESTS = ("adamw", "cross_entropy", "dropout", "gelu", "grad_norm", "layernorm", "linear_cross_entropy", "rope", "softmax", "swiglu")
+TESTS = (
+    *("adamw", "cross_entropy", "dropout", "gelu", "grad_norm", "grouped_product", "layernorm", "linear_cross_entropy", "permute"),
+    *("rope", "softmax", "swiglu"),
+)
 ROUNDS = 11
 # One of each kind: with a backward, without, and one that memory does not limit. `benchmarks.kernels --dry-run` has them all.
 DRY = ("rms_norm", "cross_entropy with gradient", "linear_cross_entropy")
