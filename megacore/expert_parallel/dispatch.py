@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megacore.distributed.collectives import Done, Work
 from megacore.distributed.communicator import Group
+from megacore.kernels.permute import slots_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Route:
     """The ways of one microbatch's rows. Nothing of it is kept in a module: other microbatches are under way at the same time."""
 
     chosen: Tensor  # experts, [tokens, experts_per_token]
-    order: Tensor  # rows by expert: row r is that of token r // experts_per_token
+    slots: Tensor  # where each token's rows stand among this rank's rows by expert, as `chosen`
     counts: Tensor  # of this rank's rows, by expert
     ends: Tensor  # where rows of each of this rank's experts end, behind the exchange
     group: Group  # the ranks that hold parts of all experts: ep × etp
@@ -36,8 +37,9 @@ def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
     device, because an exchange takes its sizes from the host.
     """
     order, counts = by_expert(chosen.flatten(), experts)
+    slots = slots_of(order, chosen.shape[1])
     if group.size == 1:
-        return Route(chosen, order, counts, counts.cumsum(0), group)
+        return Route(chosen, slots, counts, counts.cumsum(0), group)
     to = counts.view(group.size // parts, -1).repeat_interleave(parts, 0)  # [ranks, experts of a rank]
     come = torch.empty_like(to)
     assert group.communicator is not None
@@ -49,7 +51,7 @@ def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
     numbers = torch.arange(come.shape[1], device=chosen.device).repeat(group.size)
     numbers = numbers.repeat_interleave(come.flatten(), output_size=sum(received))
     arrangement = numbers.argsort(stable=True)
-    return Route(chosen, order, counts, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), arrangement)
+    return Route(chosen, slots, counts, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), arrangement)
 
 
 def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,7 @@ def send(rows: Tensor, route: Route) -> tuple[Tensor, Work]:
 
 def arrange(rows: Tensor, route: Route) -> Tensor:
     """Rows that have come, sorted by expert."""
-    return rows if route.arrangement is None else _Gather.apply(rows, route.arrangement, route.arrangement.argsort(), 1)
+    return rows if route.arrangement is None else _Gather.apply(rows, route.arrangement, route.arrangement.argsort())
 
 
 def give_back(rows: Tensor, route: Route) -> Tensor:
@@ -80,7 +82,7 @@ def give_back(rows: Tensor, route: Route) -> Tensor:
     if route.arrangement is None:
         return rows
     waiting: list[Work] = []
-    rows = _Gather.apply(rows, route.arrangement.argsort(), route.arrangement, 1)
+    rows = _Gather.apply(rows, route.arrangement.argsort(), route.arrangement)
     found = _Exchange.apply(rows, route.group, route.received, route.sent, waiting)
     waiting[0].wait()
     if route.parts == 1:
@@ -97,35 +99,22 @@ def sum_of(parts: tuple[Tensor, ...]) -> Tensor:
     return total
 
 
-def permute(tokens: Tensor, route: Route) -> Tensor:
-    """The rows of tokens ``[tokens, hidden]``, sorted by expert."""
-    return _Gather.apply(tokens, route.order, route.order.argsort(), route.chosen.shape[1])
-
-
-def unpermute(rows: Tensor, route: Route, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's rows; `weights` ``[tokens, experts_per_token]``, in whose precision they are added."""
-    of_tokens = _Gather.apply(rows, route.order.argsort(), route.order, 1).unflatten(0, weights.shape)
-    return (of_tokens * weights[..., None]).sum(1).to(rows.dtype)
-
-
 class _Gather(torch.autograd.Function):
-    """Rows in another order, each `copies` times. It only gathers, in both directions, so that sums have one order.
+    """Rows in another order. It only gathers, in both directions.
 
-    forward      y[i] = x[order[i] // copies]
-    grad of x         = sum over a row's copies of dy[back]     `back` is the inverse of `order`
+    forward      y = x[order]
+    grad of x      = dy[back]     `back` is the inverse of `order`
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.copies = copies
-        return x[order if copies == 1 else order // copies]
+        return x[order]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (back,) = ctx.saved_tensors
-        grad = grad[back]
-        return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+        return grad[back], None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -3,7 +3,7 @@
 Weights are ``[experts, …]``: split over `ep` along experts and over `etp` along features, so a rank has some features of some experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.cpu import is_widened
 from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, split
 from megacore.distributed.topology import Topology
+from megacore.kernels.dispatch import Implementation
+from megacore.kernels.grouped_product import grouped_outer, grouped_product
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
-from megacore.tensor_parallel.linear import linear
 
 
 class Experts(nn.Module):
@@ -27,7 +27,7 @@ class Experts(nn.Module):
         super().__init__()
         model, ep, etp = config.model, mesh.group("ep"), mesh.group("etp")
         count, hidden, ffn = resolved(model.num_experts), model.hidden_size, resolved(model.expert_ffn_size)
-        self.activation, self.recompute = activation, config.train.recompute == "selective"
+        self.activation, self.recompute, self.kernels = activation, config.train.recompute == "selective", model.kernels
         if model.gated:
             whole, each = slice(None), enumerate(("gate", "up"))
             matrices = tuple(LogicalMatrix(name, (whole, slice(at, at + 1)), (0, 1), (2,), (3,)) for at, name in each)
@@ -41,20 +41,25 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows ``[rows, hidden]``, sorted by expert, of which each expert's end at `ends` → the same."""
         count, hidden, ffn = self.sizes
-        h = grouped_linear(rows, self.up, (count, -1, hidden), ends)
+        h = grouped_linear(rows, self.up, (count, -1, hidden), ends, self.kernels)
         if self.recompute:
-            return grouped_linear(h, self.down, (count, hidden, ffn), ends, self.activation)
-        return grouped_linear(self.activation(h), self.down, (count, hidden, ffn), ends)
+            return grouped_linear(h, self.down, (count, hidden, ffn), ends, self.kernels, self.activation)
+        return grouped_linear(self.activation(h), self.down, (count, hidden, ffn), ends, self.kernels)
 
 
 MATRICES = LogicalMatrix("", batch=(0,), rows=(1,), columns=(2,))
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, shape: tuple[int, ...], ends: Tensor, activation: Callable[..., Tensor] | None = None
+    x: Tensor,
+    weight: Tensor,
+    shape: tuple[int, ...],
+    ends: Tensor,
+    kernels: Implementation = "auto",
+    activation: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """``activation(x) · weightᵀ``, each expert's rows by its own weight; `shape`: ``[experts, out, in]``, which the weight is seen as."""
-    return _GroupedLinear.apply(x, weight.view(shape), ends, main_gradient_of(weight), activation)
+    return _GroupedLinear.apply(x, weight.view(shape), ends, main_gradient_of(weight), kernels, activation)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -67,58 +72,34 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, main: MainGradient | None, activation: Callable[..., Tensor] | None
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, main: MainGradient | None, kernels: Implementation, activation: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.main, ctx.activation = main, activation
-        return grouped_product(x if activation is None else activation(x), weight, ends)
+        ctx.main, ctx.kernels, ctx.activation = main, kernels, activation
+        return grouped_product(x if activation is None else activation(x), weight, ends, implementation=kernels)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, ends = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_(ctx.activation is not None)
             inner = x if ctx.activation is None else ctx.activation(x)
-        grad_x = grouped_product(grad, weight.mT, ends)
+        grad_x = grouped_product(grad, weight.mT, ends, implementation=ctx.kernels)
         if ctx.activation is not None:
             (grad_x,) = torch.autograd.grad(inner, x, grad_x)
-        return grad_x, grouped_gradient(grad, inner.detach(), ends, ctx.main), None, None, None
+        return grad_x, grouped_gradient(grad, inner.detach(), ends, ctx.main, ctx.kernels), *([None] * 4)
 
 
-def grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGradient | None) -> Tensor | None:
+def grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGradient | None, kernels: Implementation) -> Tensor | None:
     """The gradient of the weights; None where the main gradient gets it, now or later."""
     if main is None:
-        return grouped_outer(grad, x, ends, grad.dtype)
+        return grouped_outer(grad, x, ends, grad.dtype, implementation=kernels)
 
     def add(grad: Tensor, x: Tensor, ends: Tensor) -> None:
-        main.add(grouped_outer(grad, x, ends, main.total.dtype).view_as(main.total))
+        main.add(grouped_outer(grad, x, ends, main.total.dtype, implementation=kernels).view_as(main.total))
 
     if main.waits:
         main.defer(add, grad, x, ends)
     else:
         add(grad, x, ends)
     return None
-
-
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """``x · weight[e]ᵀ`` of each row, ``[rows, in]`` and ``[experts, out, in]`` → ``[rows, out]``."""
-    y = x.new_empty(len(x), weight.shape[1])
-    for own, matrix in zip(spans(ends, len(x)), weight, strict=True):
-        y[own] = linear(x[own], matrix)
-    return y
-
-
-def grouped_outer(grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradᵀ · x`` of each expert's rows, ``[rows, out]`` and ``[rows, in]`` → ``[experts, out, in]``; without rows it is zero."""
-    total = torch.zeros(len(ends), grad.shape[1], x.shape[1], dtype=dtype, device=x.device)
-    if is_widened(x):
-        grad, x = grad.to(dtype), x.to(dtype)
-    for part, own in zip(total, spans(ends, len(x)), strict=True):
-        part.copy_(grad[own].t() @ x[own])
-    return total
-
-
-def spans(ends: Tensor, rows: int) -> Iterator[slice]:
-    """The rows of each expert. It waits for the device; on `meta`, where nobody knows, all experts have as many."""
-    stops = [rows * (i + 1) // len(ends) for i in range(len(ends))] if ends.is_meta else ends.tolist()
-    return map(slice, (0, *stops), stops)

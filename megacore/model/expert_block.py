@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from megacore.config import Config
 from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
 from megacore.distributed.topology import Topology
-from megacore.expert_parallel.dispatch import Route, arrange, give_back, permute, route_of, send, unpermute
+from megacore.expert_parallel.dispatch import Route, arrange, give_back, route_of, send
 from megacore.expert_parallel.experts import Experts
 from megacore.expert_parallel.router import Router, Scored, losses_of
+from megacore.kernels.permute import combine, spread
 from megacore.model.block import ACTIVATIONS, Block, FeedForward
 from megacore.model.context import Context
 
@@ -28,6 +29,7 @@ class MixtureOfExperts(nn.Module):
         self.tp, self.group, self.parts = mesh.tp, mesh.group("ep", "etp"), mesh.group("etp").size
         self.divides = mesh.tp.size > 1 and not config.parallel.sequence
         activation = partial(ACTIVATIONS[model.activation], implementation=model.kernels)
+        self.kernels = model.kernels
         self.router = Router(config, mesh, dtype, device)
         self.experts = Experts(config, mesh, dtype, device, output_std, activation)
         ffn = model.shared_experts * (model.expert_ffn_size or 0)
@@ -40,11 +42,11 @@ class MixtureOfExperts(nn.Module):
         own = scatter_tokens(x, self.tp) if self.divides else x
         scored = self.router.score(own)
         route = self._route(scored, context.key)
-        rows, arriving = send(permute(own, route), route)
+        rows, arriving = send(spread(own, route.slots, implementation=self.kernels), route)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
         arriving.wait()
         rows = give_back(self.experts(arrange(rows, route), route.ends), route)
-        y = unpermute(rows, route, self.router.weights(scored.scores, route.chosen))
+        y = combine(rows, route.slots, self.router.weights(scored.scores, route.chosen), implementation=self.kernels)
         if self.divides:
             y = gather_tokens(y, self.tp)[: len(x)]
         first = self.tp.rank * len(own)
