@@ -36,6 +36,10 @@ NEOX = {key: value for key, value in LLAMA.items() if key not in ("num_key_value
     "rotary_emb_base": 100.0, "rotary_pct": 0.5, "pad_token_id": None,
 }  # fmt: skip
 
+GEMMA3 = GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA3 |= {"rope_local_base_freq": 40.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+
 SERIAL = {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 # model_type and settings. Every setting that changes what is computed is somewhere off its default.
@@ -57,6 +61,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, serial": ("gpt_neox", NEOX | SERIAL),
     "starcoder2": ("starcoder2", LLAMA | {"pad_token_id": None, "sliding_window": 5}),
     "gemma2": ("gemma2", LLAMA | GEMMA2),
+    "gemma3": ("gemma3_text", LLAMA | GEMMA3),
+    "olmo2": ("olmo2", LLAMA | {"pad_token_id": None}),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 

@@ -93,6 +93,9 @@ class ModelConfig(ExpertSettings):
         None, description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len"
     )
     rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(10000.0, description="base of the rotary frequencies")
+    window_rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] | None = Field(
+        None, description="another base in blocks with a window, where frequencies are not stretched (Gemma 3); null: the same in all"
+    )
     rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched for longer texts")
     rotary_share: Share = Field(1.0, description="of a head's features, how many rotary positions turn")
     nope_every: Count | None = Field(None, description="every n-th block has no rotary positions (NoPE); null: none")
@@ -100,6 +103,7 @@ class ModelConfig(ExpertSettings):
     bias: bool = Field(True, description="biases in the linear layers and layernorms")
     qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
     qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
+    qk_norm_heads: Literal["each", "all"] = Field("each", description="whether it is of each head by itself, or over all (OLMo 2)")
     attention_scale: Factor | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
     window: Positions | None = Field(None, description="tokens that a token attends to, itself among them; null: all before it")
     global_every: Count | None = Field(None, description="every n-th block attends to all tokens, whatever the window; null: none")

@@ -36,6 +36,13 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
     return x
 
 
+def all_reduced(x: Tensor, group: Group) -> Tensor:
+    """The sum of `x` over the group, in memory of its own."""
+    if torch.compiler.is_compiling() and group.communicator is not None:
+        return _reduced(x, group.key)
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+
 def all_reduce_start(x: Tensor, group: Group) -> Work:
     """Begins to sum `x` in place over the group; `x` must not be touched before `wait()`."""
     return Done() if group.communicator is None else group.communicator.start_all_reduce(x)

@@ -22,6 +22,7 @@ from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
 from megacore.model.context import Context
+from megacore.model.heads_norm import AllHeadsNorm
 from megacore.model.norm import HeadNorm
 from megacore.tensor_parallel.joined import GatedColumnLinear, gated
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -42,6 +43,7 @@ class Attention(nn.Module):
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
         self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
         self.rotates, window = model.rotates(index), model.window_of(index)
+        self.windowed = window is not None
         self.scoring = None if window is None and model.attention_cap is None else Scoring(window, model.attention_cap)
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
@@ -56,8 +58,10 @@ class Attention(nn.Module):
             model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
         )
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
-        self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
-        self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
+        each = model.qk_norm and model.qk_norm_heads == "each"
+        self.query_norm = HeadNorm(config, group, dtype, device) if each else None
+        self.key_norm = HeadNorm(config, group, dtype, device) if each else None
+        self.heads_norm = AllHeadsNorm(config, group, dtype, device) if model.qk_norm and not each else None
         heads_of_all = Shard((model.num_heads,), (split(group, 0),))
         self.sinks = new_parameter(heads_of_all, dtype, device) if model.attention_sinks else None
         # ZeRO-3 frees the norms' weights outside of their layers; the kernel takes them as they are.
@@ -70,7 +74,7 @@ class Attention(nn.Module):
         # [batch, seq, kv heads, queries + 2, head]
         qkv, gates = self.qkv.both(x) if self.gated else (self.qkv(x), None)
         qkv = qkv.view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
-        tables = context.rope if self.rotates else None
+        tables = ((context.window_rope if self.windowed else None) or context.rope) if self.rotates else None
         if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
             q, k, v = (
                 x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
@@ -97,15 +101,17 @@ class Attention(nn.Module):
         A Triton kernel norms and rotates in one pass over memory. Without rotation they are views, but for queries that share a key:
         their heads are not equally far apart, so they are copied.
         """
-        if tables is not None and self.query_norm is None:
+        if tables is not None and self.query_norm is None and self.heads_norm is None:
             return rope_qkv(qkv, *tables, implementation=self.kernels)
-        if tables is not None and self.folds and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0]):
+        if tables is not None and self.folds and self.heads_norm is None and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0]):
             assert self.query_norm is not None and self.key_norm is not None
             norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
             return rope_qkv(qkv, *tables, norms=norms, implementation=self.kernels)
         q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        if self.heads_norm is not None:
+            q, k = self.heads_norm(q, k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if tables is not None:
             q, k = (rope(t, *tables, implementation=self.kernels) for t in (q, k))

@@ -65,6 +65,7 @@ class Context:
     kernels: Implementation = "auto"
     sequences: Sequences | None = None  # if they are divided among context ranks, or into documents
     positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on
+    window_rope: tuple[Tensor, Tensor] | None = field(kw_only=True, default=None)  # as `rope`, of blocks with a window, if it is another
     batch: Microbatch = field(kw_only=True)  # all fields of the microbatch, on every stage
     gradients: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)  # by loss: what backward will start with, if it is known
     watch: "Watch | None" = field(kw_only=True, default=None)  # outside of compiled blocks, which would be compiled again for it

@@ -117,25 +117,27 @@ class Stage(nn.Module):
             self.sequences = Sequences(train.seq_len, self.cp, settled_context_method(self.config))
             own = positions_of(self.sequences.own)
             self.positions = torch.from_numpy(own).expand(train.micro_batch_size, -1).to(device)
-        self.rope: tuple[Tensor, Tensor] | None = None
+        self.rope: tuple[tuple[Tensor, Tensor], ...] = ()
         if model.position == "rope":
             at_least_fp32 = torch.float64 if train.precision == "fp64" else torch.float32
             in_tables = np.arange(train.seq_len) if self.config.data.document_mask else own
             self.rope = self.rope_tables(in_tables, at_least_fp32)
 
     @cached_property
-    def text_rope(self) -> tuple[Tensor, Tensor]:
+    def text_rope(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The rotary tables of all positions, for texts that are written."""
-        assert self.rope is not None
         if self.cp.size == 1:
             return self.rope
-        return self.rope_tables(np.arange(self.config.max_positions), self.rope[0].dtype)
+        return self.rope_tables(np.arange(self.config.max_positions), self.rope[0][0].dtype)
 
-    def rope_tables(self, positions: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The rotary tables of some positions, on the stage's device."""
-        model = self.config.model
-        where = self.config.head_size, model.rope_theta, dtype, self.device, model.rope_scaling, model.rotary_share
-        return rope_tables(positions, *where)
+    def rope_tables(self, positions: np.ndarray, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The rotary tables of some positions, on the stage's device; and those of blocks with a window, if they are others."""
+        model, where = self.config.model, (dtype, self.device)
+        bases = [(model.rope_theta, model.rope_scaling)]
+        if model.window_rope_theta is not None:
+            bases.append((model.window_rope_theta, None))
+        size, share = self.config.head_size, model.rotary_share
+        return tuple(rope_tables(positions, size, theta, *where, scaling, share) for theta, scaling in bases)
 
     @cached_property
     def offload(self) -> ActivationOffload:
@@ -184,16 +186,17 @@ class Stage(nn.Module):
             positions = self.positions
             if sequences is not None and self.cp.size == 1 and seq != sequences.seq_len:  # a validation's, or a text's
                 sequences = Sequences(seq, self.cp, sequences.method)
-        rope = None
-        if self.rope is not None:
+        ropes: list[tuple[Tensor, Tensor]] = []
+        if self.rope:
             by_position = positions is not None and (batch.documents is not None or cache is not None)
             rows = positions.flatten() if by_position else slice(start, start + seq)  # type: ignore[union-attr]
-            cos, sin = self.rope if cache is None else self.text_rope
-            rope = cos[rows], sin[rows]
+            ropes = [(cos[rows], sin[rows]) for cos, sin in (self.rope if cache is None else self.text_rope)]
+        rope, window_rope = (ropes[0], ropes[-1]) if ropes else (None, None)
         dropout = model.dropout if self.training else 0.0
         shape, where = (batch_size, seq, rope, self.group, self.sequence), (start, cache, model.kernels, sequences, positions)
         watch = None if compiles(self.config) else self.watch
-        return Context(*shape, dropout, batch.key, *where, batch=batch, gradients=gradients or {}, watch=watch)
+        own: dict[str, Any] = {"gradients": gradients or {}, "watch": watch, "window_rope": window_rope}
+        return Context(*shape, dropout, batch.key, *where, batch=batch, **own)
 
     def hidden(self, tokens: Tensor, key: int = 0, documents: Documents | None = None, positions: Tensor | None = None) -> Tensor:
         """Tokens ``[batch, seq]`` → a whole model's last hidden states, for `logits` or `loss`."""

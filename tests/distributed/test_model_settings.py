@@ -15,7 +15,7 @@ NEOX = ["model.branches=parallel", "model.rotary_share=0.5", "model.norm=layerno
 SINKS, HEADWISE, ELEMENTWISE = "model.attention_sinks=true", "model.attention_gate=headwise", "model.attention_gate=elementwise"
 
 WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4"]
-WINDOWED += [SINKS, HEADWISE]
+WINDOWED += [SINKS, HEADWISE, "model.window_rope_theta=30"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def workers() -> Iterator[ProofWorkers]:
         ("one,tp2sp,cp2,cp4", [*WINDOWED, "parallel.context_method=gather"]),
         ("cp2,cp2pp2", [*WINDOWED, "parallel.context_method=ring", "data.document_mask=true"]),
         ("cp2,pp2,dp2", [*WINDOWED, "parallel.context_method=ulysses", "train.recompute=selective"]),
-        ("tp2sp,pp2dp2", ["model.z_loss=0.05", "model.chunked_loss=true"]),
+        ("tp2sp,tp2pp2", ["model.z_loss=0.05", "model.chunked_loss=true", "model.qk_norm=true", "model.qk_norm_heads=all"]),
         ("tp2pp2dp2,cp4", ["model.z_loss=0.05", *WINDOWED, "parallel.context_method=ring", "model.logit_cap=0.5"]),
     ],
 )

@@ -1,7 +1,5 @@
 """Mistakes of context parallelism, and of attention within documents."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +14,7 @@ from megacore.distributed import collectives as comm
 from megacore.kernels import cross_entropy
 from megacore.model import context, stage
 from megacore.train import loader, step
-from tests.faults import fault
+from tests.faults import both, fault
 
 patch = mock.patch.object
 DOCUMENTS = "data.document_mask=true"
@@ -122,12 +120,7 @@ def z_loss_by_local_counts() -> Any:
         count = torch.stack([(microbatch.targets != step.IGNORED).sum() for microbatch in batch]).sum()
         return right(self, batch) | {"z_loss": 0.1 / (count.double() * self.mesh.sample_group.size)}
 
-    @contextmanager
-    def both() -> Iterator[None]:
-        with patch(step.TrainStep, "weights", own), patch(cross_entropy, "check_ratio", lambda *arguments: None):
-            yield
-
-    return both()
+    return both(patch(step.TrainStep, "weights", own), patch(cross_entropy, "check_ratio", lambda *arguments: None))
 
 
 @fault(

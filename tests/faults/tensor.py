@@ -10,7 +10,7 @@ from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import TensorSlice
 from megacore.engine import choose, reduce
-from megacore.model import context, head, norm, parametrization, stage
+from megacore.model import context, head, heads_norm, norm, parametrization, stage
 from megacore.tensor_parallel import cross_entropy, embedding, linear
 from megacore.train import step, trainer
 from tests.faults import both, fault
@@ -230,3 +230,26 @@ def weights_drawn_by_rank() -> Any:
 def dropout_differs_by_tensor_rank() -> Any:
     dropped = context.Context._dropped
     return patch(context.Context, "_dropped", lambda self, *rest: dropped(self, *rest[:-1], (*rest[-1], self.group.rank)))
+
+
+OVER_HEADS = "model.qk_norm=true", "model.qk_norm_heads=all"
+
+
+@fault(
+    "the norm of queries and keys over all heads is one of a rank's own heads",
+    "tp2",
+    "module blocks.0.attention.heads_norm, its output, microbatch 0, forward",
+    *OVER_HEADS,
+)
+def norm_of_local_heads() -> Any:
+    return patch(heads_norm, "all_reduced", lambda x, group: x.clone())
+
+
+@fault(
+    "… its sums' gradients stay on their ranks",
+    "tp2",
+    "module blocks.3.attention.heads_norm, gradient of its input 1, microbatch 0, backward",
+    *OVER_HEADS,
+)
+def sums_of_heads_unsummed_in_backward() -> Any:
+    return patch(heads_norm._Summed, "backward", staticmethod(lambda ctx, grad: (grad, None)))

@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
@@ -133,6 +135,9 @@ def test_granite_divides_its_logits() -> None:
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation"),
         ("gemma2", {"attention_bias": True}, "attention_bias"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_type"),
+        ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("olmo2", {"attention_bias": True}, "attention_bias"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -173,6 +178,18 @@ def test_a_missing_setting_is_what_transformers_takes() -> None:
     hf = settings("mistral, wide heads")
     del hf["sliding_window"]
     assert read(hf)["window"] == 4096
+
+
+def test_rotary_settings_of_gemma_3() -> None:
+    """Transformers 5 has them for each kind of block, and files of old one pattern and two bases."""
+    old = settings("gemma3")
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": old["rope_theta"]}
+    gone = ("rope_theta", "rope_local_base_freq", "rope_scaling", "layer_types")
+    bare = {key: value for key, value in old.items() if key not in gone} | {"sliding_window_pattern": 2}
+    new = bare | {"rope_parameters": {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 40.0}}}
+    assert read(new) == read(old)
+    found = read(bare)
+    assert (found["rope_theta"], found["window_rope_theta"], found["global_every"]) == (1e6, 1e4, 2)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +247,7 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS | {"qk_norm": True, "head_size": 64}, "Qwen3ForCausalLM"),
         (RMS | {"attention_scale": 0.1}, "GraniteForCausalLM"),
         (RMS | {"rotary_share": 0.5}, "Phi3ForCausalLM"),
+        (RMS | {"norm_place": "post", "qk_norm": True, "qk_norm_heads": "all"}, "Olmo2ForCausalLM"),
         (RMS | {"nope_every": 2}, "SmolLM3ForCausalLM"),
         ({"position": "rope"}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "branches": "parallel", "rotary_share": 0.25}, "GPTNeoXForCausalLM"),

@@ -123,6 +123,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"window": 4},
     "one token": {"window": 1, "global_every": 2},
     "every second block global": {"window": 3, "global_every": 2, "position": "rope"},
+    "two rotary tables": {"window": 3, "global_every": 2, "position": "rope", "window_rope_theta": 3.0},
     "cap": {"attention_cap": 0.05},
     "all": {"window": 4, "global_every": 3, "attention_cap": 0.05, "logit_cap": 0.5, "num_kv_heads": 1},
 }
@@ -190,7 +191,12 @@ def test_masked_pairs_are_no_work() -> None:
 
 @pytest.mark.parametrize(
     ("model", "key"),
-    [({"global_every": 2}, "model.global_every"), ({"logit_cap": 3.0, "chunked_loss": True}, "model.chunked_loss")],
+    [
+        ({"qk_norm_heads": "all"}, "model.qk_norm_heads"),
+        ({"position": "rope", "window_rope_theta": 500.0}, "model.window_rope_theta"),
+        ({"global_every": 2}, "model.global_every"),
+        ({"logit_cap": 3.0, "chunked_loss": True}, "model.chunked_loss"),
+    ],
 )
 def test_refusals(model: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -50,6 +50,8 @@ FAMILIES: dict[str, Family] = {
         Family("Phi3ForCausalLM", llama_kin.read_phi3, llama_kin.write_phi3, llama_kin.phi3_tensors, OLD_ROTARY),
         Family("SmolLM3ForCausalLM", llama_kin.read_smollm3, llama_kin.write_smollm3, llama_tensors, OLD_ROTARY),
         Family("Gemma2ForCausalLM", llama_kin.read_gemma2, llama_kin.write_gemma2, llama_kin.gemma2_tensors, OLD_ROTARY),
+        Family("Gemma3ForCausalLM", llama_kin.read_gemma3, llama_kin.write_gemma3, llama_kin.gemma2_tensors, OLD_ROTARY),
+        Family("Olmo2ForCausalLM", llama_kin.read_olmo2, llama_kin.write_olmo2, llama_kin.olmo2_tensors, OLD_ROTARY),
         Family("GPTNeoXForCausalLM", gelu_families.read_neox, gelu_families.write_neox, gelu_families.neox_tensors, OLD_NEOX),
         Family("Starcoder2ForCausalLM", gelu_families.read_starcoder2, gelu_families.write_starcoder2, gelu_families.starcoder2_tensors),
     )

@@ -1,4 +1,4 @@
-"""Phi-3, SmolLM3 and Gemma 2: Llama but for fused tensors and a part that turns, blocks without positions, or norms, caps and windows."""
+"""Phi-3, SmolLM3, Gemma 2 and 3, OLMo 2: Llama but for fused tensors, a part that turns, blocks without positions, norms, or windows."""
 
 from typing import Any
 
@@ -94,11 +94,16 @@ def write_smollm3(config: Config) -> dict[str, Any]:
 
 def read_gemma2(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
+    return read_gemma({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf, 2)
+
+
+def read_gemma(hf: dict[str, Any], every: int, **settings: Any) -> dict[str, Any]:
+    """What Gemma 2 and 3 share; every such block is global if no `layer_types` say otherwise."""
     require(hf, "hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh", None)
     require(hf, "attention_bias", False, False)
     require(hf, "use_bidirectional_attention", None, None, False)
     defaults = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
-    window, every = read_windows(hf)
+    window, global_every = read_windows(hf, every)
     return read_llama_like(
         defaults | hf,
         activation="geglu",
@@ -106,17 +111,32 @@ def read_gemma2(hf: dict[str, Any]) -> dict[str, Any]:
         norm_place="both",
         embedding_scale=whole(hf, "hidden_size") ** 0.5,
         attention_scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
-        attention_cap=or_null(hf, "attn_logit_softcapping", 50.0),
-        logit_cap=or_null(hf, "final_logit_softcapping", 30.0),
+        attention_cap=or_null(hf, "attn_logit_softcapping", None),
+        logit_cap=or_null(hf, "final_logit_softcapping", None),
         window=window,
-        global_every=every,
+        global_every=global_every,
+        **settings,
     )
 
 
-def read_windows(hf: dict[str, Any]) -> tuple[int | None, int | None]:
-    """`window` and `global_every` of Gemma 2, whose second blocks are global if no `layer_types` say otherwise."""
+def read_gemma3(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`. Of blocks with a window and of global ones, transformers 5 has rotary settings each, and 4 two bases."""
+    rope = get(hf, "rope_parameters", None, dict) or {}
+    every, local = get(rope, "full_attention", None, dict), get(rope, "sliding_attention", None, dict)
+    every = every or {"rope_theta": hf.get("rope_theta", 1e6)} | (get(hf, "rope_scaling", None, dict) or {})
+    local = local or {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
+    require(local, "rope_type", "default", "default")
+    hf = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")} | {"rope_parameters": every}
+    found = read_gemma(hf, whole(hf, "sliding_window_pattern", 6), qk_norm=True)
+    base = number(local, "rope_theta", 1e4)
+    alike = found["window"] is None or (base == found["rope_theta"] and found["rope_scaling"] is None)
+    return found | {"window_rope_theta": None if alike else float(base)}
+
+
+def read_windows(hf: dict[str, Any], every_default: int) -> tuple[int | None, int | None]:
+    """`window` and `global_every`, where every so-manieth block is global if no `layer_types` say otherwise."""
     count, window = whole(hf, "num_hidden_layers"), or_null(hf, "sliding_window", 4096, int)
-    kinds = get(hf, "layer_types", None, list) or [("full_attention", "sliding_attention")[(i + 1) % 2] for i in range(count)]
+    kinds = get(hf, "layer_types", None, list) or layer_types(count, 1, every_default)
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else None
     if every == 1 or window is None:
         window, every = None, None
@@ -131,7 +151,13 @@ def layer_types(count: int, window: int | None, every: int | None) -> list[str]:
     return ["full_attention" if own else "sliding_attention" for own in full]
 
 
-def write_gemma2(config: Config) -> dict[str, Any]:
+def write_gemma3(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = config.model
+    return write_gemma2(config, "Gemma3ForCausalLM", "gemma3_text") | {"rope_local_base_freq": model.window_rope_theta or model.rope_theta}
+
+
+def write_gemma2(config: Config, architecture: str = "Gemma2ForCausalLM", model_type: str = "gemma2") -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
     own = {
@@ -144,7 +170,7 @@ def write_gemma2(config: Config) -> dict[str, Any]:
         "attention_bias": False,
         "pad_token_id": None,
     }
-    written = write_llama_like(config, "Gemma2ForCausalLM", "gemma2", **own)
+    written = write_llama_like(config, architecture, model_type, **own)
     del written["hidden_act"]
     return written
 
@@ -160,4 +186,29 @@ def gemma2_tensors(config: Config) -> list[Mapped]:
             tensors += [renamed(f"{ours}.{norm}.weight", tensor.shape, f"{theirs}.{name}_layernorm.weight") for norm, name in names.items()]
         else:
             tensors.append(tensor)
+    return tensors
+
+
+def read_olmo2(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "attention_bias", False, False)
+    return read_llama_like({"rms_norm_eps": 1e-5} | hf, norm_place="post", qk_norm=True, qk_norm_heads="all")
+
+
+def write_olmo2(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "Olmo2ForCausalLM", "olmo2", attention_bias=False, pad_token_id=None)
+
+
+def olmo2_tensors(config: Config) -> list[Mapped]:
+    """A model with OLMo 2's names: Llama's, but for the place of its norms."""
+    tensors = []
+    for tensor in llama_tensors(config):
+        ours, _, own = tensor.name.partition(".norm")
+        if own not in ("1.weight", "2.weight"):
+            tensors.append(tensor)
+            continue
+        theirs = {"1.weight": "post_attention", "2.weight": "post_feedforward"}[own]
+        peer = f"{ours.replace('blocks', 'model.layers')}.{theirs}_layernorm.weight"
+        tensors.append(renamed(f"{ours}.post_norm{own}", tensor.shape, peer))
     return tensors

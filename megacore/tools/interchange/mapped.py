@@ -165,7 +165,11 @@ def llama_tensors(config: Config) -> list[Mapped]:
                     stacked(f"{ours}.feed_forward.up.{kind}", (2, f, *inputs_of(kind, h)), gated),
                     renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.down_proj.{kind}"),
                 ]
-        if model.qk_norm:
+        if model.qk_norm and model.qk_norm_heads == "all":
+            sizes = zip(("query", "key"), config.attention_sizes, strict=True)
+            norms = (renamed(f"{ours}.attention.heads_norm.{n}", (size,), f"{theirs}.self_attn.{n[0]}_norm.weight") for n, size in sizes)
+            tensors += norms
+        elif model.qk_norm:
             tensors += [
                 renamed(f"{ours}.attention.query_norm.weight", (config.head_size,), f"{theirs}.self_attn.q_norm.weight"),
                 renamed(f"{ours}.attention.key_norm.weight", (config.head_size,), f"{theirs}.self_attn.k_norm.weight"),

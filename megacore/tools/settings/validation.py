@@ -130,6 +130,11 @@ def check_model(config: Config) -> None:
         raise ConfigError("model.norm_offset", "is for norms without biases", "false, model.norm=rmsnorm or model.bias=false")
     if model.global_every is not None and model.window is None:
         raise ConfigError("model.global_every", "every block attends to all tokens: there is no window", "null, or a model.window")
+    if model.qk_norm_heads == "all" and not model.qk_norm:
+        raise ConfigError("model.qk_norm_heads", "there is no norm of queries and keys", "each, or model.qk_norm=true")
+    if model.window_rope_theta is not None and (model.window is None or model.position != "rope"):
+        wrong = "no block has a window and rotary positions"
+        raise ConfigError("model.window_rope_theta", wrong, "null, or a model.window and model.position=rope")
     if model.logit_cap is not None and model.chunked_loss:
         wrong = "head and loss in chunks have no cap of the logits"
         raise ConfigError("model.chunked_loss", wrong, "false, or model.logit_cap=null")
