@@ -59,6 +59,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", LLAMA | {"no_rope_layer_interval": 2, "pad_token_id": None}),
     "gpt_neox": ("gpt_neox", NEOX),
     "gpt_neox, serial": ("gpt_neox", NEOX | SERIAL),
+    "phi": ("phi", {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"partial_rotary_factor": 0.75}),
     "starcoder2": ("starcoder2", LLAMA | {"pad_token_id": None, "sliding_window": 5}),
     "gemma2": ("gemma2", LLAMA | GEMMA2),
     "gemma3": ("gemma3_text", LLAMA | GEMMA3),

@@ -117,6 +117,7 @@ class ModelConfig(ExpertSettings):
     residual_scale: Factor = Field(1.0, description="factor on what each half of a block adds to the residual")
     logit_scale: Factor = Field(1.0, description="factor on the logits")
     tie_embeddings: bool = True
+    head_bias: bool = Field(False, description="a bias of the logits, of its own also where the head's weight is the embedding's (Phi-2)")
     dropout: Fraction = Field(
         0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
     )

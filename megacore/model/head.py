@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.context_parallel.scored import soft_cap
+from megacore.distributed.shard import Shard, new_parameter, split
 from megacore.distributed.topology import Topology
 from megacore.model.context import Context
 from megacore.model.embedding import vocabulary
@@ -31,6 +32,8 @@ class Head(Layer):
         self.sequence = config.parallel.sequence and mesh.tp.size > 1
         self.norm = Norm(config.model, mesh.tp, self.sequence, dtype, device)
         self.head = vocabulary(config, mesh, dtype, device)  # this rank's rows
+        bias = new_parameter(Shard((config.model.vocab_size,), (split(mesh.tp, 0),)), dtype, device) if config.model.head_bias else None
+        self.head.bias = bias
 
     @classmethod
     def shares(cls, config: Config) -> Mapping[str, str]:
@@ -64,8 +67,9 @@ class Head(Layer):
 
         The vocabulary may be of any size: what is padded is the distance between the rows, in memory alone.
         """
-        weight = self.head.weight
-        logits = column_linear(self.scaled_norm(x), weight, None, self.group, self.sequence, row_stride(x, len(weight)))
+        weight, bias = self.head.weight, self.head.bias
+        stride = 0 if bias is not None else row_stride(x, len(weight))
+        logits = column_linear(self.scaled_norm(x), weight, bias, self.group, self.sequence, stride)
         return logits if self.model.logit_cap is None else soft_cap(logits, self.model.logit_cap)
 
     def scaled_norm(self, x: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class VocabParallelEmbedding(nn.Module):
         shard = Shard((vocab_size, hidden_size), (split(group, 0),), decay=True, init_std=init_std, table=True)
         self.first_row = shard.offset[0]
         self.weight = new_parameter(shard, dtype, device)
+        self.bias: nn.Parameter | None = None  # of logits, if it is a head that has one
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`tokens` ``[tokens]`` int64 → ``[tokens, hidden]`` (with sequence parallelism this rank's tokens)."""

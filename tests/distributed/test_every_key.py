@@ -101,6 +101,7 @@ CASES: dict[str, Case] = {
     "model.residual_scale": numbers(2),
     "model.logit_scale": numbers(2),
     "model.tie_embeddings": numbers("false"),
+    "model.head_bias": numbers("true"),
     "model.dropout": numbers(0.1),
     "model.attention": numbers("sdpa", "model.attention=eager"),
     "model.kernels": Case("refused", "triton"),

@@ -12,6 +12,7 @@ from tests.commands import provers
 
 TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu, RMS norms
 NEOX = ["model.branches=parallel", "model.rotary_share=0.5", "model.norm=layernorm", "model.activation=gelu_erf", "model.bias=true"]
+BIASED = "model.head_bias=true"
 SINKS, HEADWISE, ELEMENTWISE = "model.attention_sinks=true", "model.attention_gate=headwise", "model.attention_gate=elementwise"
 
 WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4"]
@@ -28,7 +29,10 @@ def workers() -> Iterator[ProofWorkers]:
     ("layouts", "overrides"),
     [
         ("one,tp2sp,pp2,cp2", [*NEOX, SINKS]),
-        ("tp2pp2dp2", ["model.branches=shared_norm", "model.activation=relu2", "model.zero_init=true", "model.embedding_norm=true"]),
+        (
+            "tp2pp2dp2",
+            ["model.branches=shared_norm", "model.activation=relu2", "model.zero_init=true", "model.embedding_norm=true", BIASED],
+        ),
         (
             "tp2sp,dp2",
             ["model.norm_place=both", "model.norm_offset=true", "model.activation=geglu", "model.nope_every=2", "model.dropout=0.1"],

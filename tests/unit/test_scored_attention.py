@@ -192,6 +192,8 @@ def test_masked_pairs_are_no_work() -> None:
 @pytest.mark.parametrize(
     ("model", "key"),
     [
+        ({"head_bias": True, "chunked_loss": True}, "model.head_bias"),
+        ({"head_bias": True, "logit_scale": 0.5}, "model.head_bias"),
         ({"qk_norm_heads": "all"}, "model.qk_norm_heads"),
         ({"position": "rope", "window_rope_theta": 500.0}, "model.window_rope_theta"),
         ({"global_every": 2}, "model.global_every"),

@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = {
         Family("Olmo2ForCausalLM", llama_kin.read_olmo2, llama_kin.write_olmo2, llama_kin.olmo2_tensors, OLD_ROTARY),
         Family("GPTNeoXForCausalLM", gelu_families.read_neox, gelu_families.write_neox, gelu_families.neox_tensors, OLD_NEOX),
         Family("Starcoder2ForCausalLM", gelu_families.read_starcoder2, gelu_families.write_starcoder2, gelu_families.starcoder2_tensors),
+        Family("PhiForCausalLM", gelu_families.read_phi, gelu_families.write_phi, gelu_families.phi_tensors, OLD_ROTARY),
     )
 }
 

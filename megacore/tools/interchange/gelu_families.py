@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia) and StarCoder2: layer norms, biases everywhere, rotary positions, GELU."""
+"""GPT-NeoX (Pythia), StarCoder2 and Phi-1 and 2: layer norms, biases everywhere, rotary positions, GELU."""
 
 from typing import Any
 
@@ -141,4 +141,56 @@ def starcoder2_tensors(config: Config) -> list[Mapped]:
                 renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.c_proj.{kind}"),
             ]
     tensors += [renamed(f"norm.{kind}", (h,), f"model.norm.{kind}") for kind in ("weight", "bias")]
+    return tensors + lm_head(config)
+
+
+def read_phi(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    hf = {"partial_rotary_factor": 0.5} | hf
+    require(hf, "qk_layernorm", False, False)
+    return read_common(
+        hf,
+        "layer_norm_eps",
+        activation="gelu_new",
+        num_kv_heads=whole(hf, "num_key_value_heads", None) or whole(hf, "num_attention_heads"),
+        rotary_share=rotary_share(hf, head_size_of(hf, "hidden_size", "num_attention_heads")),
+        branches="shared_norm",
+        head_bias=True,
+        tie_embeddings=flag(hf, "tie_word_embeddings", False),
+    )
+
+
+def write_phi(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = as_peers_have_it(config)
+    return write_common(config, "PhiForCausalLM", "phi", "layer_norm_eps") | {
+        "hidden_act": {"gelu": "gelu_new"}.get(model.activation, "gelu"),
+        "num_key_value_heads": model.num_kv_heads,
+        "rope_theta": model.rope_theta,
+        "partial_rotary_factor": model.rotary_share,
+        "rope_scaling": written_scaling(model),
+        "qk_layernorm": False,
+        "resid_pdrop": model.dropout,
+        "embd_pdrop": model.dropout,
+    }
+
+
+def phi_tensors(config: Config) -> list[Mapped]:
+    """A model with Phi's names. Both branches of a block read the same norm."""
+    model = config.model
+    h, f = model.hidden_size, resolved(model.ffn_size)
+    tensors = [renamed("embedding.weight", (model.vocab_size, h), "model.embed_tokens.weight")]
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        for kind in ("weight", "bias"):
+            qkv = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            grouped = grouped_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv)
+            tensors += [
+                renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.input_layernorm.{kind}"),
+                reordered(grouped, config),
+                renamed(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, h)), f"{theirs}.self_attn.dense.{kind}"),
+                renamed(f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.fc1.{kind}"),
+                renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.fc2.{kind}"),
+            ]
+    tensors += [renamed(f"norm.{kind}", (h,), f"model.final_layernorm.{kind}") for kind in ("weight", "bias")]
     return tensors + lm_head(config)

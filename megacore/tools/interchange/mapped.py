@@ -181,4 +181,5 @@ def llama_tensors(config: Config) -> list[Mapped]:
 def lm_head(config: Config, peer: str = "lm_head.weight") -> list[Mapped]:
     """The LM head. There is none if it is the embedding, as in peers' files."""
     model = config.model
-    return [] if model.tie_embeddings else [renamed("head.weight", (model.vocab_size, model.hidden_size), peer)]
+    weight = [] if model.tie_embeddings else [renamed("head.weight", (model.vocab_size, model.hidden_size), peer)]
+    return weight + [renamed("head.bias", (model.vocab_size,), "lm_head.bias")] * model.head_bias

@@ -138,6 +138,9 @@ def check_model(config: Config) -> None:
     if model.logit_cap is not None and model.chunked_loss:
         wrong = "head and loss in chunks have no cap of the logits"
         raise ConfigError("model.chunked_loss", wrong, "false, or model.logit_cap=null")
+    if model.head_bias and (model.chunked_loss or config.logit_scale != 1.0):
+        wrong = "head and loss in chunks, and scaled logits, have no bias"
+        raise ConfigError("model.head_bias", wrong, "false, or model.chunked_loss=false and logits with the scale 1")
     check_positions(config)
     check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
