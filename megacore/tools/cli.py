@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from megacore.tools.hostfile import missing_hostfile
 from megacore.tools.launchers import place_from_environment
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
-SETTING = re.compile(r"^--(?=[a-z_]+\.\w+=)")  # before a setting of the config, typed as an option of the script
+SETTING = re.compile(r"--([a-z_]+\.\w+)(=.*)?", re.DOTALL)  # a setting of the config, typed as an option of the script
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
 
 
@@ -44,9 +44,8 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `ArgumentParser`, whose other ways to parse come by here. It reads `--section.key=value` as `section.key=value`."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([SETTING.sub("", word) for word in words], namespace)
+        """See `ArgumentParser`, whose other ways to parse come by here. It reads settings in any of their forms."""
+        return super().parse_known_args(list(settings_plain(sys.argv[1:] if args is None else args)), namespace)
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; argparse itself would not notice that it cannot."""
@@ -56,6 +55,21 @@ class Parser(argparse.ArgumentParser):
         flag, colon, wrong = message.removeprefix("argument ").partition(": ")
         right = "see -h; a setting of the config is written section.key=value, such as train.steps=20"
         raise ConfigError(*((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right)))
+
+
+def settings_plain(words: Iterable[str]) -> Iterator[str]:
+    """The words of a command, with `--section.key=value` and `--section.key value` as `section.key=value`."""
+    rest = iter(words)
+    for word in rest:
+        typed = SETTING.fullmatch(word)
+        if typed is None:
+            yield word
+        elif typed[2]:
+            yield word[2:]
+        elif (value := next(rest, None)) is not None:
+            yield f"{typed[1]}={value}"
+        else:
+            yield word
 
 
 def count(text: str) -> int:

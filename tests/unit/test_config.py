@@ -354,19 +354,23 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "override"),
     [
-        ("--train.steps=20", "train.steps=20"),
-        ('--data.train=[[1.0,"--a.b=c"]]', 'data.train=[[1.0,"--a.b=c"]]'),  # only what stands first is an option
-        ("train.steps=20", "train.steps=20"),
+        (["--train.steps=20"], "train.steps=20"),
+        (["--train.steps", "20"], "train.steps=20"),
+        (["--log.figures", "loss=1"], "log.figures=loss=1"),
+        (['--data.train=[[1.0,"--a.b=c"]]'], 'data.train=[[1.0,"--a.b=c"]]'),  # only what stands first is an option
+        (["train.steps=20"], "train.steps=20"),
     ],
 )
-def test_a_setting_may_be_typed_as_an_option(typed: str, override: str) -> None:
+def test_a_setting_may_be_typed_as_an_option(typed: list[str], override: str) -> None:
     """So people type it for other trainers; under a supervisor it stands in the launcher's command."""
-    for words in (["--config", "c.json", typed], [typed, "--config", "c.json"]):
+    for words in (["--config", "c.json", *typed], [*typed, "--config", "c.json"]):
         assert pretrain.parse(words).overrides == [override]
         command = supervise.parse(["--restarts", "1", "torchrun", "--rdzv-endpoint=a.b=c", "launch/pretrain.py", *words]).command
         assert supervise.config_in(command) == ("c.json", [override]) and "--rdzv-endpoint=a.b=c" in command
     with pytest.raises(ConfigError, match="--trial"):
         pretrain.parse(["--config", "c.json", "--trial=20"])
+    with pytest.raises(ConfigError, match="unrecognized arguments: --train.steps "):
+        pretrain.parse(["--config", "c.json", "--train.steps"])
 
 
 @pytest.mark.parametrize("override", ["steps=20", "train.steps", "train.steps.x=1", "--train.steps=20", "=3", "train=20"])
