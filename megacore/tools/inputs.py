@@ -41,7 +41,7 @@ class Inputs:
         if rank == 0:
             tokenizer = config.data.tokenizer  # training does not need it, but generating text later does
             if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
-                right = "bytes, a sentencepiece .model, a tokenizer.json, or null"
+                right = "launch/prepare.py makes one with a corpus; or bytes, a sentencepiece .model, a tokenizer.json, or null"
                 raise ConfigError("data.tokenizer", f"there is no file {tokenizer}", right)
         self.stream = checked_stream(config, scan)
         valid, packing = config.data.valid, config.data.packing

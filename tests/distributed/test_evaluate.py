@@ -268,7 +268,7 @@ def test_other_weights_are_refused_by_name(text: Path, tmp_path: Path, change: s
 def test_a_tokenizer_that_is_not_there_is_refused_at_the_start(text: Path, tmp_path: Path) -> None:
     """It was missed when the run had ended, by whoever wanted to see text."""
     for name in (f"{tmp_path}/none.model", str(tmp_path)):
-        with pytest.raises(ConfigError, match=f"data.tokenizer: there is no file {name}"):
+        with pytest.raises(ConfigError, match=rf"data.tokenizer: there is no file {name} \(launch/prepare.py makes one"):
             Inputs(config_of(text, tmp_path / "run", f"data.tokenizer={name}"), rank=0)
     assert not (tmp_path / "run").exists()
     Inputs(config_of(text, tmp_path / "run", "data.tokenizer=bytes"), rank=0)
