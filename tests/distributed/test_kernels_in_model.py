@@ -30,6 +30,7 @@ MODELS = {
         *("model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.num_kv_heads=2", "model.attention=fused"),
         *("model.bias=false", "model.tie_embeddings=false"),
     ],
+    "mixture of experts": ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=16", "model.bias=false"],
     "query-key norm, gelu_erf, chunked loss": [
         *("model.qk_norm=true", "model.position=rope", "model.activation=gelu_erf", "model.chunked_loss=true"),
     ],
