@@ -91,7 +91,7 @@ class GatedDeltaNet(nn.Module):
         rows, std = (model.num_heads, sum(sizes.values())), model.init_std
         self.into = ColumnLinear(model.hidden_size, rows, bias=False, init_std=std, matrices=maps, **where)
         by_head, mixed = (split(group, 0),), (model.num_heads, 3 * self.head, self.taps)
-        self.mix = new_parameter(Shard(mixed, by_head, init_std=self.taps**-0.5), dtype, device)
+        self.mix = new_parameter(Shard(mixed, by_head, decay=True, init_std=self.taps**-0.5), dtype, device)
         self.rate = new_parameter(Shard((model.num_heads,), by_head, init_std=1.0), dtype, device)  # heads forget at other rates
         self.rest = new_parameter(Shard((model.num_heads,), by_head, fill=-4.0), dtype, device)  # … and little at first
         self.norm = HeadNorm(config, group, dtype, device)
