@@ -19,9 +19,9 @@ from megacore.tools.versus.contenders import check_alike, matched, opponent, rea
 from megacore.tools.versus.report import announce, report
 
 EXAMPLE = "python launch/try.py configs/forks/speedrun.py --against gpt --seeds 5"
-MORE = """The fork's config stands beside it (speedrun.json), or is given in its place. The baseline gets that config without model.source:
-the same data, layout, optimizer and batches. With --match ffn its feed-forward layers are made as wide as it takes for the same operations
-a token, so both have the same tokens and the same FLOPs; with steps it reads more or fewer tokens instead.
+MORE = """The fork's config stands beside it (speedrun.json), or is given in its place. The baseline gets it without model.source and
+experts: the same data, layout, optimizer and batches. With --match ffn its feed-forward layers are made as wide as it takes for the same
+operations a token, so both have the same tokens and the same FLOPs; with steps it reads more or fewer tokens instead.
 Every rate multiplies all learning rates of a config, and is tried on the first seed; each contender then has its best one on all seeds.
 A pair of one seed reads the same samples in the same order, so their difference has less noise than their losses.
 The same command goes on: runs that are finished are kept, and seeds and rates may be added.

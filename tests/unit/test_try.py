@@ -81,7 +81,7 @@ def test_both_do_the_same_work(fork: str) -> None:
     """A fork that does more work a token would win by work alone: the GPT's feed-forward layers grow, or it reads more tokens."""
     idea = read_contender(fork, ["model.ffn_size=256"])
     small = opponent(idea, "gpt", []).changed("model", ffn_size=64)
-    assert small.config.model.source is None and set(small.left_out) <= set(idea.sections["model"])
+    assert small.config.model.source is None
     wide = matched(idea, small, "ffn")
     assert wide.flops == pytest.approx(idea.flops, rel=0.02) and (small.flops or 0.0) < 0.9 * (idea.flops or 0.0)
     assert wide.tokens == idea.tokens and wide.config.model.ffn_size > 64
@@ -89,6 +89,16 @@ def test_both_do_the_same_work(fork: str) -> None:
     assert (large.flops or 0.0) * large.tokens == pytest.approx((idea.flops or 0.0) * 1000 * idea.tokens / 4, rel=0.001)
     with pytest.raises(UserError, match="no feed-forward size gives gpt the .* operations a token of my_model"):
         matched(idea, small.changed("model", num_layers=40), "ffn")
+
+
+def test_experts_beside_a_dense_model(tmp_path: Path) -> None:
+    """A mixture has more parameters than it uses for a token: the dense model gets as much work, not as many parameters."""
+    sizes = {key: value for key, value in MODEL.items() if key != "source"} | {"num_experts": 8, "expert_ffn_size": 64, "bias": False}
+    (tmp_path / "mixture.json").write_text(json.dumps(CONFIG | {"model": sizes, "parallel": {"expert": 1}}))
+    idea = read_contender(str(tmp_path / "mixture.json"), [])
+    dense = matched(idea, opponent(idea, "gpt", []), "ffn")
+    assert dense.config.model.num_experts is None and dense.parameters < idea.parameters
+    assert dense.flops == pytest.approx(idea.flops, rel=0.02)
 
 
 def test_each_has_its_own_best_rate(fork: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +137,7 @@ def test_a_run_that_diverges(fork: str, tmp_path: Path, capfd: pytest.CaptureFix
     (("@my_model.py", "--seeds", "1000"), "config error: --seeds: 1000 are more than anybody needs (at most 100)"),
     (("@my_model.py", "--report"), "config error: --report: runs/try_my_model holds no comparison yet (first the runs)"),
     (("@my_model.py", "--against", "@other.json"), "--against: my_model has train.seq_len 16, and other 32 (the same in both)"),
-    (("@other.json",), "config error: --against: other is megacore's own model itself: it has no model.source (a fork, or another config)"),
+    (("@other.json",), "config error: --against: other is the plain model itself: it has no model.source and no experts (another config)"),
     (("@my_model.py", "model.ffn_sise=1"), "config error: my_model: model.ffn_sise: unknown key (did you mean model.ffn_size?)"),
     (("@my_model.py", "--report", "--dry-run"), "config error: --report: stands beside --dry-run (one of the two)"),
     (("@my_model.py", "data.train=@gone"), "data error: trial my_model,rate=0.5,seed=0: @gone.bin: missing"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import Config
+from megacore.config.experts import ExpertSettings
 from megacore.config.model import ModelConfig
 from megacore.errors import ConfigError, UserError
 from megacore.tools.choices.flops import model_flops
@@ -27,11 +28,10 @@ ALIKE = (  # what both must have, or their losses say nothing about the idea
 
 @dataclass(frozen=True)
 class Contender:
-    """A model with its settings. `left_out`: keys of the other's that it does not know."""
+    """A model with its settings."""
 
     name: str
     sections: Sections
-    left_out: tuple[str, ...] = ()
 
     @cached_property
     def ranks(self) -> int:
@@ -84,19 +84,20 @@ def read_contender(path: str, overrides: Sequence[str]) -> Contender:
 
 
 def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contender:
-    """Whom the idea is compared with: `gpt`, which is megacore's own model with the idea's config, or another fork or config. Raises
-    `UserError`."""
+    """Whom the idea is compared with: `gpt`, which is the plain model with the idea's config, without source and experts; or another
+    fork or config. Raises `UserError`."""
     if against != "gpt":
         other = read_contender(against, overrides)
         return other if other.name != idea.name else replace(other, name=f"{other.name} (against)")
-    if idea.config.model.source is None:
-        raise ConfigError("--against", f"{idea.name} is megacore's own model itself: it has no model.source", "a fork, or another config")
     sections = copy.deepcopy(idea.sections)
     model = sections["model"]
-    own = tuple(key for key in model if key not in ModelConfig.model_fields)
-    for key in (*own, "source", "source_digest"):
-        model.pop(key, None)
-    return Contender("gpt", sections, own)
+    plain = ModelConfig.model_fields.keys() - ExpertSettings.model_fields.keys() - {"source", "source_digest"}
+    sections["model"] = model = {key: value for key, value in model.items() if key in plain}
+    for key in ("expert", "expert_tensor"):
+        sections.get("parallel", {}).pop(key, None)
+    if model == idea.sections["model"]:
+        raise ConfigError("--against", f"{idea.name} is the plain model itself: it has no model.source and no experts", "another config")
+    return Contender("gpt", sections)
 
 
 def check_alike(idea: Contender, other: Contender, how: str) -> None:
