@@ -86,21 +86,32 @@ def test_every_layout_writes_the_same_text(pool: Any, checkpoint: Path, choice: 
         assert first == alone and others == [""] * (ranks - 1), "only rank 0 prints"
 
 
-def test_every_prompt_has_texts_of_its_own(pool: Any, checkpoint: Path, tmp_path: Path) -> None:
+PROMPTS = ["long " * 8, "déjà vu"]
+SEVERAL = ["--tokens", "9", "--temperature", "1", "--seed", "5", "--samples", "2", *LAYOUTS["tp2"]]
+TYPED = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+
+
+def test_every_prompt_has_texts_of_its_own(pool: Any, checkpoint: Path) -> None:
     """Keys that are kept of the text before, its seed that goes on, or tables that fit the first prompt alone: another text."""
-    prompts = ["long " * 8, "déjà vu"]
-    (tmp_path / "p.txt").write_text("\n".join((prompts[0], "", prompts[1])) + "\n")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": prompts[0], "id": 3}, prompts[1])))
     common = ["--checkpoint", str(checkpoint), "--tokens", "9", "--temperature", "1"]
-    (alone,) = pool.run(1, texts_of, [[*common, "--prompt", prompt, "--seed", seed] for prompt in prompts for seed in "56"])
+    (alone,) = pool.run(1, texts_of, [[*common, "--prompt", prompt, "--seed", seed] for prompt in PROMPTS for seed in "56"])
     assert len(set(alone)) == 4
-    several = [*common, "--seed", "5", "--samples", "2"]
-    typed = [word for prompt in prompts for word in ("--prompt", prompt)]
-    for given in (["--prompts", str(tmp_path / "p.txt")], ["--prompts", str(tmp_path / "p.jsonl")], typed):
-        shown, lines = pool.run(2, texts_of, [[*several, *given, *LAYOUTS["tp2"]], [*several, *given, *LAYOUTS["tp2"], "--json"]])[0]
-        assert shown == "".join(f"--- text {number} of 4\n{text}" for number, text in enumerate(alone, 1))
-        found = [json.loads(line) for line in lines.splitlines()]
-        assert [text["prompt"] + text["text"] + "\n" for text in found] == alone and [text["seed"] for text in found] == [5, 6, 5, 6]
+    shown = pool.run(2, text_of, ["--checkpoint", str(checkpoint), *SEVERAL, *TYPED])[0]
+    assert shown == "".join(f"--- text {number} of 4\n{text}" for number, text in enumerate(alone, 1))
+
+
+def test_prompts_may_stand_in_files(pool: Any, tmp_path: Path) -> None:
+    """In lines, or as JSON, whatever the model: the same texts as typed; and as lines of JSON, with prompts and seeds."""
+    raw = {"model": SIZES, "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
+    several = ["--checkpoint", str(training.write_weights(tmp_path, resolve(raw, [], "test", 1).config)), *SEVERAL]
+    (tmp_path / "p.txt").write_text("\n".join((PROMPTS[0], "", PROMPTS[1])) + "\n")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": PROMPTS[0], "id": 3}, PROMPTS[1])))
+    ways = [TYPED, ["--prompts", str(tmp_path / "p.txt")], ["--prompts", str(tmp_path / "p.jsonl")]]
+    (shown, *others), _ = pool.run(2, texts_of, [[*several, *way, *form] for form in ([], ["--json"]) for way in ways])
+    assert others[:2] == [shown] * 2 and others[2:] == [others[2]] * 3
+    found = [json.loads(line) for line in others[2].splitlines()]
+    assert "".join(f"--- text {n} of 4\n{text['prompt']}{text['text']}\n" for n, text in enumerate(found, 1)) == shown
+    assert [(text["prompt"], text["seed"]) for text in found] == [(prompt, seed) for prompt in PROMPTS for seed in (5, 6)]
 
 
 @pytest.mark.parametrize("model", FAMILIES)
