@@ -26,6 +26,12 @@ class Training(Record):
     mfu: Amount | None
     memory_bytes: Whole
     skipped: Whole
+    cross_entropy: Figure | None = None  # of a model with several losses, of which `loss` is the sum
+
+    @property
+    def text_loss(self) -> float | None:
+        """The loss of the next tokens alone."""
+        return self.loss if self.cross_entropy is None else self.cross_entropy
 
 
 class Validation(Record):

@@ -19,7 +19,7 @@ MODEL = {"source": "my_model.py", "num_layers": 2, "hidden_size": 32, "num_heads
 TRAIN = {"steps": 4, "seq_len": 16, "global_batch_size": 4, "precision": "fp32", "device": "cpu"}
 CONFIG = {"model": MODEL, "train": TRAIN, "optim": {"lr": 0.01}, "log": {"every": 1}}
 # In place of launch/pretrain.py: losses fall from 1 above their last value, which says what trained. The fork is best with twice the
-# config's rate and the GPT with half of it; a seed shifts both alike.
+# config's rate and the GPT with half of it; a seed shifts both alike. The fork has another loss too, which says nothing of the text.
 STAND_IN = """
 import json, math, sys
 from pathlib import Path
@@ -29,8 +29,9 @@ last = 2 + seed + (0.01 * seed - 0.1 if fork else 0) + abs(math.log2(rate) - (1 
 with (Path(config["log"]["dir"]) / "metrics.jsonl").open("a") as out:
     for step in range(1, config["train"]["steps"] + 1):
         line = {"step": step, "loss": last + 1 - step / config["train"]["steps"], "grad_norm": 1.0, "tokens": 64 * step}
+        line |= {"cross_entropy": line["loss"], "loss": line["loss"] + 9} if fork else {}
         line |= {"tokens_per_second": 1.0, "step_seconds": 0.5, "mfu": None, "memory_bytes": 1, "skipped": 0}
-        out.write(json.dumps(line) + "\\n")
+        out.write(json.dumps(line).replace("Infinity", "null") + "\\n")
 """
 
 
@@ -123,7 +124,7 @@ def test_each_has_its_own_best_rate(fork: str, tmp_path: Path, capfd: pytest.Cap
 
 def test_a_run_that_diverges(fork: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its loss is no number: the report says so, and draws what there is."""
-    (tmp_path / "stand_in.py").write_text(STAND_IN.replace('"loss": last', '"loss": None if fork and seed == 1 else last'))
+    (tmp_path / "stand_in.py").write_text(STAND_IN.replace("last = 2", "last = math.inf if fork and seed == 1 else 2"))
     assert script.run([fork, "--folder", str(tmp_path / "out"), "--rates", "1", "--seeds", "3"]) == 0
     said = capfd.readouterr().out
     assert "diverged, so their losses cannot be compared" in said and "One learning rate was tried for both" in said

@@ -2,12 +2,12 @@
 
 import math
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from megacore.files import read_text
-from megacore.tools.metrics_file import read_metrics
+from megacore.tools.metrics_file import Training, read_metrics
 from megacore.tools.sweep.folder import SweepFolder
-from megacore.tools.sweep.results import Results, Row, metric_of, row_of
+from megacore.tools.sweep.results import Row, metric_of, row_of
 from megacore.tools.sweep.trials import Trial
 from megacore.tools.versus.contenders import Contender, trials_of
 from megacore.tools.versus.verdict import Curve
@@ -38,9 +38,12 @@ class Comparison:
         return row_of(self.folder, self.trials[contender.name, rate, seed], LAST)
 
     def loss(self, row: Row) -> float:
-        """What a run is judged by; infinite if it has not finished."""
-        loss = Results([row], self.metric, LAST).loss(row) if row.finished else None
-        return math.inf if loss is None else loss
+        """What a run is judged by; infinite if it has not finished. Other losses than that of the next tokens do not count."""
+        if not row.finished:
+            return math.inf
+        if self.metric == "loss":
+            return fmean(self.losses(row)[-LAST:])
+        return math.inf if row.valid_loss is None else row.valid_loss
 
     def best_rate(self, contender: Contender) -> float:
         """The factor of its least loss on the first seed."""
@@ -56,11 +59,18 @@ class Comparison:
         idea, other = ([self.row(c, rate, seed) for seed in self.seeds] for c, rate in zip(self.contenders, rates, strict=True))
         return list(zip(idea, other, strict=True))
 
+    def logged(self, row: Row) -> list[Training]:
+        """A run's logged steps."""
+        return read_metrics(read_text(self.folder.log_dir(row.trial) / "metrics.jsonl"))[0]
+
+    def losses(self, row: Row) -> list[float]:
+        """Its losses of the next tokens there; infinite where one is no number."""
+        return [math.inf if line.text_loss is None else line.text_loss for line in self.logged(row)]
+
     def curve(self, row: Row) -> Curve:
         """A finished run's curve."""
-        training, _ = read_metrics(read_text(self.folder.log_dir(row.trial) / "metrics.jsonl"))
-        losses = [math.inf if line.loss is None else line.loss for line in training]
-        return Curve([line.tokens for line in training], losses, self.loss(row), median(line.step_seconds for line in training))
+        steps = self.logged(row)
+        return Curve([line.tokens for line in steps], self.losses(row), self.loss(row), median(line.step_seconds for line in steps))
 
     def asked(self) -> list[Row]:
         """All runs that are needed by now, each once."""
