@@ -79,9 +79,10 @@ def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
     return [figures for figures in lines(log_dir) if "loss" in figures]
 
 
-def write_weights(folder: Path, config: Config) -> Path:
-    """A checkpoint that holds a model's first weights and no run, as an import leaves it; returns the step's folder."""
-    weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in whole_model(config).named_parameters()}
+def write_weights(folder: Path, config: Config, but: str | None = None) -> Path:
+    """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves it; returns the step's folder."""
+    named = whole_model(config).named_parameters()
+    weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in named if name != but}
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
     return save(folder, 0, weights, state, keep=1)
 

@@ -101,12 +101,12 @@ class LatentAttention(nn.Module):
         return self.output(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Attention to keys and values of their own; over context ranks, or within documents, all three are padded to one size."""
-        if context.sequences is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        size = max(q.shape[-1], v.shape[-1])
-        padded_q, padded_k, padded_v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
-        return attend(padded_q, padded_k, padded_v, context.sequences, self.scale)[..., : v.shape[-1]]
+        """Attention to keys and values of their own. All are padded to one size, which kernels that keep no scores ask for."""
+        size, value = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+        q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+        if context.sequences is not None:  # over context ranks, or within documents
+            return attend(q, k, v, context.sequences, self.scale)[..., :value]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[..., :value]
 
     def absorbed(self, q: Tensor, turned: Tensor, latents: Tensor, shared: Tensor, behind: Tensor) -> Tensor:
         """Attention to latents ``[batch, 1, all tokens, rank]``, as if they were keys and values of one head that all queries share."""

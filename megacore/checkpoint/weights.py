@@ -32,6 +32,18 @@ def weights_of(reader: Reader, name: str) -> str:
     return average if average in reader.manifest.tensors and not reader.trained else f"{WEIGHTS}{name}"
 
 
+def frozen_of(config: Config) -> set[str]:
+    """The weights that a config's model does not train. megacore's own models train all."""
+    every = whole_model(config, "meta").named_parameters() if config.model.source is not None else ()
+    return {name for name, parameter in every if not parameter.requires_grad}
+
+
+def is_new(reader: Reader, name: str) -> bool:
+    """Whether a tensor is a weight that the checkpoint lacks. `check_weights` allows that where a model trains something new beside what
+    is frozen: it begins as it is drawn."""
+    return name.startswith(WEIGHTS) and name not in reader.manifest.tensors
+
+
 def check_weights(reader: Reader, config: Config) -> None:
     """Refuses a checkpoint whose weights are not those of the config's model, whatever layout reads them.
 
@@ -45,9 +57,12 @@ def check_weights(reader: Reader, config: Config) -> None:
         raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")
     model = whole_model(config, "meta")
     expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
+    frozen = frozen_of(config)
+    may_lack = {f"{WEIGHTS}{name}" for name, _ in model.named_parameters() if frozen and name not in frozen}
     expected |= {f"{BUFFERS}{name}": buffer.shard.global_shape for name, buffer in buffers_of([model]).items()}
     for name, shape in expected.items():
-        reader.check(name, shape)
+        if not (name in may_lack and is_new(reader, name)):
+            reader.check(name, shape)
     for name in reader.names:
         if name.startswith((WEIGHTS, BUFFERS)) and name not in expected:
             right = "set the model section of the config to that of the checkpoint"

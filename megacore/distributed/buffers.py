@@ -60,8 +60,7 @@ class ShardedBuffer(nn.Module):
     @property
     def piece(self) -> tuple[Tensor, TensorSlice]:
         """The value and its position, as an engine gives those of parameters."""
-        shard = self.shard
-        return self.value, TensorSlice(shard.global_shape, shard.offset, shard.local_shape, shard.copied)
+        return self.value, self.shard.box
 
 
 def new_buffer(shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum") -> ShardedBuffer:

@@ -166,6 +166,11 @@ class Shard:
         """Whether this rank's copy is the first."""
         return not any(along.index for along in self.copied)
 
+    @property
+    def box(self) -> TensorSlice:
+        """Its position alone."""
+        return TensorSlice(self.global_shape, self.offset, self.local_shape, self.copied)
+
 
 def split(group: Group, dim: int) -> AxisPlacement:
     """Split along `dim` over the ranks of a group."""
@@ -262,7 +267,8 @@ def hold(parameter: nn.Parameter, tensor: Tensor) -> None:
     if not parameter.is_meta:
         parameter.data = tensor
         return
-    real = nn.Parameter(tensor.data)  # a version of its own: what is gathered into the same buffer meanwhile does not change this one
+    # A version of its own: what is gathered into the same buffer meanwhile does not change this one.
+    real = nn.Parameter(tensor.data, parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)
 

@@ -227,13 +227,15 @@ def fill_buffers(
 
     What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay it out alike; so has each
     parameter that other ranks' stages share too (`GradientSum.last`). `sharded`: the ranks of a sum divide the optimizer's state.
-    `travelling`: see `travelling_unit`. A parameter that two stages of the rank share belongs to the first of them.
+    `travelling`: see `travelling_unit`. A parameter that two stages of the rank share belongs to the first of them. Frozen ones, which
+    need no gradient, are in none.
     """
     owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
             first, chunks = owned.get(parameter, (name, ()))
-            owned[parameter] = first, (*chunks, chunk)
+            if parameter.requires_grad:
+                owned[parameter] = first, (*chunks, chunk)
     listed = [(name, parameter, shard_of(parameter), chunks) for parameter, (name, chunks) in owned.items()]
     buffers = lay_out(listed, groups, bucket_mib, mesh, stages[0].device, sharded=sharded, travelling=travelling)
     for buffer in buffers:

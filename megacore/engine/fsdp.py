@@ -73,6 +73,7 @@ class FSDPEngine(OptimizerStep):
         self.offloads = config.engine.cpu_offload
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
         self.rows: list[ShardRows] = []
+        self.untrained: list[ShardRows] = []  # without gradients
         mesh.observers.phase("dividing parameters")
         for stage in stages:
             self._divide(stage, config)
@@ -107,7 +108,7 @@ class FSDPEngine(OptimizerStep):
         master = accumulation_dtype(next(stage.parameters()))
         for module, over in units.items():
             for parameter in module.parameters():
-                if not isinstance(parameter, DTensor):
+                if not isinstance(parameter, DTensor) and parameter.requires_grad:
                     parameter.data = parameter.data.to(master)
             unit = fully_shard(
                 module,
@@ -134,13 +135,13 @@ class FSDPEngine(OptimizerStep):
             held, replicate = sums[name].levels.within, sums[name].levels.between
             each = -(-parameter.shape[0] // held.size)
             first = min(each * held.rank, parameter.shape[0])
-            gradient = torch.zeros_like(parameter.zero_())
+            gradient = torch.zeros_like(parameter.zero_()) if parameter.requires_grad else parameter.zero_()
             assert isinstance(gradient, DTensor)
-            if not self.offloads:
+            if not self.offloads and parameter.requires_grad:
                 # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.
                 parameter.grad = gradient
             start = first * prod(parameter.shape[1:])
-            self.rows.append(
+            (self.rows if parameter.requires_grad else self.untrained).append(
                 ShardRows(name, shards[name], sums[name], replicate, parameter, parameter.to_local(), gradient.to_local(), start)
             )
 
@@ -236,11 +237,19 @@ class FSDPEngine(OptimizerStep):
         for unit in self.units:
             unit.reshard()  # else parameters that a validation has gathered would be used once more
 
+    def frozen(self) -> dict[str, tuple[Tensor, TensorSlice]]:
+        return pieces_of("", self.untrained, [rows.master for rows in self.untrained])
+
     def pieces(self, prefix: str, tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `OptimizerStep`: one tensor for each parameter's rows."""
-        found: dict[str, tuple[Tensor, TensorSlice]] = {}
-        for rows, tensor in zip(self.rows, tensors, strict=True):
-            for view, box in rows.pieces(tensor) if tensor is not None else ():
-                copied = (*rows.shard.copied_along(but=rows.sum.tokens), replicated(rows.replicate))
-                found[piece_key(f"{prefix}{rows.name}", found)] = (view, replace(box, copied=copied))
-        return found
+        return pieces_of(prefix, self.rows, tensors)
+
+
+def pieces_of(prefix: str, every: Sequence[ShardRows], tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
+    """The pieces of `tensors`, one for each parameter's rows or None, by prefix and name."""
+    found: dict[str, tuple[Tensor, TensorSlice]] = {}
+    for rows, tensor in zip(every, tensors, strict=True):
+        for view, box in rows.pieces(tensor) if tensor is not None else ():
+            copied = (*rows.shard.copied_along(but=rows.sum.tokens), replicated(rows.replicate))
+            found[piece_key(f"{prefix}{rows.name}", found)] = (view, replace(box, copied=copied))
+    return found

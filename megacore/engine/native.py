@@ -17,7 +17,7 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.shard import Shard, TensorSlice, piece_key
+from megacore.distributed.shard import Shard, TensorSlice, materialise, piece_key, shard_of
 from megacore.engine.alignment import ALIGNMENT
 from megacore.engine.flat_buffer import FlatBuffer, PartsOfBuffers, fill_buffers, travelling_unit
 from megacore.engine.owners import Holders, Part, native_holders
@@ -37,6 +37,9 @@ class NativeEngine(OptimizerStep):
         bucket_mib, self.sharded = resolved(config.engine.bucket_mib), config.engine.shard_optimizer
         travelling = travelling_unit(config.engine)
         self.buffers = fill_buffers(stages, bucket_mib, self.groups, mesh, sharded=self.sharded, travelling=travelling)
+        every = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+        self.untrained = {name: parameter for name, parameter in every.items() if not parameter.requires_grad}
+        materialise(self.untrained.values(), stages[0].device)
         self.compression = None
         if config.engine.compression is not None:
             from megacore.engine.compression import GradientCompression  # which only such runs load
@@ -118,6 +121,9 @@ class NativeEngine(OptimizerStep):
     def close(self) -> None:
         super().close()
         self.reducer.close()
+
+    def frozen(self) -> dict[str, tuple[Tensor, TensorSlice]]:
+        return {name: (parameter.data, shard_of(parameter).box) for name, parameter in self.untrained.items()}
 
     def pieces(self, prefix: str, tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `OptimizerStep`: one tensor for each range of each buffer."""

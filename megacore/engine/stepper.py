@@ -41,7 +41,8 @@ class OptimizerStep(Engine, ABC):
         self.module_buffers = buffers_of(self.modules)
         self.device, self.over, self.clip = mesh.device, mesh.world, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
-        shards = {name: shard_of(parameter) for stage in stages for name, parameter in stage.named_parameters()}
+        trained = [pair for stage in stages for pair in stage.named_parameters() if pair[1].requires_grad]
+        shards = {name: shard_of(parameter) for name, parameter in trained}
         dealings = dealings_of(shards, self.groups, self.holders, self.part_at(shards))
         owned = {task.name for every in dealings.values() for dealing in every for tasks in dealing.rounds for task in dealing.owned(tasks)}
         self.held = HeldTensors(ranges, shards, self.groups, self.pieces, owned, mesh.device)
@@ -144,10 +145,14 @@ class OptimizerStep(Engine, ABC):
         self.behind_loading()
 
     def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
-        """See `Engine`: every parameter's master and optimizer state, and every buffer."""
+        """See `Engine`: every parameter's master and optimizer state, what is frozen, and every buffer."""
         self.settle()  # a gather that ends later would put back the values that it began with
         buffers = {f"{BUFFERS}{name}": buffer.piece for name, buffer in self.module_buffers.items()}
-        return self.held.tensors() | buffers
+        return self.held.tensors() | {f"model/{name}": piece for name, piece in self.frozen().items()} | buffers
+
+    @abstractmethod
+    def frozen(self) -> dict[str, tuple[Tensor, TensorSlice]]:
+        """This rank's pieces of the parameters that need no gradient (`requires_grad`), by name. They compute, and nobody updates them."""
 
     @abstractmethod
     def pieces(self, prefix: str, tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:

@@ -63,15 +63,15 @@ def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None, group: G
 
 
 def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: bool, main: MainGradient | None = None
+    grad: Tensor, x: Tensor | None, weight: Tensor, group: Group, sequence: bool, main: MainGradient | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first.
 
-    If the second is for later, x is gathered only then.
+    If the second is for later, x is gathered only then. A weight that is frozen has none, and needs no x.
     """
     gathering: Work = Done()
     to_gather = group if sequence else SOLO
-    if main is None or not main.waits:
+    if x is not None and (main is None or not main.waits):
         (x, gathering), to_gather = all_gather_start(x, to_gather), SOLO
     grad_x = linear(grad, weight.t())
     if sequence:
@@ -79,7 +79,7 @@ def _gradients(
     else:
         grad_part, summing = grad_x, all_reduce_start(grad_x, group)
     gathering.wait()
-    grad_weight = weight_gradient(grad, x, main, to_gather)
+    grad_weight = None if x is None else weight_gradient(grad, x, main, to_gather)
     summing.wait()
     return grad_part, grad_weight
 
@@ -108,7 +108,8 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, main: MainGradient | None, stride: int
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # with sequence only this rank's tokens, gathered again in backward
+        # With sequence only this rank's tokens, gathered again in backward. A graph is compiled as if no weight were frozen.
+        ctx.save_for_backward(x if torch.compiler.is_compiling() or ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sequence, ctx.has_bias, ctx.main = group, sequence, bias is not None, main
         return linear(all_gather(x, group) if sequence else x, weight, bias, stride)
 
@@ -158,7 +159,8 @@ class _ActivationLinear(torch.autograd.Function):
             h = [t.detach().requires_grad_() for t in h]
             x = ctx.activation(*h)
         grad_h = torch.autograd.grad(x, h, linear(grad, weight.t()))
-        return weight_gradient(grad, x.detach(), ctx.main), grad.sum(0) if ctx.has_bias else None, None, None, *grad_h
+        grad_weight = weight_gradient(grad, x.detach(), ctx.main) if ctx.needs_input_grad[0] else None
+        return grad_weight, grad.sum(0) if ctx.has_bias else None, None, None, *grad_h
 
 
 class ColumnLinear(nn.Module):
@@ -184,7 +186,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        weight = Shard((*out_shape, in_size), (split(group, dim),), decay=True, init_std=init_std, matrices=matrices)
+        weight = Shard((*out_shape, in_size), (split(group, dim),), decay=True, init_std=init_std or None, matrices=matrices)
         self.weight = new_parameter(weight, dtype, device)
         self.bias = new_parameter(Shard(out_shape, (split(group, dim),)), dtype, device) if bias else None
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megacore import checkpoint
 from megacore.checkpoint.folder import step_of
 from megacore.checkpoint.format import MOST_SAMPLES, RunState
-from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
+from megacore.checkpoint.weights import WEIGHTS, check_weights, frozen_of, recorded_sections
 from megacore.config import Config
 from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import KEY, ParameterGroups
@@ -148,9 +148,10 @@ class Inputs:
     def _check_state(self, reader: checkpoint.Reader) -> None:
         """Refuses a checkpoint without the state of a parameter's optimizer, or with another's, which may give it another meaning."""
         groups, names, before = ParameterGroups(self.config.optim), set(reader.names), recorded_sections(reader).get("optim")
+        frozen = frozen_of(self.config)
         for name in reader.names:
             kind, _, parameter = name.partition("/")
-            if f"{kind}/" != WEIGHTS:
+            if f"{kind}/" != WEIGHTS or parameter in frozen:
                 continue
             group = groups.of(parameter)
             state = group.kinds

@@ -31,7 +31,9 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
     layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
     own = {parameter for stage in trainer.train_step.stages for parameter in stage.parameters()}
     parameters = sum(prod(shard_of(parameter).local_shape) for parameter in own)  # an engine may hold some elsewhere
-    yield f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}"
+    frozen = sum(prod(shard_of(parameter).local_shape) for parameter in own if not parameter.requires_grad)
+    still = f", {frozen:,} of them frozen" if frozen else ""
+    yield f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}{still}"
     if choices:
         yield choices
     if trainer.apart:

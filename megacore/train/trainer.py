@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.weights import AVERAGES, WEIGHTS, recorded_sections, weights_of
+from megacore.checkpoint.weights import AVERAGES, WEIGHTS, is_new, recorded_sections, weights_of
 from megacore.config import Config
 from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
@@ -253,8 +253,10 @@ class Trainer:
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         tensors = self.engine.tensors()
+        new = {key: piece for key, piece in tensors.items() if weights_alone and is_new(reader, logical_name(key))}
+        self.train_step.draw_into(new)
         for key, (tensor, box) in tensors.items():
-            if key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE)):
+            if key not in new and (key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE))):
                 self.mesh.observers.phase("reading a checkpoint")
                 name = logical_name(key)
                 if name.startswith(AVERAGES) or (weights_alone and name.startswith(WEIGHTS)):  # an average may begin here

@@ -22,6 +22,7 @@ TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, in grad
 MODELS: dict[str, dict[str, Any]] = {
     "speedrun": {"norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False, "window": 5, "valued": 2},
     "multi_token": {"position": "rope"},
+    "lora": {"num_kv_heads": 2, "adapt": ["*.attention.*", "blocks.[134].feed_forward.*"], "rank": 3},
     "latent_attention": {"norm": "rmsnorm", "position": "rope"}
     | {"head_size": 4, "q_rank": 20, "kv_rank": 12, "plain_size": 6, "value_size": 7},
     "vision": {"norm": "rmsnorm", "position": "rope", "patches": 4, "patch_size": 3, "sight_layers": 2},
@@ -41,7 +42,7 @@ LAYOUTS = {
 ATTENDS = ("ring, tp2", "ulysses, sequence")  # these forks' own attention has one way, which "cp2" is
 MIXED = {"zb_v, sequence", "interleaved, tp2", "ulysses, sequence", "fsdp"}  # each axis once
 HAVE = {"speedrun": {*LAYOUTS} - {*ATTENDS}, "multi_token": {*LAYOUTS} - {*ATTENDS}, "latent_attention": {*LAYOUTS} - {"pp4"}}
-HAVE |= {"hybrid": MIXED, "vision": MIXED}
+HAVE |= {"hybrid": MIXED, "vision": MIXED, "lora": MIXED | {"sharded"}}
 CASES = [(fork, name) for fork, own in HAVE.items() for name in LAYOUTS if name in own]
 
 
@@ -114,6 +115,7 @@ MISTAKES = {
     "tokens that are not seen as parts": ("speedrun", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
     "targets that are rolled by each rank": ("multi_token", ROLLED, "cp2"),
     "a shared key of which each rank's heads have a gradient": ("latent_attention", SHARED, "interleaved, tp2"),
+    "an adapter's factor of own tokens as if of all": ("lora", ("partial=sequence", "partial=False"), "zb_v, sequence"),
     "latents of own tokens as if of all": ("latent_attention", ('partial=where["sequence"]', "partial=False"), "zb_v, sequence"),
 }
 
@@ -134,3 +136,13 @@ def test_a_tensor_whose_gradient_is_lost_at_a_cut_is_caught(
     """The planted fault, of a skip or an encoder's: forward is right, and so is every gradient of the last stage."""
     config = config_of(tmp_path, fork)
     assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], lost), alone(fork)) > 1e-6
+
+
+def test_adapters_in_the_norm_twice_are_caught(pool: Any, alone: Callable[[str], Found], tmp_path: Path) -> None:
+    """The planted fault: a factor that both tensor ranks hold counts on each. No weight or gradient is wrong before the first update."""
+    twice = ('(replicated(where["group"], partial=sequence),)', '(type(along := replicated(where["group"]))(along.axis, 0, 1),)')
+    right = alone("lora").figures[0]
+    for edits, fits in (((), True), ((twice,), False)):
+        (loss, norm), *_ = pool.run(2, trained, config_of(tmp_path, "lora", *edits), ["parallel.tensor=2"])[0].figures
+        assert abs(loss / right[0] - 1) < TOLERANCE
+        assert (abs(norm / right[1] - 1) < TOLERANCE) is fits

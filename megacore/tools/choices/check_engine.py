@@ -33,6 +33,11 @@ def check_shared(config: Config) -> None:
     assert source is not None
     with source.blamed(", layers"):
         model = whole_model(config, "meta")
+    for rank, stages in enumerate(placement_of(config)):
+        layers = [model.layers[number] for stage in stages for number in layer_ranges(config)[stage]]
+        if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+            wrong = f"of the layers of pipeline rank {rank} no parameter is trained"
+            raise ConfigError("model.source", wrong, "one in each rank of the pipeline at least, or fewer ranks")
     places = [place for place, _ in nn.Module.named_parameters(model, remove_duplicate=False)]
     own = Counter(model.logical_name(place) for place in places if place not in model.shared)
     if strangers := shared.keys() - own.keys():

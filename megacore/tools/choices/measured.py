@@ -29,7 +29,7 @@ from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import Communicator, Group, observed
 from megacore.distributed.communicator import Work as Begun
 from megacore.distributed.observer import Observers, Operation
-from megacore.distributed.topology import Topology
+from megacore.distributed.topology import Topology, alone
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
 from megacore.model.layers import DTYPES, Layers, fields_of
@@ -192,6 +192,14 @@ def _alike(config: Config) -> tuple[int, ...]:
     return tuple(found)
 
 
+@cache
+def first_trained(config: Config) -> int:
+    """The first layer with a parameter that is not frozen: what stands before it hands on no tensor with a gradient."""
+    layers, where = layers_of(config), (config, alone(config), DTYPES[config.train.precision], META)
+    trained = (any(parameter.requires_grad for parameter in spec.build(*where).parameters()) for spec in layers)
+    return next((number for number, found in enumerate(trained) if found), len(layers))
+
+
 def on_one_rank(own: Config) -> Config:
     """A config (`by_itself`) of the same layers on one rank, with one sequence."""
     sizes = {axis.title: 1 for axis in AXES} | {"sequence": False}
@@ -243,9 +251,10 @@ class _Run:
             stage, queue = Stage(config, range(layer, layer + 1), mesh, META, layers), WeightGradQueue()
             stage.compute_on(META)
             for parameter in stage.parameters():
-                _sum_elsewhere(parameter, queue if config.engine.kind == "native" else None)
+                if parameter.requires_grad:
+                    _sum_elsewhere(parameter, queue if config.engine.kind == "native" else None)
             own, recompute = stage.layers[0], config.train.recompute == "full" and stage.layers == stage.inner
-            start = torch.empty((), device=META, requires_grad=True)
+            start = torch.empty((), device=META, requires_grad=not config.model.source or layer > first_trained(config))
             losses = {loss.name: torch.empty((), dtype=_loss_dtype(config), device=META) for loss in own.losses}
             context = stage.context(batch_on_meta(config, layers), gradients=losses)
 

@@ -55,6 +55,8 @@ class DeepSpeedEngine(Engine):
         (stage,) = stages  # the config was refused otherwise
         if buffers := buffers_of(stages):
             raise ConfigError("engine.kind", f"DeepSpeed updates no buffers, and the model has {next(iter(buffers))}", "native or fsdp")
+        if frozen := [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]:
+            raise ConfigError("engine.kind", f"DeepSpeed is given every parameter, and the model's {frozen[0]} is frozen", "native or fsdp")
         self.mesh, self.scales_loss = mesh, config.train.precision == "fp16"
         settings = ds_settings(config)
         self.zero_stage: int = settings["zero_optimization"]["stage"]

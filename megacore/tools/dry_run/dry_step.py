@@ -111,9 +111,10 @@ def held_by(step: TrainStep, watch: MetaWatch) -> dict[str, int]:
         parameters = numbers(parameter for stage in step.stages for parameter in stage.parameters())
         gradients = numbers(buffer.gradients for buffer in engine.buffers) - parameters
     else:
-        for tensor in (*(own.master for own in engine.held.ranges), *(gradient for gradient, _ in engine.gradients().values())):
+        values = [*(own.master for own in engine.held.ranges), *(frozen for frozen, _ in engine.frozen().values())]
+        for tensor in (*values, *(gradient for gradient, _ in engine.gradients().values())):
             watch.note(tensor)  # made while FSDP2 divided, which was not seen
-        parameters = numbers(own.master for own in engine.held.ranges)
+        parameters = numbers(values)
         gradients = numbers(gradient for gradient, _ in engine.gradients().values()) - parameters
     optimizer = numbers(engine.held.memory()) - parameters - gradients
     others = set(watch.numbers.values()) - parameters - gradients - optimizer

@@ -61,6 +61,8 @@ class Named:
         self.matrices: dict[str, list[tuple[int, Matrix]]] = {}  # by parameter, each with its number
         self.every: list[Matrix] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             shape = shard_of(parameter).global_shape
             for matrix in shard_of(parameter).matrices or (LogicalMatrix(""),):
                 index = [part.indices(size) for part, size in zip(matrix.index, shape, strict=False)]

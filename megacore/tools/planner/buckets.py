@@ -39,7 +39,7 @@ def buffers_of(config: Config, rank: int, tensor_rank: int = 0, host_size: int =
         for parameter in stage_parameters(config, stage, tensor_rank).all:
             first, chunks = owned.get(parameter.name, (parameter, ()))
             owned[parameter.name] = first, (*chunks, chunk)
-    listed = [(name, parameter.tensor, chunks) for name, (parameter, chunks) in owned.items()]
+    listed = [(name, parameter.tensor, chunks) for name, (parameter, chunks) in owned.items() if not parameter.frozen]
     found = buffers(config, Hosts(config, rank, tensor_rank, data_ranks_of_a_host(config, host_size)), listed)
     return [
         Buffer(

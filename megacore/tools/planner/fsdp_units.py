@@ -19,7 +19,9 @@ class Unit:
 
     block: bool
     padded: int  # of a shard, rows of zeros included
-    own: dict[str, int]  # of a shard without them, by parameter
+    trained: int  # of these, with gradients
+    own: dict[str, int]  # of a shard without rows of zeros, by parameter that is trained
+    frozen: int  # and of those that are not
     partial: frozenset[str]  # parameters whose gradients tensor ranks sum
 
 
@@ -39,11 +41,16 @@ def units_of(config: Config, rank: int, tensor_rank: int = 0, shard_rank: int = 
 
 
 def _unit(shards: int, block: bool, members: Iterable[Parameter], shard_rank: int) -> Unit:
-    padded, own, partial = 0, {}, set()
+    padded, trained, own, frozen, partial = 0, 0, dict[str, int](), 0, set()
     for parameter in members:
         each = -(-parameter.rows // shards) * (parameter.elements // parameter.rows)
         padded += each
-        own[parameter.name] = min((shard_rank + 1) * each, parameter.elements) - min(shard_rank * each, parameter.elements)
+        here = min((shard_rank + 1) * each, parameter.elements) - min(shard_rank * each, parameter.elements)
+        if parameter.frozen:
+            frozen += here
+            continue
+        trained += each
+        own[parameter.name] = here
         if parameter.partial:
             partial.add(parameter.name)
-    return Unit(block, padded, own, frozenset(partial))
+    return Unit(block, padded, trained, own, frozen, frozenset(partial))

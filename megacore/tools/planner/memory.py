@@ -36,7 +36,7 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
-from megacore.tools.planner.parameters import block_parameters, of_each_rank, rank_parameters
+from megacore.tools.planner.parameters import block_parameters, held_by, of_each_rank, rank_parameters
 from megacore.tools.settings.ds_settings import ds_settings
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
@@ -158,12 +158,13 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0, data_
     wide = GRADIENT_BYTES[precision]
     masters = wide if ELEMENT_BYTES[precision] < wide else 0
     config = partitioned(config)
-    laid_out, own = _laid_out(config, tensor_rank), whole_numbers(config, tensor_rank, data_rank or 0)
-    for (n, numbers, messages), (whole, room), activations in zip(laid_out, own, rank_activations(config), strict=True):
+    laid_out, own, held = _laid_out(config, tensor_rank), whole_numbers(config, tensor_rank, data_rank or 0), held_by(config, tensor_rank)
+    rows_of_ranks = zip(laid_out, own, held, rank_activations(config), strict=True)
+    for (n, numbers, messages), (whole, room), here, activations in rows_of_ranks:
         state = (n * masters + numbers * wide) // divisor + whole * wide
         rows = n // ALIGNMENT * 8  # an fp64 number each
         compression = compression_bytes(config, n, messages)
-        parameters, gradients = n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision]
+        parameters, gradients = (n + here.frozen) * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision]
         memories.append(RankMemory(parameters, gradients, state, activations, compression=compression, rows=rows, update=room * wide))
     return memories
 
@@ -225,23 +226,28 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int, data_rank: i
     on_device = 0 if config.engine.cpu_offload else accumulate
     groups, again = ParameterGroups(config.optim), reshards(config)
 
-    def numbers(rank: int) -> tuple[int, int, int, int, int]:
-        """With `reshard` those whose gradients wait at once, and those gathered at once; all; the shard's own, and its state's."""
+    def numbers(rank: int) -> tuple[int, ...]:
+        """Those whose gradients wait at once, and those gathered at once: with `reshard`, and without; the shard's own that are trained,
+        those that are frozen, and the state's."""
         units = units_of(config, rank, tensor_rank, shard_rank)
-        block = max((unit.padded for unit in units if unit.block), default=0)
-        outermost, n = sum(unit.padded for unit in units if not unit.block), sum(unit.padded for unit in units)
+        block, of_trained = (max((size for unit, size in sizes if unit.block), default=0)
+                             for sizes in ([(u, u.padded) for u in units], [(u, u.trained) for u in units]))  # fmt: skip
+        outermost, trained = sum(u.padded for u in units if not u.block), sum(u.trained for u in units if not u.block)
         state = sum(n * len(groups.of(name).elementwise) for unit in units for name, n in unit.own.items())
         gathered = outermost + min(sum(unit.block for unit in units) + 1, 3) * block
-        return outermost + 2 * block, gathered, n, sum(sum(unit.own.values()) for unit in units), state
+        every = sum(u.trained for u in units), sum(u.padded for u in units)
+        own, frozen = sum(sum(unit.own.values()) for unit in units), sum(unit.frozen for unit in units)
+        return trained + 2 * of_trained, gathered, *every, own, frozen, state
 
     key = "units", shards, tensor_rank, shard_rank, *optimizer_key(config)
     memories = []
     rows = zip(of_each_rank(config, numbers, *key), whole_numbers(config, tensor_rank, data_rank), rank_activations(config), strict=True)
-    for (summed, used, n, own, state), (whole, room), activations in rows:
+    for (summed, used, trained, n, own, frozen, state), (whole, room), activations in rows:
         gathered = shards * (used if again else n)
-        waiting = shards * (summed if again or config.num_microbatches == 1 else n)
+        waiting = shards * (summed if again or config.num_microbatches == 1 else trained)
         held, kept = on_device * own, on_device * state + accumulate * whole
-        memories.append(RankMemory(held, held, kept, activations, compute * gathered + accumulate * waiting, update=accumulate * room))
+        still, whole_ones = 0 if config.engine.cpu_offload else compute * frozen, compute * gathered + accumulate * waiting
+        memories.append(RankMemory(held + still, held, kept, activations, whole_ones, update=accumulate * room))
     return memories
 
 

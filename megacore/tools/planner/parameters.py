@@ -1,7 +1,7 @@
 """The parameters of a model as its layers state them. The layers are built on `meta`, for any rank; those that are alike are built once."""
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore.config.schema import Config
@@ -27,10 +27,11 @@ class Parameter:
     elements: int
     rows: int  # that FSDP2 divides
     partial: bool  # tensor ranks sum its gradient
+    frozen: bool  # it has none
 
     def named(self, name: str) -> "Parameter":
         """The same of another layer."""
-        return Parameter(name, self.tensor, self.shape, self.elements, self.rows, self.partial)
+        return replace(self, name=name)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,15 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
         from megacore.tools.planner.on_meta import logical_shape, stage_of, summed_over_tensor_ranks
 
         _BUILT[key] = [
-            Parameter(name, tensor, logical_shape(tensor), tensor.numel(), tensor.shape[0], summed_over_tensor_ranks(tensor))
+            Parameter(
+                name,
+                tensor,
+                logical_shape(tensor),
+                tensor.numel(),
+                tensor.shape[0],
+                summed_over_tensor_ranks(tensor),
+                not tensor.requires_grad,
+            )
             for name, tensor in stage_of(config, range(alike, alike + 1), tensor_rank).named_parameters()
         ]
     if alike == layer:
@@ -115,6 +124,7 @@ class Held:
 
     blocks: int
     elements: int
+    frozen: int  # of these, without gradients and state
 
 
 def held_by(config: Config, tensor_rank: int = 0) -> list[Held]:
@@ -128,9 +138,10 @@ def _held(config: Config, ranges: Iterable[range], tensor_rank: int = 0) -> Held
     layers = [layer for own in ranges for layer in own]
     alike = sum(_is_alike(config, layer) for layer in layers)
     others = {p.name: p for layer in layers if not _is_alike(config, layer) for p in _layer(config, layer, tensor_rank)}
+    frozen = elements(p for p in others.values() if p.frozen)
     of_alike = alike * elements(_layer(config, 1, tensor_rank)) if alike else 0
     blocks = sum(0 < layer <= config.model.num_layers for layer in layers)
-    return Held(blocks, of_alike + elements(others.values()))
+    return Held(blocks, of_alike + elements(others.values()), frozen)
 
 
 def elements(parameters: Iterable[Parameter]) -> int:

@@ -22,7 +22,7 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.memory import RankMemory, fullest_rank, optimizer_bytes, rank_memory
-from megacore.tools.planner.parameters import rank_parameters
+from megacore.tools.planner.parameters import held_by, rank_parameters
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.step_time import Prediction, Predictor
 from megacore.tools.planner.workload import setting_of
@@ -67,7 +67,7 @@ class Candidate:
             return 0.0
         element, gradient = ELEMENT_BYTES[self.config.train.precision], GRADIENT_BYTES[self.config.train.precision]
         state = optimizer_bytes(self.config) / (self.config.token_ranks if self.config.engine.shard_optimizer else 1)
-        return max(rank_parameters(self.config)) * (element + gradient + state) / 2**30
+        return max(held.elements * element + (held.elements - held.frozen) * (gradient + state) for held in held_by(self.config)) / 2**30
 
     @property
     def seconds(self) -> float:

@@ -187,14 +187,14 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
     shards, copies, m = config.shard_size, config.token_ranks // config.shard_size, config.num_microbatches
     again = m if reshards(config) else 1  # times that blocks are gathered for a forward, and all gradients are summed
     gathers = [2 * m if unit.block and reshards(config) else 1 for unit in units]  # the ends stay whole: the loss needs them
-    whole = [shards * unit.padded for unit in units]
+    whole, trained = [shards * unit.padded for unit in units], [unit.trained for unit in units if unit.trained]
     partial = [unit.own[name] for unit in units for name in unit.partial]
     tied = [unit.own["embedding.weight"] for unit in units if "embedding.weight" in unit.own and config.model.tie_embeddings]
     gathered = sum(times * size for times, size in zip(gathers, whole, strict=True))
     return [
         Transfer("shard", "all_gather", shards, gathered, compute, sum(gathers)),
-        Transfer("shard", "reduce_scatter", shards, again * sum(whole), gradient, again * len(units)),
-        Transfer("replicate", "all_reduce", copies, sum(unit.padded for unit in units), gradient, len(units)),
+        Transfer("shard", "reduce_scatter", shards, again * shards * sum(trained), gradient, again * len(trained)),
+        Transfer("replicate", "all_reduce", copies, sum(trained), gradient, len(trained)),
         Transfer("tp", "all_reduce", config.parallel.tensor, sum(partial), gradient, 1),
         Transfer("tied", "all_reduce", min(config.parallel.pipeline, 2), sum(tied), gradient, 1),
     ]

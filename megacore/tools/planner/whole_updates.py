@@ -98,6 +98,7 @@ def whole_updates(config: Config, place: Place, host_size: int = 8) -> WholeUpda
         p.name: p.tensor
         for stage in placement_of(partitioned(config))[place.pipeline]
         for p in stage_parameters(config, stage, place.tensor).all
+        if not p.frozen
     }
     shards = {name: where.placed(shard_of(tensor), name) for name, tensor in owned.items()}
     if divides_parameters(config):

@@ -56,7 +56,7 @@ class Gauges(Observer):
                 if module is not stage and not isinstance(module, nn.ModuleDict | nn.ModuleList):
                     module.register_forward_hook(self._hook(stage.logical_name(name), module, stage))
         parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-        self.watches = [GradientWatch(parameter, self._gradient(name)) for name, parameter in parameters.items()]
+        self.watches = [GradientWatch(parameter, self._gradient(name)) for name, parameter in parameters.items() if parameter.requires_grad]
 
     def begin(self, targets: Sequence[Tensor | None]) -> None:
         """A step begins, with these targets of its microbatches."""

@@ -30,11 +30,11 @@ def group_table(config: Config) -> str:
 
 
 def parameter_shards(config: Config) -> dict[str, Shard]:
-    """The placement on one process of every parameter of a config's model, by name. Of megacore's own blocks, which differ in
+    """The placement on one process of every trained parameter of a config's model, by name. Of megacore's own blocks, which differ in
     their names alone, one is built."""
     model, alike = config.model, config.model.source is None
     built = config.model_copy(update={"model": model.model_copy(update={"num_layers": 1})}) if alike else config
-    shards = {name: shard_of(parameter) for name, parameter in whole_model(built, "meta").named_parameters()}
+    shards = {name: shard_of(parameter) for name, parameter in whole_model(built, "meta").named_parameters() if parameter.requires_grad}
     block = [name for name in shards if alike and name.startswith("blocks.0.")]
     found: dict[str, Shard] = {}
     for name, shard in shards.items():

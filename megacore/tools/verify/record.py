@@ -169,8 +169,9 @@ class Evidence:
         self.rounds = config.engine.reduce_dtype == "bf16"  # gradients are rounded where they travel
         self.gathers = not config.engine.shard_optimizer  # so are their sums
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-        self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
-        self.watches = [GradientWatch(parameter, self.sums[name].add_) for name, parameter in self.parameters.items()]
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trained.items()}
+        self.watches = [GradientWatch(parameter, self.sums[name].add_) for name, parameter in trained.items()]
         self.given: dict[int, dict[str, Tensor]] = {}
         self.copies: dict[int, dict[str, Tensor]] = {}
 

@@ -70,10 +70,11 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     record = ProofRecord(out)
     parameters, buffers = dict(model.named_parameters()), buffers_of([model])
     record.tensors("parameter 0", whole(parameters))
-    shards = {name: shard_of(p) for name, p in parameters.items()}
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    shards = {name: shard_of(p) for name, p in trained.items()}
     groups = {name: ParameterGroups(optim).of(name, shard) for name, shard in shards.items()}
-    means = {name: np.zeros(tuple(p.shape)) for name, p in parameters.items()}  # for `optim.ema`
-    state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in parameters.items()}
+    means = {name: np.zeros(tuple(p.shape)) for name, p in trained.items()}  # for `optim.ema`
+    state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in trained.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
     sizes = batch_sizes(config)
@@ -96,12 +97,12 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 part.backward()
                 loss += part.item()
         # A parameter on which no loss depends has no gradient, and decays nevertheless.
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         record.figures(step, loss, norm)
         record.tensors(f"gradient {step}", whole(gradients))
         clip = min(1.0, optim.grad_clip / (norm + 1e-6)) if optim.grad_clip else 1.0
-        for name, p in parameters.items():
+        for name, p in trained.items():
             group, gradient = groups[name], (gradients[name] * clip).numpy()
             lr, decay = rate(optim, step, train.steps, group.lr), group.weight_decay * decays(name, p.dim())
             taken = ReferenceStep(step, state[name], gradient, p.detach().numpy(), lr, decay)
@@ -120,7 +121,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         for name, held in state.items():
             for kind, numbers in held.items():
                 record.tensors(f"{kind} {step}", whole({name: torch.as_tensor(numbers)}))
-    for name, p in parameters.items():
+    for name, p in trained.items():
         p.data.copy_(torch.as_tensor(state[name].get(AVERAGE, p.detach().numpy())))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()

@@ -145,7 +145,8 @@ class Trace(Observer):
                 if module is not stage and not getattr(module, "bare", False):
                     self._watch(stage.logical_name(name), module)
             for name, parameter in stage.named_parameters():
-                self._watch_gradient(name, parameter)
+                if parameter.requires_grad:
+                    self._watch_gradient(name, parameter)
             for head in stage.behind:
                 for name in WRAPPED:
                     self._wrap(head, name)

@@ -1,0 +1,69 @@
+"""Puts the adapters of a run of `lora.py` into their matrices: a checkpoint of weights alone, of a GPT without adapters."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
+
+import torch
+from torch import Tensor
+
+from megacore import checkpoint
+from megacore.checkpoint.weights import WEIGHTS, recorded_sections, weights_of
+from megacore.config.model import ModelConfig
+from megacore.distributed.shard import Shard
+from megacore.errors import CheckpointError
+from megacore.tools.cli import Parser, exit_with
+from megacore.tools.interchange.folder import CONFIG, aside, write_json
+from megacore.tools.interchange.import_model import FILE_BYTES
+from megacore.tools.interchange.stream import save_stream
+
+EXAMPLE = "python configs/forks/merge_lora.py --checkpoint runs/lora --output runs/merged"
+ADAPTER = ".adapter."
+
+
+def merge(path: Path, output: Path) -> str:
+    """Writes the run `output` from the checkpoint at `path`; returns what was done. Raises `UserError`."""
+    reader = checkpoint.Reader(checkpoint.locate(path))
+    sections = recorded_sections(reader)
+    model: dict[str, Any] = sections["model"]
+    weights = {name: tensor for name, tensor in reader.manifest.tensors.items() if name.startswith(WEIGHTS)}
+    plain = {name: tensor for name, tensor in weights.items() if ADAPTER not in name}
+    if len(plain) == len(weights) or not {"alpha", "rank"} <= model.keys():
+        raise CheckpointError(str(reader.path), "its model has no adapters", "a run of configs/forks/lora.py")
+
+    def read(name: str) -> Tensor:
+        return reader.read(weights_of(reader, name.removeprefix(WEIGHTS)), Shard(weights[name].shape))
+
+    def merged() -> Iterator[Tensor]:
+        for name in plain:
+            up, down = (f"{name.removesuffix('.weight')}{ADAPTER}{part}.weight" for part in ("up", "down"))
+            weight = read(name)
+            if up in weights:
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                weight = (weight.to(wide) + model["alpha"] / model["rank"] * (read(up).to(wide) @ read(down).to(wide))).to(weight.dtype)
+            yield weight
+
+    gpt = {key: value for key, value in model.items() if key in ModelConfig.model_fields} | {"source": None, "source_digest": None}
+    settings = sections | {"model": gpt}
+    layout = {name: (read(name).dtype, tensor.shape) for name, tensor in plain.items()}
+    state = {"samples": 0, "seed": sections["train"]["seed"], "model": gpt, "config": settings, "weights_of": {"path": str(reader.path)}}
+    with aside(output) as partial:
+        save_stream(partial / "checkpoints", 0, layout, merged(), state, FILE_BYTES)
+        write_json(partial / CONFIG, {"model": gpt, "data": {"tokenizer": sections["data"].get("tokenizer")}})
+    return f"wrote {output}: {len(plain)} tensors, with the adapters of {(len(weights) - len(plain)) // 2} of them in them"
+
+
+def main(argv: list[str]) -> None:
+    """Merges. Raises `UserError`."""
+    parser = Parser(EXAMPLE, __doc__ or "")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a run's folder, or one checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="a folder that is not there yet")
+    args = parser.parse_args(argv)
+    print(merge(args.checkpoint, args.output))
+
+
+if __name__ == "__main__":
+    exit_with(main)
