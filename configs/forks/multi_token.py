@@ -17,7 +17,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.config.model import ModelConfig
 from megacore.config.schema import IGNORED
-from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, replicated
+from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.distributed.topology import Topology
 from megacore.model.batch import Samples
 from megacore.model.block import Block
@@ -63,8 +63,7 @@ def next_token(samples: Samples) -> np.ndarray:
 class Ahead(Head):
     """A block of its own, and the LM head: the loss of the token `count` behind the next one."""
 
-    bare, told = False, False
-    count = 1
+    bare, count = False, 1
 
     def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, mesh, dtype, device)
@@ -78,7 +77,7 @@ class Ahead(Head):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the sum of the losses."""
         (loss,), batch = self.losses, context.batch
-        x = self.guess(x, batch["next_token"] if self.told else None, context)
+        x = self.guess(x, batch.get("next_token"), context)
         return self.loss(x, batch[loss.over], context.gradients.get(loss.name))
 
     def guess(self, x: Tensor, following: Tensor | None, context: Context) -> Tensor:
@@ -89,15 +88,12 @@ class Ahead(Head):
 class Told(Ahead):
     """The same, told the next token: its vector and the hidden states, both normed, are mixed by a matrix."""
 
-    told = True
-
     def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(index, config, mesh, dtype, device)
         size, sequence = config.model.hidden_size, config.parallel.sequence
         self.norms = torch.nn.ModuleList(Norm(config.model, mesh.tp, sequence, dtype, device) for _ in range(2))
         self.embedding = vocabulary(config, mesh, dtype, device)
-        along, maps = (replicated(mesh.tp, partial=sequence),), (LogicalMatrix("mix"),)
-        mix = Shard((size, 2 * size), along, decay=True, init_std=config.model.init_std, matrices=maps)
+        mix = Shard((size, 2 * size), (replicated(mesh.tp, partial=sequence),), decay=True, init_std=config.model.init_std)
         self.mix = new_parameter(mix, dtype, device)
 
     @classmethod
