@@ -8,10 +8,10 @@ zero. All else is frozen: it has no gradient and no optimizer state. `model.adap
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from megacore.config import Config
@@ -30,6 +30,12 @@ class Settings(ModelConfig):
     adapt: tuple[str, ...] = Field(("*.attention.*", "*.feed_forward.*"), description="patterns of the names of matrices with adapters")
     rank: Count = Field(8, description="rows and columns of an adapter")
     alpha: Factor = Field(16.0, description="what adapters give is multiplied by alpha / rank")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.attention_gate is not None:
+            raise ValueError("model.attention_gate's products have no adapters (right: null)")
+        return self
 
 
 class Whole(nn.Module):

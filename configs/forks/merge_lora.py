@@ -34,21 +34,19 @@ def merge(path: Path, output: Path) -> str:
     if len(plain) == len(weights) or not {"alpha", "rank"} <= model.keys():
         raise CheckpointError(str(reader.path), "its model has no adapters", "a run of configs/forks/lora.py")
 
+    dtype = torch.float64 if sections["train"]["precision"] == "fp64" else torch.float32  # 16 bits would lose small changes
+
     def read(name: str) -> Tensor:
-        return reader.read(weights_of(reader, name.removeprefix(WEIGHTS)), Shard(weights[name].shape))
+        return reader.read(weights_of(reader, name.removeprefix(WEIGHTS)), Shard(weights[name].shape)).to(dtype)
 
     def merged() -> Iterator[Tensor]:
         for name in plain:
             up, down = (f"{name.removesuffix('.weight')}{ADAPTER}{part}.weight" for part in ("up", "down"))
-            weight = read(name)
-            if up in weights:
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                weight = (weight.to(wide) + model["alpha"] / model["rank"] * (read(up).to(wide) @ read(down).to(wide))).to(weight.dtype)
-            yield weight
+            yield read(name) + (model["alpha"] / model["rank"] * read(up) @ read(down) if up in weights else 0)
 
     gpt = {key: value for key, value in model.items() if key in ModelConfig.model_fields} | {"source": None, "source_digest": None}
     settings = sections | {"model": gpt}
-    layout = {name: (read(name).dtype, tensor.shape) for name, tensor in plain.items()}
+    layout = {name: (dtype, tensor.shape) for name, tensor in plain.items()}
     state = {"samples": 0, "seed": sections["train"]["seed"], "model": gpt, "config": settings, "weights_of": {"path": str(reader.path)}}
     with aside(output) as partial:
         save_stream(partial / "checkpoints", 0, layout, merged(), state, FILE_BYTES)

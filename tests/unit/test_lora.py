@@ -122,6 +122,8 @@ def test_wrong_use_is_refused_in_one_line(tmp_path: Path) -> None:
     config = load(config_of(tmp_path, prefix, model=LORA | {"adapt": ["*.attention.*", "*.mlp.*"]}), []).config
     with pytest.raises(ConfigError, match=r"model.adapt: \*.mlp.\* matches no matrix \(a pattern of names such as blocks.0"):
         whole_model(config)
+    with pytest.raises(ConfigError, match="model.attention_gate's products have no adapters"):
+        load(config_of(tmp_path, prefix, model=LORA | {"attention_gate": "headwise"}), [])
     path = config_of(tmp_path, prefix, model=LORA | {"adapt": ["blocks.1.*"]})
     with pytest.raises(ConfigError, match="of the layers of pipeline rank 0 no parameter is trained"):
         check_engine(partitioned(load(path, ["parallel.pipeline=2"], 2).config), torch.device("cpu"))
