@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.model import ModelConfig
+from megacore.config.schema import DataConfig
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
 from megacore.distributed.topology import alone
@@ -116,7 +117,7 @@ def names_of(config: Config) -> tuple[str, ...]:
 
 def layers(config: Config) -> Layers:
     """The GPT's, each with adapters. Whoever has other layers puts them in place of `gpt`."""
-    names = names_of(config)
+    names = names_of(config.model_copy(update={"data": DataConfig()}))  # a list of corpora is no key
     for pattern in config.model.adapt:  # type: ignore[attr-defined]
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError("model.adapt", f"{pattern} matches no matrix", f"a pattern of names such as {names[0]} and {names[-1]}")

@@ -92,7 +92,8 @@ def test_a_run_from_the_weights_of_a_gpt(tmp_path: Path) -> None:
     """It begins as that model, leaves its weights as they are, goes on from its own checkpoint; merged, it is a GPT of the same logits."""
     prefix, log_dir = training.write_corpus(tmp_path), tmp_path / "lora"
     origin = training.write_weights(tmp_path / "base", load(config_of(tmp_path, prefix, model={}), []).config)
-    path = config_of(tmp_path, prefix, train={"precision": "fp64", "steps": 2}, checkpoint={"weights": str(origin)})
+    blend = {"train": [[0.6, prefix], [0.4, prefix]]}
+    path = config_of(tmp_path, prefix, train={"precision": "fp64", "steps": 2}, data=blend, checkpoint={"weights": str(origin)})
     for steps in (2, 3):
         assert training.run_rank(path, [f"train.steps={steps}"], str(log_dir)) == 0
     base, tuned = Reader(origin), Reader(locate(log_dir))
