@@ -48,6 +48,10 @@ FREE = {
     "chunked_loss",
     "source",
     "max_positions",
+    "z_loss",
+    "router_balance",
+    "balance_coefficient",
+    "router_z_loss",
 }  # of rotary positions, no table has them
 
 
