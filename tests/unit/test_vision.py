@@ -10,12 +10,16 @@ import torch.nn.functional as F
 
 from megacore.config import Config
 from megacore.config.schema import IGNORED
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
 from megacore.model.layers import fields_of
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.settings.load import load
 from megacore.tools.text.cache import KeyValueCache
+from megacore.train.step import TrainStep
 from tests import training
 from tests.forks import perturbed
 
@@ -50,11 +54,19 @@ def test_pictures_show_the_digits_of_the_text(tmp_path: Path) -> None:
     assert len(top) > len(bottom) and bottom.max() < top.max()  # a bar above, and a foot that is not to the right
 
 
-def test_no_target_is_a_token_of_an_image(tmp_path: Path) -> None:
-    """Image positions that are counted in the loss: those of this sample, and of the next one behind its end."""
-    batch = batch_of(config_of(tmp_path), random_tokens())
-    assert (batch["targets"][:, :3] == IGNORED).all() and (batch["targets"][:, -1] == IGNORED).all()
-    assert (batch["targets"][:, 3:-1] == batch.tokens[:, 4:]).all()  # the last patch says the first token
+@pytest.mark.parametrize("fault", [None, (" = found[:, -1] = IGNORED", " = IGNORED"), ("found[:, : model.patches - 1] = ", "")])
+def test_no_target_is_a_token_of_an_image(tmp_path: Path, fault: tuple[str, str] | None) -> None:
+    """Image positions that are counted in the loss, or in its mean: those of this sample, and of the next one behind its end."""
+    text = FORK.read_text(encoding="utf-8")
+    assert fault is None or text.count(fault[0]) == 1
+    (tmp_path / "vision.py").write_text(text.replace(*fault) if fault else text, encoding="utf-8")
+    config = settled_alone(config_of(tmp_path, source=str(tmp_path / "vision.py")))
+    batch = batch_of(config, random_tokens())
+    learned = batch["targets"][:, 3:-1]
+    assert (learned == batch.tokens[:, 4:]).all()  # the last patch says the first token
+    step = TrainStep(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    mean = float(step.weights([batch])["cross_entropy"])
+    assert (mean == 1 / learned.numel() and int((batch["targets"] != IGNORED).sum()) == learned.numel()) == (fault is None)
 
 
 def test_the_loss_is_that_of_what_is_seen(tmp_path: Path) -> None:
