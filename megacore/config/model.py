@@ -59,6 +59,9 @@ class YarnRope(Section):
 RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(discriminator="type")]
 
 
+LastStep = Annotated[Count, Field(title="last step")]
+
+
 class ModelConfig(ExpertSettings):
     block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
     source: str | None = Field(
@@ -106,6 +109,9 @@ class ModelConfig(ExpertSettings):
     qk_norm_heads: Literal["each", "all"] = Field("each", description="whether it is of each head by itself, or over all (OLMo 2)")
     attention_scale: Factor | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
     window: Positions | None = Field(None, description="tokens that a token attends to, itself among them; null: all before it")
+    window_schedule: Annotated[tuple[tuple[LastStep, Positions], ...], Field(max_length=64)] = Field(
+        (), description="[[last step, window], …]: up to each of these steps windows are that small, then model.window"
+    )
     global_every: Count | None = Field(None, description="every n-th block attends to all tokens, whatever the window; null: none")
     attention_cap: Factor | None = Field(None, description="attention's scores s become cap · tanh(s / cap); null: no cap")
     attention_sinks: bool = Field(False, description="of each head a learned logit in the softmax's denominator (gpt-oss)")
@@ -157,9 +163,11 @@ class ModelConfig(ExpertSettings):
         """Whether a block has rotary positions, by its number from 0."""
         return self.position == "rope" and (self.nope_every is None or (block + 1) % self.nope_every > 0)
 
-    def window_of(self, block: int) -> int | None:
-        """How many tokens a token of a block sees; None: all before it."""
-        return None if self.global_every is not None and (block + 1) % self.global_every == 0 else self.window
+    def window_of(self, block: int, step: int | None = None) -> int | None:
+        """How many tokens a token of a block sees; None: all before it. In a step, or behind all of `window_schedule`."""
+        if self.global_every is not None and (block + 1) % self.global_every == 0:
+            return None
+        return next((window for last, window in self.window_schedule if step is not None and step <= last), self.window)
 
     def alike(self, block: int) -> int:
         """The first block that is of the same kind; their parameters are alike in all."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, PrivateAttr
 
 from megacore.config.engine import EngineConfig
-from megacore.config.model import ModelConfig
+from megacore.config.model import LastStep, ModelConfig
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.distributed.axes import AXES, expert_view
@@ -34,7 +34,6 @@ def resolved(value: T | None) -> T:
     return value
 
 
-LastStep = Annotated[Count, Field(title="last step")]
 Size = Annotated[Count, Field(title="size")]
 
 

@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
         self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
         self.rotates, window = model.rotates(index), model.window_of(index)
-        self.windowed = window is not None
+        self.windowed, self.index, self.model = window is not None, index, model
         self.scoring = None if window is None and model.attention_cap is None else Scoring(window, model.attention_cap)
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
@@ -94,6 +94,11 @@ class Attention(nn.Module):
             y = self.attend(q, k, v)
         y = y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size)
         return self.output(y if gates is None else gated(y, gates))
+
+    def at_step(self, step: int) -> None:
+        """See `Stage.at_step`: the window of that step."""
+        if self.windowed and self.model.window_schedule:
+            self.scoring = Scoring(self.model.window_of(self.index, step), self.model.attention_cap)
 
     def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.

@@ -82,6 +82,13 @@ class Stage(nn.Module):
             for layer in self.inner:
                 layer.compile(options=inductor_options(mesh.tp))
 
+    def at_step(self, step: int) -> None:
+        """Tells modules that have an `at_step`, because a setting of theirs depends on the step, that it is this one. They keep it for
+        evaluations behind the step."""
+        for module in (module for layer in self.layers for module in layer.modules()):
+            if (hears := getattr(module, "at_step", None)) is not None:
+                hears(step)
+
     def _register(self, name: str, layer: Layer) -> Layer:
         *rooms, own = name.split(".")
         module: nn.Module = self

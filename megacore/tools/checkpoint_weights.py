@@ -48,6 +48,7 @@ def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
         CheckpointError: a weight is missing, has another shape, or cannot be read.
     """
     for stage in stages:
+        stage.at_step(reader.step)
         materialise(stage.parameters(), stage.device)
         for name, parameter in stage.named_parameters():
             reader.read_into(weights_of(reader, name), shard_of(parameter), parameter.data)

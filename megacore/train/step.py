@@ -82,10 +82,16 @@ class TrainStep:
 
         `votes` is called after backward, and `before_update` when gradients are the global sums and no parameter has changed yet.
         """
+        self.begin(number)
         share = self.forward_backward(batch)
         sums = self.sum_over_ranks(share, votes())
         before_update()
         return self.update(number, *sums)
+
+    def begin(self, number: int) -> None:
+        """Lets settings be those of step `number`, also for evaluations behind it."""
+        for stage in self.stages:
+            stage.at_step(number)
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> dict[str, Tensor]:
         """Runs the microbatches forward and backward. The engine then has the reduced gradients.

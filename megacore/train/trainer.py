@@ -91,6 +91,7 @@ class Trainer:
         while self.step < self.config.train.steps:
             self.step += 1
             batch = self.next_batch()
+            self.train_step.begin(self.step)
             share = self.train_step.forward_backward(batch)  # of the global batch's loss; gradients are the global sums then
             sums = self.train_step.sum_over_ranks(share, self.votes())
             self.saving.saver.hold_update()

@@ -48,6 +48,15 @@ def test_blocks_are_one_graph_in_training_and_one_in_validation(pool: Any, confi
     assert training.difference(training.figures(tmp_path / "compiled"), training.figures(tmp_path / "plain")) < TOLERANCE[precision]
 
 
+def test_windows_that_grow_compile_nothing_again(pool: Any, config: str, tmp_path: Path) -> None:
+    """A window in a graph would compile every block anew wherever it grows."""
+    plain = ["model.num_layers=2", "data.valid=null", "model.window=4"]
+    grown = [*plain, "model.window_schedule=[[1,2],[2,3]]", "model.attention_sinks=true", "model.attention_gate=headwise"]
+    (found,) = pool.run(1, compiled_rank, config, grown, str(tmp_path / "grown"))
+    assert found == pool.run(1, compiled_rank, config, plain, str(tmp_path / "plain"))[0]
+    assert training.figures(tmp_path / "grown") != training.figures(tmp_path / "plain")
+
+
 def summed_twice(config: str, overrides: list[str], log_dir: str) -> tuple[int, list[str]]:
     """A rank's compiled run in which the collective of a compiled block's way out is done twice."""
     all_reduce = comm.all_reduce

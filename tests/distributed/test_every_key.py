@@ -93,6 +93,7 @@ CASES: dict[str, Case] = {
     "model.attention_scale": numbers(0.1),
     "model.window": numbers(3),
     "model.global_every": numbers(2, "model.window=3"),
+    "model.window_schedule": numbers("[[1,2]]", "model.window=3"),
     "model.attention_cap": numbers(0.01),
     "model.attention_sinks": numbers("true"),
     "model.attention_gate": numbers("headwise"),

@@ -16,7 +16,7 @@ BIASED = "model.head_bias=true"
 SINKS, HEADWISE, ELEMENTWISE = "model.attention_sinks=true", "model.attention_gate=headwise", "model.attention_gate=elementwise"
 
 WINDOWED = ["model.window=5", "model.global_every=2", "model.attention_cap=0.5", "model.num_kv_heads=2", "model.nope_every=4"]
-WINDOWED += [SINKS, HEADWISE, "model.window_rope_theta=30"]
+WINDOWED += ["model.window_schedule=[[1,2],[2,3]]", SINKS, HEADWISE, "model.window_rope_theta=30"]
 
 
 @pytest.fixture(scope="module")

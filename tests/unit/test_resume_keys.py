@@ -36,7 +36,7 @@ model: block source_digest num_layers hidden_size num_heads num_kv_heads head_si
     num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores router_normalised router_scale
     expert_groups groups_per_token router_bias_rate
     norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
-    attention_sinks attention_gate qk_norm_heads window_rope_theta head_bias
+    attention_sinks attention_gate qk_norm_heads window_rope_theta head_bias window_schedule
 train: seq_len global_batch_size batch_ramp seed
 optim: kind groups
 data: packing train

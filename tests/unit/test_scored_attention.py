@@ -154,6 +154,17 @@ def test_text_is_written_as_it_is_read(name: str, attention: str) -> None:
     assert sizes == [12 if window is None else window for window in windows], "the next token's window, and one that may be taken back"
 
 
+def test_windows_grow_with_the_steps() -> None:
+    """Each block with a window computes, and writes text, as a model with the window of that step; behind the schedule with the last."""
+    growing = {"window_schedule": [[2, 1], [5, 3]], "window": 6, "global_every": 2}
+    stage, tokens = built(**growing).eval(), torch.arange(12)[None]
+    for step, window in ((1, 1), (2, 1), (3, 3), (5, 3), (6, 6), (99, 6)):
+        stage.at_step(step)
+        plain = built(window=window, global_every=2).eval()
+        for found in (stage.logits(stage.hidden(tokens)), written(stage, tokens, 4)[0]):
+            torch.testing.assert_close(found, plain.logits(plain.hidden(tokens)), rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize(("name", "forgotten"), [("cap", "cap"), ("window", "window")])
 def test_a_cap_or_window_missing_in_decoding_shows(name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the comparison above would notice."""
@@ -192,6 +203,9 @@ def test_masked_pairs_are_no_work() -> None:
 @pytest.mark.parametrize(
     ("model", "key"),
     [
+        ({"window_schedule": [[3, 2]]}, "model.window_schedule"),
+        ({"window_schedule": [[3, 4]], "window": 4}, "model.window_schedule"),
+        ({"window_schedule": [[3, 2], [2, 3]], "window": 4}, "model.window_schedule"),
         ({"head_bias": True, "chunked_loss": True}, "model.head_bias"),
         ({"head_bias": True, "logit_scale": 0.5}, "model.head_bias"),
         ({"qk_norm_heads": "all"}, "model.qk_norm_heads"),

@@ -80,6 +80,9 @@ def config_of(reader: Reader) -> Config:
     sections = recorded_sections(reader)
     if sections["model"].get("source") is not None:
         raise CheckpointError(str(reader.path), "its model is of a source of the user's own, which no other project has", "another model")
+    if (schedule := sections["model"].get("window_schedule")) and reader.step <= schedule[-1][0]:
+        right = f"a checkpoint behind step {schedule[-1][0]}"
+        raise CheckpointError(str(reader.path), f"its windows are those of step {reader.step}, and later ones are exported", right)
     return resolve({key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1).config
 
 

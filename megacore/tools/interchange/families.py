@@ -15,7 +15,8 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import gelu_families, llama_kin, settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
-TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "z_loss"}  # no part of the function
+# No part of the function, or none behind the last step of a schedule.
+TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "z_loss", "window_schedule"}
 
 
 @dataclass(frozen=True)

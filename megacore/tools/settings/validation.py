@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from megacore.config.implied import heads_at
-from megacore.config.model import Llama3Rope, YarnRope
+from megacore.config.model import Llama3Rope, ModelConfig, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.parallel import CHUNKS, V_SHAPED
@@ -130,6 +130,7 @@ def check_model(config: Config) -> None:
         raise ConfigError("model.norm_offset", "is for norms without biases", "false, model.norm=rmsnorm or model.bias=false")
     if model.global_every is not None and model.window is None:
         raise ConfigError("model.global_every", "every block attends to all tokens: there is no window", "null, or a model.window")
+    check_windows(model)
     if model.qk_norm_heads == "all" and not model.qk_norm:
         raise ConfigError("model.qk_norm_heads", "there is no norm of queries and keys", "each, or model.qk_norm=true")
     if model.window_rope_theta is not None and (model.window is None or model.position != "rope"):
@@ -262,6 +263,18 @@ def batch_equations(config: Config) -> Iterator[str]:
         phase = f"to step {last}, " if last else "then " if train.batch_ramp else ""
         count = size // (train.micro_batch_size * data)
         yield f"{phase}global_batch_size {size} = micro_batch_size {train.micro_batch_size} × microbatches {count} × data {data}"
+
+
+def check_windows(model: ModelConfig) -> None:
+    """Checks that windows grow with the steps, up to model.window."""
+    key = "model.window_schedule"
+    if model.window_schedule and model.window is None:
+        raise ConfigError(key, "there is no window to grow to", "[], or a model.window")
+    for (step, window), (later, wider) in pairwise((*model.window_schedule, (LARGEST, model.window or LARGEST))):
+        if later <= step:
+            raise ConfigError(key, f"step {later} comes behind step {step}", "[last step, window] in the order of the steps")
+        if wider <= window:
+            raise ConfigError(key, f"{window} does not grow to {wider}", "windows that grow, below model.window")
 
 
 def check_ramp(config: Config) -> None:

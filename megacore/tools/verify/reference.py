@@ -80,6 +80,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     sizes = batch_sizes(config)
     every = training_samples(config, sum(sizes))
     for step in range(1, train.steps + 1):
+        model.at_step(step)
         loss, first, size = 0.0, sum(sizes[: step - 1]), sizes[step - 1]
         of_step = every[first : first + size]
         together = microbatch(batch_of(of_step), sources)

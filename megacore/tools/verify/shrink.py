@@ -147,6 +147,7 @@ def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any
     model, small = user.model, dict[str, Any]()
     if model.window is not None and model.window < user.train.seq_len:
         small["window"] = max(1, min(model.window, seq_len // 3))
+        small["window_schedule"] = [[1, 1], [2, small["window"] - 1]][: small["window"] - 1] if model.window_schedule else []
     for key in ("global_every", "nope_every"):
         if (every := getattr(model, key)) is not None and every <= model.num_layers:
             small[key] = min(every, 2)
