@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES, unregister
 from megacore.tools.settings.load import load
 from tests.pool import ROOT
@@ -19,9 +20,14 @@ def test_the_documents_rule_is_registered_by_reading_it(tmp_path: Path, monkeypa
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "my_rule.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
+    path = write_config(tmp_path, "unused")
+    with pytest.raises(ConfigError, match=r"optim.lr: .* \(a number"):
+        load(path, ["optim.lr=[]"])
     import_module("my_rule")
     try:
         overrides = ["optim.kind=sign", "optim.sign_momentum=0.5"]
-        assert load(write_config(tmp_path, "unused"), overrides).config.optim.kind == "sign"
+        assert load(path, overrides).config.optim.kind == "sign"
+        with pytest.raises(ConfigError, match=r"optim.sign_momentum: .* \(a number"):  # what is accepted is read from the schema of now
+            load(path, [*overrides, "optim.sign_momentum=[]"])
     finally:
         unregister(RULES["sign"])
