@@ -52,6 +52,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+def default(args: argparse.Namespace) -> tuple[str, ...]:
+    """The layouts that are proved if none are named."""
+    from megacore.tools.verify.layouts import DEFAULT, EXPERTS
+    from megacore.tools.verify.shrink import load_whole
+
+    return DEFAULT if load_whole(args.config, args.overrides).model.num_experts is None else (*DEFAULT, *EXPERTS)
+
+
 def changed_since(commit: str) -> list[str]:
     """The files of this checkout that differ from a commit, and those that git does not know yet."""
     root = Path(__file__).resolve().parents[1]
@@ -71,14 +79,14 @@ def main(argv: list[str]) -> int:
     """Runs the proof, and returns the exit status."""
     from rich.console import Console
 
-    from megacore.tools.verify.layouts import DEFAULT, SCHEDULES, besides
+    from megacore.tools.verify.layouts import SCHEDULES, besides
     from megacore.tools.verify.layouts import parse as parse_layout
     from megacore.tools.verify.proof_report import show
     from megacore.tools.verify.run import Options, prove
     from megacore.tools.verify.workers import RankFailed
 
     args = parse(argv)
-    given = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)
+    given = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(default(args))
     if args.changed is not None:
         given += besides(changed_since(args.changed))
     names = [layout for name in given for layout in (SCHEDULES if name == "schedules" else [name])]

@@ -51,7 +51,6 @@ class Router(nn.Module):
         self.load = new_buffer(Shard((self.experts,), along, fill=1.0), lambda _, counts: relative(counts), torch.float64, device)
         rate = config.model.router_bias_rate
         self.bias = new_buffer(Shard((self.experts,), along), towards_mean(rate), torch.float64, device) if rate else None
-        self.decide: Callable[[int, Tensor], Tensor] | None = None  # whoever proves a layout replaces the choice in a microbatch by another
 
     def score(self, x: Tensor) -> Scored:
         """Tokens ``[tokens, hidden]`` → what all experts are to each."""
@@ -59,18 +58,20 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide))
         return Scored(logits, logits.softmax(1) if self.model.router_scores == "softmax" else logits.sigmoid())
 
-    @torch.no_grad()
-    def choose(self, scores: Tensor, key: int) -> Tensor:
-        """The experts of each token of the microbatch `key`, ``[tokens, experts_per_token]``, the best first. Of equal ones the first is:
-        so choices are alike in every layout."""
-        model, ranked = self.model, scores if self.bias is None else scores + self.bias.value
+    def ranked(self, scores: Tensor) -> Tensor:
+        """By what experts are chosen: scores with the bias, which weighs nothing."""
+        return scores.detach() if self.bias is None else scores.detach() + self.bias.value
+
+    def choose(self, ranked: Tensor) -> Tensor:
+        """The experts of each token, ``[tokens, experts_per_token]``, the best first. Of equal ones the first is: so choices are alike in
+        every layout."""
+        model = self.model
         if model.expert_groups > 1:
             grouped = ranked.unflatten(1, (model.expert_groups, -1))
             best = grouped.amax(2) if model.router_scores == "softmax" else grouped.topk(min(NARROWEST, grouped.shape[2]), 2)[0].sum(2)
             left = torch.ones_like(best, dtype=torch.bool).scatter(1, first_of(best, model.groups_per_token), False)
             ranked = grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
-        chosen = first_of(ranked, model.experts_per_token)
-        return chosen if self.decide is None else self.decide(key, chosen)
+        return first_of(ranked, model.experts_per_token)
 
     def note(self, key: int, counts: Tensor) -> None:
         """Notes how many of this rank's tokens chose each expert in the microbatch `key`."""

@@ -82,13 +82,13 @@ class Context:
         # An element's mask depends on its position in the whole microbatch, so a rank that holds some tokens begins at an offset.
         offset = self.group.rank * len(x) if self.sequence else 0
         key, out = key_of(self.key, *site), []
-        for here, first in self._runs(offset, len(x)):
+        for here, first in self.runs(offset, len(x)):
             branch, rest = x[here], None if residual is None else residual[here]
             at = first * x.shape[1]
             out.append(bias_dropout_residual(branch, None, rest, self.dropout, key, first=at, scale=scale, implementation=self.kernels))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _runs(self, offset: int, tokens: int) -> Iterator[tuple[slice, int]]:
+    def runs(self, offset: int, tokens: int) -> Iterator[tuple[slice, int]]:
         """Where this rank's tokens from `offset` on follow one another in the whole microbatch: a slice, and its first one there."""
         if self.sequences is None or self.sequences.group.size == 1:
             yield slice(0, tokens), offset

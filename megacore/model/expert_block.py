@@ -1,5 +1,6 @@
 """A GPT block whose feed-forward layer is a mixture of experts (Shazeer et al. 2017): each token goes through a few of them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, mesh, dtype, device, output_std, activation)
         ffn = model.shared_experts * (model.expert_ffn_size or 0)
         self.shared = FeedForward(config, mesh.tp, dtype, device, output_std, ffn) if ffn else None
+        self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None  # who proves a layout replaces choices by others
         self.keeps = config.train.recompute == "full"
         self.kept: dict[int, Route] = {}  # by microbatch, for the backward that runs the layer again
 
@@ -41,7 +43,8 @@ class MixtureOfExperts(nn.Module):
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens), and the sums of `losses_of`."""
         own = scatter_tokens(x, self.tp) if self.divides else x
         scored = self.router.score(own)
-        route = self._route(scored, context.key)
+        first = self.tp.rank * len(own)  # of this rank's tokens, among those of its context rank
+        route = self._route(scored, context, first)
         rows, arriving = send(spread(own, route.slots, implementation=self.kernels), route)
         shared = None if self.shared is None else self.shared(x)  # while rows travel
         arriving.wait()
@@ -49,17 +52,21 @@ class MixtureOfExperts(nn.Module):
         y = combine(rows, route.slots, self.router.weights(scored.scores, route.chosen), implementation=self.kernels)
         if self.divides:
             y = gather_tokens(y, self.tp)[: len(x)]
-        first = self.tp.rank * len(own)
         losses = self.router.losses(scored, route.chosen, first, context.seq_len, context.batch_size)
         if self.divides:  # each rank then gives the sum over all their tokens
             losses = [leave_tensor_parallel(loss, self.tp, False) for loss in losses]
         return y if shared is None else y + shared, *losses
 
-    def _route(self, scored: Scored, key: int) -> Route:
+    def _route(self, scored: Scored, context: Context, first: int) -> Route:
         """The ways of a microbatch's tokens; of a recomputed pass those of the first."""
+        key = context.key
         if key in self.kept:
             return self.kept.pop(key)
-        route = route_of(self.router.choose(scored.scores, key), self.router.experts, self.group, self.parts)
+        ranked = self.router.ranked(scored.scores)
+        chosen = self.router.choose(ranked)
+        if self.decide is not None and self.training:
+            chosen = self.decide(context, first, ranked, chosen)
+        route = route_of(chosen, self.router.experts, self.group, self.parts)
         self.router.note(key, route.counts)
         if self.keeps and self.training:
             self.kept[key] = route

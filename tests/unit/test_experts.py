@@ -118,7 +118,7 @@ def test_of_equal_experts_the_first_is_chosen(configure: Configure) -> None:
     """Else another layout, whose kernels see other shapes, would choose otherwise."""
     router = mixture(configure())[1].router
     scores = torch.tensor([[0.1, 0.3, 0.1, 0.3, 0.3, 0.0, 0.0, 0.3], [0.2] * 8], dtype=torch.float64)
-    assert router.choose(scores, 0).tolist() == [[1, 3], [0, 1]]
+    assert router.choose(router.ranked(scores)).tolist() == [[1, 3], [0, 1]]
 
 
 def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
@@ -133,7 +133,7 @@ def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
     assert not own.kept
     own.eval()(x, context)
     counts = torch.zeros(8, dtype=torch.float64)
-    for expert in own.router.choose(own.router.score(x).scores, 5).flatten():
+    for expert in own.router.choose(own.router.ranked(own.router.score(x).scores)).flatten():
         counts[expert] += 1
     before, bias = own.router.bias.value.clone(), own.router.bias
     noted = bias.take()

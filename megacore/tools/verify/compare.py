@@ -18,9 +18,10 @@ NOTHING = 1e-6
 
 # In the order of a step; "own …" are differences from what a run should have made of its own numbers, see `replay`.
 ORDER = (
-    "drawn", "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v",
-    "own momentum", "momentum", "own parameter", "direction", "parameter", "buffer", "gathered", "valid_loss",
+    "drawn", "own copy", "routing", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v",
+    "adam_v", "own momentum", "momentum", "own parameter", "direction", "parameter", "buffer", "gathered", "valid_loss",
 )  # fmt: skip
+ROUTING = "routing"  # what routers chose, see `routing`
 FIRST = ("drawn", "gathered")  # kinds of first weights: before an engine holds them, and what computes in step 1
 EVIDENCE = ("given", "copy", *FIRST)  # kinds that no reference has, and maybe no other version of the code
 Tensors = dict[str, np.ndarray]

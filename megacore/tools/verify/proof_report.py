@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.run import Proof, Result
 from megacore.tools.verify.tolerances import BF16_FACTOR
 
@@ -17,6 +18,7 @@ CAUSES = {
     "drawn": "initialisation depends on the layout: first {name}",
     "start": "first weights are drawn alike in every layout; what the engine then holds of them is not: first {name}",
     "gathered": "every rank draws and holds its first weights alike; what computes with them is not: first {name}",
+    "routing": "routers choose other experts than on one process: first {name}",
     "loss": "every activation agrees; the sum of the losses over microbatches or ranks does not",
     "gradient": "every microbatch's gradients agree; their sum over microbatches and ranks does not: first {name}",
     "grad_norm": "every gradient agrees; the gradient norm does not",
@@ -128,6 +130,13 @@ def verdict(proof: Proof) -> str:
     return f"EQUAL to {said}"
 
 
+def near_ties(result: Result) -> Iterator[str]:
+    """Where routers chose other experts whose scores are as good: the layout went on with the reference's."""
+    for d in result.differences.values():
+        if d.kind == ROUTING and d.relative and d not in result.beyond:
+            yield f"{result.layout.name}: a near tie of {d.name} in step {d.step}, scores {d.relative:.0e} apart, as one process decided it"
+
+
 def show(proof: Proof) -> None:
     """Prints the whole report."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
@@ -140,6 +149,6 @@ def show(proof: Proof) -> None:
     if any(reports):
         console.print(next(filter(None, reports)), markup=False)
     for result in proof.results:
-        for line in explain(result):
+        for line in (*explain(result), *near_ties(result)):
             console.print(line, markup=False)
     console.print(verdict(proof), markup=False)

@@ -29,7 +29,9 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
+from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.flight import Flights
+from megacore.tools.verify.routing import Choices
 from megacore.tools.verify.trace import GradientWatch, Trace
 from megacore.train.trainer import Trainer
 
@@ -64,10 +66,11 @@ class ProofRecord:
         save_file(self.held, self.path, {name: json.dumps(value) for name, value in aside.items()})
 
 
-def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: int | None) -> None:
+def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: int | None, reference: Path) -> None:
     """One rank of the real trainer, for `train.steps` steps; writes this rank's record to `out`.
 
-    The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module computes.
+    The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module computes. `reference`: the
+    folder of what one process did.
     """
     place = place_from_environment()
     config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
@@ -80,7 +83,8 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     record.tensors("parameter 0", spread(trainer))
     exact = config.train.precision == "fp64" or config.engine.kind != "native"
     evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
-    take_steps(trainer, record, evidence, out, traced_step)
+    choices = Choices(trainer.train_step.stages, reference)
+    take_steps(trainer, record, evidence, choices, out, traced_step)
     record.figures(trainer.step, valid_loss=trainer.validate())
     mesh.observers.remove(flights)
     record.flights = flights.spanning(lasting(trainer.train_step.stages))
@@ -135,7 +139,9 @@ def add_noise(trainer: Trainer, weights: Mapping[str, tuple[Tensor, TensorSlice]
             held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[here])
 
 
-def take_steps(trainer: Trainer, record: ProofRecord, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
+def take_steps(
+    trainer: Trainer, record: ProofRecord, evidence: "Evidence | None", choices: Choices, out: Path, traced_step: int | None
+) -> None:
     """Takes and records all steps, and traces one of them."""
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     for trainer.step in range(1, config.train.steps + 1):
@@ -154,6 +160,7 @@ def take_steps(trainer: Trainer, record: ProofRecord, evidence: "Evidence | None
             figures = trainer.train_step(trainer.step, trainer.next_batch(), before_update=before_update)
             mesh.observers.remove(trace)
         record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
+        record.tensors(f"{ROUTING} {trainer.step}", choices.differences())
         for name, piece in engine.tensors().items():
             if name.startswith(STATE):  # what compressed sums keep, which one process has not; where nothing is lost, sums show it all
                 continue

@@ -38,9 +38,11 @@ from megacore.model.layers import DTYPES, fields_of, losses_of
 from megacore.model.stage import Stage, whole_model
 from megacore.optimizers.rule import AVERAGE, ReferenceStep
 from megacore.rng import key_of
+from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
 from megacore.tools.verify.record import ProofRecord, noise
 from megacore.tools.verify.replay import decays, rate
+from megacore.tools.verify.routing import Choices
 from megacore.tools.verify.trace import Trace
 
 # Overrides of the case's config that choose the plainest way to compute. `worker.py` applies them.
@@ -76,6 +78,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     means = {name: np.zeros(tuple(p.shape)) for name, p in trained.items()}  # for `optim.ema`
     state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in trained.items()}
 
+    choices = Choices([model])
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
     sizes = batch_sizes(config)
     every = training_samples(config, sum(sizes))
@@ -118,6 +121,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         for buffer in buffers.values():
             buffer.value.copy_(buffer.rule(buffer.value, buffer.take()))
         record.tensors(f"parameter {step}", whole(parameters))
+        record.tensors(f"{ROUTING} {step}", choices.differences())
         record.tensors(f"buffer {step}", whole({name: buffer.value for name, buffer in buffers.items()}))
         for name, held in state.items():
             for kind, numbers in held.items():
@@ -126,6 +130,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         p.data.copy_(torch.as_tensor(state[name].get(AVERAGE, p.detach().numpy())))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()
+    choices.write(out)
 
 
 def plain_sums(head: Any, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None) -> tuple[Tensor, ...]:

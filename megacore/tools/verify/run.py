@@ -12,7 +12,7 @@ from megacore.config.implied import has_masks
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.settings.load import load
-from megacore.tools.verify.compare import Difference, Records, against_reference, missing, rank_by_rank
+from megacore.tools.verify.compare import ROUTING, Difference, Records, against_reference, missing, rank_by_rank
 from megacore.tools.verify.first_divergence import Parting, first_parting
 from megacore.tools.verify.flight import in_flight
 from megacore.tools.verify.layouts import Layout, impossible
@@ -179,7 +179,8 @@ class Prover:
         """Runs the layout once more. If the two runs differ, there is a race. Otherwise a trace shows what differs first."""
         layout, first = result.layout, result.beyond[0]
         # No trace is needed for a run's own arithmetic, nor for moments and updates after equal gradients.
-        traced_step = first.step if first.kind == "gradient" or (first.kind == "figure" and first.name in ("loss", "grad_norm")) else None
+        activations = first.kind in ("gradient", ROUTING)
+        traced_step = first.step if activations or (first.kind == "figure" and first.name in ("loss", "grad_norm")) else None
         again = self._run(self.workers, f"{layout.name}_again", layout, traced_step)
         result.race = self._race(ours, again, None)
         if theirs is not None and self.others is not None:
@@ -228,6 +229,7 @@ class Prover:
             "rounding": self.options.precision,
             "traced_step": traced_step,
             "plant": self.options.plant,
+            "reference": str(self.folder / "reference"),
         }
         try:
             workers.run(layout.world, task)

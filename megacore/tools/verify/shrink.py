@@ -25,6 +25,7 @@ from megacore.tools.verify.layouts import Layout
 HEAD_SIZE = 4
 NORMED_HEAD_SIZE = 8  # for heads with a norm: few features may all be nearly zero, and the norm then magnifies their rounding
 SEQ_LEN = 16
+EXPERTS, FEATURES = 8, 6  # of a mixture, and of each expert
 LAYERS = 4  # if the model has as many: blocks may differ by their index
 LAYERS_A_STAGE = 4  # the most that are tried to find a split like the user's
 MICROBATCHES = 8  # of the global batch, if the user has as many: a pipeline of four stages fills and empties
@@ -38,7 +39,8 @@ DECAY = 0.1
 
 def load_whole(path: str, overrides: list[str]) -> Config:
     """The user's config, resolved for one process. Raises `ConfigError` if it is wrong."""
-    return load(path, [*overrides, *Layout("one").overrides(), "parallel.context=1", "parallel.backend=auto", "train.device=cpu"]).config
+    alone = [*Layout("one").overrides(), "parallel.context=1", "parallel.expert=1", "parallel.expert_tensor=null"]
+    return load(path, [*overrides, *alone, "parallel.backend=auto", "train.device=cpu"]).config
 
 
 def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
@@ -54,7 +56,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     tensor = math.lcm(*(layout.size("tensor") for layout in layouts))
     (micro_batch, seq_len), count = tokens_of(user, layouts), microbatches(user, layouts)
     small: dict[str, dict[str, Any]] = {
-        "model": sizes(user, tensor, seq_len, precision),
+        "model": sizes(user, tensor, seq_len, precision) | experts(user, layouts),
         "train": {
             "steps": steps,
             "seq_len": seq_len,
@@ -83,7 +85,8 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
             "compression": without_loss(user.engine.compression) if precision == "fp64" else None,
         },
-        "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
+        "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"}
+        | {"expert": 1, "expert_tensor": None},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
     }
     small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
@@ -113,7 +116,8 @@ def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
     seq_len = min(train.seq_len, SEQ_LEN)
     if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
         seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
-    while seq_len % pieces or any(micro_batch * seq_len // a.size("context") % a.size("tensor") for a in layouts if a.sequence):
+    divided = [layout for layout in layouts if layout.sequence or user.model.num_experts is not None]
+    while seq_len % pieces or any(micro_batch * seq_len // a.size("context") % a.size("tensor") for a in divided):
         seq_len += 1
     return micro_batch, seq_len
 
@@ -156,6 +160,24 @@ def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any
     return small
 
 
+def experts(user: Config, layouts: list[Layout]) -> dict[str, Any]:
+    """Few small experts, which every layout's ranks divide, in as many groups; every second block of the other kind, if any is."""
+    model = user.model
+    if model.num_experts is None:
+        return {}
+    unit = math.lcm(model.expert_groups, *(layout.size("expert") for layout in layouts))
+    count = min(model.num_experts, unit * -(-max(EXPERTS, 2 * model.expert_groups) // unit))
+    parts = math.lcm(*(layout.sizes.get("expert_tensor", layout.size("tensor")) for layout in layouts))
+    among = count // model.expert_groups * model.groups_per_token
+    return {
+        "num_experts": count,
+        "experts_per_token": min(model.experts_per_token, max(1, among // 2)),
+        "expert_ffn_size": parts * -(-FEATURES // parts),
+        "first_dense": min(model.first_dense, 1),
+        "experts_every": min(model.experts_every, 2),
+    }
+
+
 def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
     """With mup, another base than the model's width, if the user has another; it has as many heads."""
     base, factor = user.model.base_width, 1 if user.model.base_width == user.model.hidden_size else 2
@@ -164,6 +186,7 @@ def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
 
 # Keys that may be null, and that nothing derives.
 UNDERIVED = ("engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers", "model.window")
+UNDERIVED += ("model.num_experts",)
 
 
 def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

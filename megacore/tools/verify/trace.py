@@ -9,16 +9,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megacore.distributed.axes import AXES
+from megacore.distributed.axes import AXES, EXPERT_AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
+from megacore.expert_parallel.experts import Experts
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
 from megacore.model.stage import Stage
 from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
+EXPERTS = {axis.name for axis in EXPERT_AXES} - {axis.name for axis in AXES}
 WRAPPED = ("logits", "loss")  # the last layer's methods
 
 
@@ -154,6 +156,8 @@ class Trace(Observer):
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Records a parameter's gradient, unless it is a part of a microbatch's gradient, which has no equal elsewhere."""
+        if {along.axis for along in shard_of(parameter).along} & EXPERTS:  # of other ranks' tokens too
+            return
         users = sum(parameter is own for stage in self.stages for own in stage.parameters())
         if set(shard_of(parameter).partial_over) - {axis.name for axis in AXES if axis.samples} or users > 1:
             return
@@ -177,7 +181,7 @@ class Trace(Observer):
             for i, value in enumerate(output if isinstance(output, tuple) else (output,)):
                 self.note(name, f"output {i}" if i else "output", value)
 
-        if not isinstance(module, nn.ModuleDict | nn.ModuleList):
+        if not isinstance(module, nn.ModuleDict | nn.ModuleList | Experts):  # of the last, rows come from other ranks
             self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _wrap(self, head: nn.Module, name: str) -> None:

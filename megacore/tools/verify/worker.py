@@ -60,7 +60,7 @@ def perform(task: dict[str, Any]) -> None:
     elif task["kind"] == "reference":
         run_reference(load(task["config"], [*PLAIN]).config, out, task["rounding"], task["traced_step"])
     else:
-        run_layout(task["config"], task["overrides"], out, task["traced_step"])
+        run_layout(task["config"], task["overrides"], out, task["traced_step"], Path(task["reference"]))
 
 
 def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
