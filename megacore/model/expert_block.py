@@ -52,10 +52,16 @@ class MixtureOfExperts(nn.Module):
         y = combine(rows, route.slots, self.router.weights(scored.scores, route.chosen), implementation=self.kernels)
         if self.divides:
             y = gather_tokens(y, self.tp)[: len(x)]
+        return y if shared is None else y + shared, *self._losses(scored, route, context, first)
+
+    def _losses(self, scored: Scored, route: Route, context: Context, first: int) -> list[Tensor]:
+        """The sums of `losses_of`; of a text that is written none is asked for."""
+        if context.batch.targets is None:
+            return [scored.scores.new_zeros(()) for _ in losses_of(self.router.model)]
         losses = self.router.losses(scored, route.chosen, first, context.seq_len, context.batch_size)
         if self.divides:  # each rank then gives the sum over all their tokens
             losses = [leave_tensor_parallel(loss, self.tp, False) for loss in losses]
-        return y if shared is None else y + shared, *losses
+        return losses
 
     def _route(self, scored: Scored, context: Context, first: int) -> Route:
         """The ways of a microbatch's tokens; of a recomputed pass those of the first."""

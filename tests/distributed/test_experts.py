@@ -2,14 +2,20 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megacore.distributed.mesh import Mesh
+from megacore.expert_parallel.router import Router
+from megacore.model.stage import Stage
+from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
+from megacore.tools.text.decoding import Decoder
+from megacore.tools.text.sampling import Sampler
 from tests import training
 from tests.steps import Found, apart, train
 
@@ -73,3 +79,72 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
     ranks, layout = LAYOUTS[name]
     (one,) = pool.run(1, trained, config_path, [])
     assert apart(pool.run(ranks, trained, config_path, of(layout)), one) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["dp4 ep2 train.recompute=full", "pp2 tp2 etp1 ep2 sp", "dp2 cp2 ep4 engine.kind=fsdp"])
+def test_balance_without_a_loss_and_by_the_batch_before(pool: Any, config_path: str, layout: str) -> None:
+    """Counts of one rank alone, or of a recomputed pass, would move the bias otherwise, and choose other experts from then on."""
+    (one,) = pool.run(1, trained, config_path, DEEPSEEK)
+    bias = one.pieces["buffer/blocks.1.feed_forward.router.bias"].tensor
+    assert {0.1, 0.3} & {round(float(x), 9) for x in bias.abs()}, "it has moved"
+    assert apart(pool.run(4, trained, config_path, [*DEEPSEEK, *of(layout)]), one) < TOLERANCE
+
+
+def tied(config_path: str, overrides: list[str]) -> Found:
+    """Some steps in which all experts are as good as another for every token."""
+    with mock.patch.object(Router, "ranked", lambda self, scores: torch.zeros_like(scores)):
+        return trained(config_path, overrides)
+
+
+@pytest.mark.parametrize("layout", ["dp4 ep4", "tp2 dp2 etp1 ep4", "dp4 ep4 engine.kind=fsdp"])
+def test_all_tokens_go_to_the_first_experts(pool: Any, config_path: str, layout: str) -> None:
+    """Of equal experts the first are chosen: a rank has all tokens, and others none. Experts that nobody chose decay nevertheless."""
+    (one,), (without,) = pool.run(1, tied, config_path, []), pool.run(1, tied, config_path, ["optim.weight_decay=0.0"])
+    found = pool.run(4, tied, config_path, of(layout))
+    assert apart(found, one) < TOLERANCE
+    load = one.pieces["buffer/blocks.1.feed_forward.router.load"].tensor
+    assert load.tolist() == [4, 4, 0, 0, 0, 0, 0, 0]
+    decayed, drawn = (run.pieces["model/blocks.1.feed_forward.experts.up"].tensor[7] for run in (one, without))
+    shrunk = decayed / drawn
+    assert shrunk.max() < 1 and shrunk.max() - shrunk.min() < 1e-12
+
+
+def test_experts_move_between_layouts(pool: Any, tmp_path: Path) -> None:
+    """An expert that comes back as another, or a bias or a count that does not, would change every loss from there on."""
+    config = training.write_config(tmp_path, training.write_corpus(tmp_path), model=MODEL, train={"precision": "fp64", "steps": 6})
+    common = [*DEEPSEEK, "optim.decay_steps=6", "checkpoint.every=20"]
+    pool.run(1, training.run_rank, config, common, str(tmp_path / "whole"))
+    moves = [(2, 4, "dp4 ep2 engine.shard_optimizer=true"), (4, 4, "pp2 tp2 etp1 ep2"), (5, 2, "dp2 ep2 engine.kind=fsdp"), (6, 1, "")]
+    for steps, ranks, layout in moves:
+        pool.run(ranks, training.run_rank, config, [*common, *of(layout), f"train.steps={steps}"], str(tmp_path / "moved"))
+    assert training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole")) < 1e-10
+
+
+def test_a_run_goes_on_with_the_same_bits(pool: Any, tmp_path: Path) -> None:
+    """In its own layout nothing is rounded, so any difference is state that was lost."""
+    config = training.write_config(tmp_path, training.write_corpus(tmp_path), model=MODEL, train={"steps": 4})
+    common = [*DEEPSEEK, *of("dp2 ep2"), "optim.decay_steps=6", "checkpoint.every=20"]
+    pool.run(2, training.run_rank, config, common, str(tmp_path / "whole"))
+    for steps in (2, 4):
+        pool.run(2, training.run_rank, config, [*common, f"train.steps={steps}"], str(tmp_path / "resumed"))
+    assert training.figures(tmp_path / "resumed") == training.figures(tmp_path / "whole")
+
+
+def written(config_path: str, overrides: list[str]) -> list[int]:
+    """What the drawn model writes after a prompt."""
+    place = place_from_environment()
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
+    mesh = Mesh(config, place, torch.device("cpu"))
+    own = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
+    decoder = Decoder([Stage(config, layers, mesh, mesh.device).eval() for layers in own], mesh)
+    tokens = list(decoder.generate([3, 1, 4, 1, 5], 8, Sampler(1.0, training.VOCAB_SIZE, 1.0, 0, training.VOCAB_SIZE)))
+    mesh.close()
+    return tokens
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 etp1 ep2"])
+def test_a_text_is_the_same(pool: Any, config_path: str, layout: str) -> None:
+    """A single token, which tensor ranks cannot divide, and a rank that has none."""
+    (one,) = pool.run(1, written, config_path, [])
+    assert len(set(one)) > 4
+    assert pool.run(2, written, config_path, of(layout)) == [one] * 2

@@ -101,7 +101,7 @@ def test_it_is_the_plain_formula(configure: Configure, variant: str) -> None:
     stage, own = mixture(config)
     tokens = torch.zeros(config.train.micro_batch_size, config.train.seq_len, dtype=torch.int64)
     x = torch.randn(tokens.numel(), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    y, *sums = own(x, stage.context(Microbatch(tokens)))
+    y, *sums = own(x, stage.context(Microbatch(tokens, tokens)))
     right, losses = plainly(config, own, x)
     named = dict(own.named_parameters())
     toward = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(4))

@@ -95,7 +95,7 @@ def test_the_table_of_a_proof_is_whole(width: int) -> None:
     assert text.count(" 3e-15") == len(DEFAULT) and "…" not in text and max(map(len, text.splitlines())) <= width
 
 
-@pytest.mark.parametrize("name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "ep2", "pp2@", "pp2@zb"])
+@pytest.mark.parametrize("name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "xp2", "pp2@", "pp2@zb"])
 def test_what_is_no_layout_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--layouts"):
         parse(name)
