@@ -185,8 +185,8 @@ def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
 
 
 # Keys that may be null, and that nothing derives.
-UNDERIVED = ("engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers", "model.window")
-UNDERIVED += ("model.num_experts",)
+UNDERIVED = {"engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers", "model.window"}
+UNDERIVED |= {"model.num_experts"}
 
 
 def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
