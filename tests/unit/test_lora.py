@@ -22,6 +22,12 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.dry_report import against_formulas
 from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.settings.load import load, resolve
+from megacore.tools.verify.compare import Records, missing, pieces_against, scales_of
+from megacore.tools.verify.layouts import parse
+from megacore.tools.verify.record import run_layout
+from megacore.tools.verify.reference import PLAIN, run_reference
+from megacore.tools.verify.replay import EXACT, Replay
+from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from tests import training
 from tests.forks import ROOT, perturbed
 
@@ -116,6 +122,26 @@ def test_a_run_from_the_weights_of_a_gpt(tmp_path: Path) -> None:
     with torch.no_grad():
         found, right, before = (model.logits(model.hidden(torch.arange(16)[None])) for model in (one, stage, gpt))
     assert float((found - right).abs().max()) < 1e-12 < float((before - right).abs().max())
+
+
+def test_the_proof_knows_what_is_frozen(tmp_path: Path) -> None:
+    """In 16 bits, where it also repeats sums and updates: plain code trains what the trainer does, and nothing else."""
+    user = load_whole(str(ROOT / "configs/forks/lora.json"), ["model.num_layers=2"])
+    case = str(write_case(tmp_path, shrink(user, [parse("one")], 2, "bf16")))
+    ours, theirs = tmp_path / "trainer", tmp_path / "plain"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    run_reference(load(case, [*PLAIN]).config, theirs, "bf16", None)
+    run_layout(case, parse("one").overrides(), ours, None)
+    found, plain = Records(ours, 1), Records(theirs, 1)
+    assert not missing(found, plain)
+    trained = [key.removeprefix("gradient 1|") for key in plain.whole if key.startswith("gradient 1|")]
+    assert len(trained) == 2 * 8 and all(".adapter." in name for name in trained)
+    assert max(difference.relative for difference in Replay(found, load(case).config, trained).differences()) < EXACT
+    assert (
+        max(d.relative for d in pieces_against(found.ranks, found.places, plain.whole, scales_of(plain.whole)) if "adapter" not in d.name)
+        == 0
+    )
 
 
 def test_wrong_use_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class ProofRecord:
         """Adds copies of this rank's pieces."""
         for name, (tensor, box) in values.items():
             key = f"{kind}|{name}"
-            self.held[key] = tensor.detach().clone().contiguous()
+            wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype  # for numpy, without rounding
+            self.held[key] = tensor.detach().to(wide, copy=True).contiguous()
             self.places[key] = [list(box.offset), list(box.global_shape)]
 
     def figures(self, step: int, loss: float | None = None, grad_norm: float | None = None, valid_loss: float | None = None) -> None:

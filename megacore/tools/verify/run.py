@@ -104,7 +104,7 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
             others = stack.enter_context(ProofWorkers(options.against.resolve())) if options.against else None
             prover = Prover(options, folder, case, ours, others)
             compared = options.precision == "fp64" or options.against is not None
-            proof = Proof(options, prover.order, [], {} if compared else undirected(prover.config.optim, prover.order))
+            proof = Proof(options, prover.order, [], {} if compared else undirected(prover.config.optim, prover.trained))
             for layout in layouts:
                 reason = reasons[layout.name]
                 result = Result(layout, impossible=reason) if reason else prover.examine(layout)
@@ -137,6 +137,11 @@ class Prover:
         """The parameters, in the order of the model."""
         return [key.partition("|")[2] for key in self.reference.places[0] if key.startswith("parameter 0|")]
 
+    @property
+    def trained(self) -> list[str]:
+        """Those that are not frozen."""
+        return [name for name in self.order if f"gradient 1|{name}" in self.reference.whole]
+
     def when(self, difference: Difference) -> tuple[int, int, int]:
         """A sort key: the order of a run, and then the order of the model."""
         name = difference.name
@@ -150,7 +155,7 @@ class Prover:
             if self.others is None:
                 found = self._apart(ours)
                 if self.options.precision != "fp64":
-                    replay = Replay(ours, self.config, self.order)
+                    replay = Replay(ours, self.config, self.trained)
                     found, result.not_replayed = found + replay.differences(), replay.lacking
                 result.missing = missing(ours, self.reference)
             else:
