@@ -93,7 +93,7 @@ def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWor
     proof = prove(options, workers=workers)
     assert proof.holds and verdict(proof).endswith("bitwise")
     attention = fork / "megacore/model/attention.py"
-    edit(attention, "self.attend(q, k, v)\n        return", "self.attend(q, k * 1.001, v)\n        return")
+    edit(attention, "self.attend(q, k, v)\n        y", "self.attend(q, k * 1.001, v)\n        y")
     proof = prove(replace(options, layouts=[parse("one")]), workers=workers)
     assert not proof.holds and "module blocks.0.attention.output, its input" in next(iter(explain(proof.results[0])))
 
