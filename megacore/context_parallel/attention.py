@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add_gradients, zeros_like
 from megacore.context_parallel.scored import Scoring, scored_parts
 from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, parts, runs_by_rank
-from megacore.context_parallel.sinks import add_sinks, from_product, sink_gradients
+from megacore.context_parallel.sinks import Sinks, add_sinks, from_product, sink_gradients
 from megacore.context_parallel.varlen import Pack, packed
 from megacore.distributed.collectives import all_gather, reduce_scatter
 from megacore.distributed.communicator import Group, Work
@@ -71,7 +71,7 @@ class Sequences:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
 ) -> Tensor:
     """Causal attention of this rank's queries to all keys of their sequences, or with documents of their document.
 
@@ -100,14 +100,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: Sequences,
-        scale: float,
-        scoring: Scoring | None = None,
-        sinks: Tensor | None = None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
     ) -> Tensor:
         merged, found = Merged(q), sequences.with_keys(sequences.everything, q, scoring)
         keys, values = gathered(k, v, sequences)
@@ -153,14 +146,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: Sequences,
-        scale: float,
-        scoring: Scoring | None = None,
-        sinks: Tensor | None = None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
     ) -> Tensor:
         merged, group = Merged(q), sequences.group
         both = token_by_token(k, v)
@@ -231,14 +217,7 @@ class UlyssesAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: Sequences,
-        scale: float,
-        scoring: Scoring | None = None,
-        sinks: Tensor | None = None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
     ) -> Tensor:
         ctx.short = max(1, sequences.group.size // k.shape[1])
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from megacore.context_parallel.scored import ScoredPart
 from megacore.context_parallel.sharding import AttentionPart
-from megacore.context_parallel.sinks import add_sinks, sink_gradients
+from megacore.context_parallel.sinks import Sinks, add_sinks, sink_gradients
 from megacore.context_parallel.varlen import Pack, add_attention, add_pack_gradients, suits_flash
 
 aten = torch.ops.aten
@@ -155,14 +155,7 @@ class DocumentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        found: list[AttentionPart | Pack],
-        scale: float,
-        alone: bool,
-        sinks: Tensor | None = None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[AttentionPart | Pack], scale: float, alone: bool, sinks: Sinks = None
     ) -> Tensor:
         merged = Merged(q, alone=alone)
         merged.add(q, k, v, found, scale)

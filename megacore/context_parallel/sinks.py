@@ -11,8 +11,10 @@ So a sink is taken in once for each query, after all parts are merged, and parts
 import torch
 from torch import Tensor
 
+Sinks = Tensor | None  # of the heads ``[heads]``, if they have some
 
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Sinks) -> None:
     """Takes the heads' `sinks` ``[heads]`` into a merged output ``[batch, heads, queries, head]`` and log-sum-exp, in place."""
     if sinks is None:
         return
@@ -21,7 +23,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     lse.copy_(both)
 
 
-def sink_gradients(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+def sink_gradients(grad: Tensor, out: Tensor, lse: Tensor, sinks: Sinks) -> Tensor | None:
     """The gradients of the sinks, given the output's gradient and what `add_sinks` made of output and log-sum-exp."""
     return None if sinks is None else from_product((grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1), lse, sinks)
 

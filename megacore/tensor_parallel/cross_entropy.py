@@ -15,14 +15,9 @@ from megacore.tensor_parallel.gradient import main_gradient_of
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    group: Group,
-    first_row: int,
-    implementation: Implementation = "auto",
-    gradient: Tensor | None = None,
-    z_loss: float | None = None,
-) -> Any:
+    logits: Tensor, targets: Tensor, group: Group, first_row: int, implementation: Implementation = "auto",
+    gradient: Tensor | None = None, z_loss: float | None = None,
+) -> Any:  # fmt: skip
     """The loss of every token, ``[tokens]``, in nats, in fp32 (fp64 for fp64).
 
     `logits` are ``[tokens, rows of this rank]``; their gradient overwrites them. `targets` ``[tokens]`` int64 are over the whole
@@ -40,15 +35,9 @@ def apart(z_loss: float | None) -> dict[str, Any]:
 
 
 def vocab_parallel_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    group: Group,
-    sequence: bool,
-    first_row: int,
-    implementation: Implementation = "auto",
-    z_loss: float | None = None,
-) -> Any:
+    x: Tensor, weight: Tensor, targets: Tensor, group: Group, sequence: bool, first_row: int,
+    implementation: Implementation = "auto", z_loss: float | None = None,
+) -> Any:  # fmt: skip
     """The sum of the losses of the head's logits ``x · weightᵀ``. Only the logits of one chunk of tokens exist at a time.
 
     `x` ``[tokens, hidden]`` (with `sequence`, this rank's tokens), `weight` ``[rows of this rank, hidden]``. With a `z_loss` two sums.

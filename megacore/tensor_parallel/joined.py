@@ -18,14 +18,7 @@ class _JoinedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gate: Tensor,
-        group: Group,
-        sequence: bool,
-        mains: "Mains",
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, group: Group, sequence: bool, mains: "Mains"
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight, gate)
         ctx.group, ctx.sequence, ctx.has_bias, ctx.mains = group, sequence, bias is not None, mains
@@ -85,8 +78,6 @@ class GatedColumnLinear(ColumnLinear):
         bias = None if self.bias is None else self.bias.flatten()
         mains = main_gradient_of(self.weight), main_gradient_of(self.gate)
         if torch.compiler.is_compiling() or (mains == (None, None) and self.group.size == 1 and not is_widened(x)):
-            return (
-                column_linear(x, self.weight, bias, self.group, self.sequence),
-                column_linear(x, self.gate, None, self.group, self.sequence),
-            )
+            where = self.group, self.sequence
+            return column_linear(x, self.weight, bias, *where), column_linear(x, self.gate, None, *where)
         return _JoinedLinear.apply(x, self.weight.flatten(0, -2), bias, self.gate, self.group, self.sequence, mains)
