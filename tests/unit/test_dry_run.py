@@ -49,6 +49,8 @@ LLAMA = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu",
 ROTARY = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu"]
 ON_A_GPU = ["train.precision=bf16", "train.device=cuda"]
 GROUPS = 'optim.groups=[{"match": ["blocks.1.*.weight", "*norm*"], "kind": "sgd"}, {"match": ["blocks.*.bias"], "lr": 0.1}]'
+PUBLISHED = ["model.attention_sinks=true", "model.attention_gate=headwise", "model.z_loss=0.1", "model.window=4", "model.head_bias=true"]
+ALL_HEADS = ["model.qk_norm=true", "model.qk_norm_heads=all", "model.window_schedule=[[9,2]]"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tensor 2, pipeline 2, data 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
@@ -57,6 +59,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "two levels": (8, ["parallel.tensor=2", "engine.reduce_levels=2", "engine.bucket_mib=0.02"]),
     "two levels, 16 bits": (8, ["parallel.tensor=2", "engine.reduce_levels=2", "engine.reduce_dtype=bf16", "engine.shard_optimizer=true"]),
     "context 4 by ring": (8, ["parallel.context=4", "parallel.context_method=ring", "parallel.tensor=2", "parallel.sequence=true"]),
+    "as published": (4, [*PUBLISHED, *ALL_HEADS, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
     "context 2 by gather, recomputed": (4, ["parallel.context=2", "parallel.context_method=gather", "train.recompute=full"]),
     "context 2 by exchange": (4, [*LLAMA, "parallel.context=2", "parallel.context_method=ulysses", "engine.shard_optimizer=true"]),
     "context 2, the loss in chunks": (
@@ -77,7 +80,10 @@ FSDP: dict[str, tuple[int, list[str]]] = {
     "fsdp, tensor 2, pipeline 2, tied": (8, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
     "fsdp, gathered anew in a pipeline": (4, ["parallel.pipeline=2", "engine.reshard=true", "train.recompute=full"]),
     "fsdp, interleaved": (4, [*LLAMA, "model.tie_embeddings=false", "parallel.pipeline=2", "parallel.schedule=interleaved"]),
-    "fsdp, context 2": (4, [*LLAMA, "parallel.context=2", "train.precision=bf16", "model.qkv_bias=true"]),
+    "fsdp, context 2": (
+        4,
+        [*LLAMA, *PUBLISHED, "data.document_mask=true", "parallel.context=2", "train.precision=bf16", "model.qkv_bias=true"],
+    ),
 }
 LAYOUTS_OF_ALL = LAYOUTS | {name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()}
 

@@ -33,7 +33,7 @@ class ModelFlow:
 def flow_of(config: Config) -> ModelFlow:
     """What crosses the cuts of a config's pipeline, and how many losses there are."""
     if config.model.source is None and config.model.num_experts is None:  # known without torch
-        return ModelFlow()
+        return ModelFlow() if config.model.z_loss is None else ModelFlow(over=("targets", "targets"))
     choose, declared = import_module("megacore.model.choose"), import_module("megacore.model.layers")
     layers = choose.layers_of(config)
     ends = [own.stop for own in layer_ranges(config)[:-1]]

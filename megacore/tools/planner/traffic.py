@@ -204,7 +204,7 @@ def _figures(config: Config, flow: ModelFlow) -> list[Transfer]:
     """What is summed over all ranks, so that they decide alike: losses with two votes (to stop; a save has failed), and the norm."""
     world = config.world_size
     masked = masks_targets(config) or flow.makes_targets  # what may be left out is counted first
-    counts = sum(over != "tokens" and (over != "targets" or masked) for over in flow.over)
+    counts = sum(over != "tokens" and (over != "targets" or masked) for over in set(flow.over))
     figures = len(flow.over) + 2 + counts
     return [Transfer("loss", "all_reduce", world, figures, 8, 1 + counts), Transfer("norm", "all_reduce", world, 1, 8, 1)]
 
