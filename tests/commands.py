@@ -17,15 +17,17 @@ from megacore.tools.verify.workers import ProofWorkers
 from tests.pool import CONTEXT, ROOT
 
 
-def run_script(script: str, *arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What `python SCRIPT ARGUMENTS` says and its status, from the project's root; `variables` are added to the environment.
+def run_script(
+    script: str, *arguments: str, timeout: float = 120, folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What `python SCRIPT ARGUMENTS` says and its status, in `folder`; `variables` are added to the environment.
 
     The script runs as `__main__`, in a session and with files for output of its own, and everything that it starts ends with it.
     """
     environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"} | variables
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / "out", Path(folder) / "err"]
-        process = CONTEXT.Process(target=play, args=([str(ROOT / script), *arguments], environment, files))
+    with tempfile.TemporaryDirectory() as outputs:
+        files = [Path(outputs) / "out", Path(outputs) / "err"]
+        process = CONTEXT.Process(target=play, args=([str(ROOT / script), *arguments], environment, files, "", folder))
         process.start()
         process.join(timeout)
         late = process.is_alive()
@@ -43,7 +45,7 @@ def run_script(script: str, *arguments: str, timeout: float = 120, **variables: 
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def play(argv: list[str], environment: dict[str, str], files: list[Path], terminal: str = "") -> None:
+def play(argv: list[str], environment: dict[str, str], files: list[Path], terminal: str = "", folder: Path = ROOT) -> None:
     """Becomes the script `argv`, in a session of its own, whose terminal is the one given; `files`: for stdout and stderr."""
     os.setsid()
     if terminal:
@@ -52,7 +54,7 @@ def play(argv: list[str], environment: dict[str, str], files: list[Path], termin
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(folder)
     sys.argv, status = argv, 0
     try:
         runpy.run_path(argv[0], run_name="__main__")

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from megacore.tools.prepare.prepare import prepare
 from megacore.tools.prepare.split import cross_entropy
 from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
+from tests.commands import run_script
 from tests.training import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -357,9 +357,7 @@ def test_help_names_every_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "prepare.py"), *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_script("launch/prepare.py", *arguments)
 
 
 def test_command_line(text: Path, prefix: str) -> None:

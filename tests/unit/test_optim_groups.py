@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megacore.tools.choices.check_engine import check_engine
 from megacore.tools.settings.group_table import group_table, parameter_shards
 from megacore.tools.settings.load import load
 from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
+from tests.commands import run_script
 from tests.one_rank import CPU, accumulate, engine_of
 from tests.training import write_config
 
@@ -216,8 +216,7 @@ def test_pretrain_prints_and_refuses_before_ranks_meet(tmp_path: Path) -> None:
     path = write_config(tmp_path, "unused", model={"num_layers": 2, "source": str(source)})
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "launch/pretrain.py", "--config", path, *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return run_script("launch/pretrain.py", "--config", path, *arguments)
 
     shown = run("--print-config", 'optim.groups=[{"match": ["*norm*"]}, {"match": ["*.weight"], "kind": "orthogonal"}]')
     assert shown.returncode == 0, shown.stderr

@@ -39,6 +39,7 @@ from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.settings.load import load, resolve
 from megacore.train.metrics import PairsSeen
 from tests import forks
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -406,14 +407,15 @@ def test_gpt_tiny_runs_in_every_small_layout(layout: dict[str, int]) -> None:
 
 
 def plan(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(ROOT / "launch" / "plan.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    return run_script("launch/plan.py", *arguments, folder=cwd)
 
 
 def test_plan_command(tmp_path: Path) -> None:
-    """`launch/plan.py` would not print its prediction, or not draw it."""
+    """`launch/plan.py` would not print its prediction, or not draw it; in a process that has imported nothing."""
     config = str(ROOT / "configs" / "gpt_7b.json")
-    done = plan("--config", config, "--world", "8", "--device", "h100", "--plot", "s.png", "train.global_batch_size=64", cwd=tmp_path)
+    arguments = ["--config", config, "--world", "8", "--device", "h100", "--plot", "s.png", "train.global_batch_size=64"]
+    command = [sys.executable, str(ROOT / "launch" / "plan.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     for text in ("6,738,415,616", "64 = micro_batch_size 4 × microbatches 4 × data 4", "bubble", "at least", "16–31"):
         assert text in done.stdout
