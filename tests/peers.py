@@ -40,6 +40,9 @@ GEMMA3 = GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": No
 GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA3 |= {"rope_local_base_freq": 40.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 
+# All first blocks dense, the weights of chosen experts normalised; heads whose sizes are their own.
+QWEN3_MOE = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+
 SERIAL = {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 # model_type and settings. Every setting that changes what is computed is somewhere off its default.
@@ -64,6 +67,9 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", LLAMA | GEMMA2),
     "gemma3": ("gemma3_text", LLAMA | GEMMA3),
     "olmo2": ("olmo2", LLAMA | {"pad_token_id": None}),
+    "qwen3_moe": ("qwen3_moe", LLAMA | QWEN3_MOE | {"mlp_only_layers": [0]}),
+    "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 
@@ -90,6 +96,8 @@ def build(name: str) -> Any:
     kind, settings = PEERS[name]
     config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=None, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's product of groups knows no fp64
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,10 +130,25 @@ class Reference:
         logits = model(inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        renamed = {"lm_head.weight": "embed_out.weight"} if settings["model_type"] == "gpt_neox" else {}  # as it is stored
-        parameters = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
-        weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        return cls(settings, weights, logits.detach(), loss.item(), {name: p.grad for name, p in parameters.items() if p.grad is not None})
+        weights, gradients = dict[str, Tensor](), dict[str, Tensor]()
+        for name, parameter in model.named_parameters():
+            weights |= as_stored(settings["model_type"], name, parameter.detach())
+            gradients |= as_stored(settings["model_type"], name, parameter.grad) if parameter.grad is not None else {}
+        return cls(settings, weights, logits.detach(), loss.item(), gradients)
+
+
+def as_stored(kind: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor of a model in memory as the tensors of its files."""
+    if kind == "gpt_neox":
+        return {name.replace("lm_head.", "embed_out."): tensor}
+    if kind == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    block, is_experts, own = name.partition(".experts.")
+    if not is_experts:
+        return {name: tensor}
+    parts = zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True) if own == "gate_up_proj" else [(own, tensor)]
+    short = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"} if kind == "mixtral" else {}
+    return {f"{block}.experts.{i}.{short.get(part, part)}.weight": rows for part, whole in parts for i, rows in enumerate(whole)}
 
 
 @cache

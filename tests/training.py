@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megacore.config import Config
+from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import whole_model
@@ -81,8 +82,9 @@ def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
 
 def write_weights(folder: Path, config: Config, but: str | None = None) -> Path:
     """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves it; returns the step's folder."""
-    named = whole_model(config).named_parameters()
-    weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in named if name != but}
+    model = whole_model(config)
+    weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in model.named_parameters() if name != but}
+    weights |= {f"{BUFFERS}{name}": (buffer.value, buffer.shard) for name, buffer in buffers_of([model]).items()}
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
     return save(folder, 0, weights, state, keep=1)
 

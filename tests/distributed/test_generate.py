@@ -54,6 +54,10 @@ FAMILIES: dict[str, dict[str, Any]] = MODELS | {
         "position": "rope", "norm": "rmsnorm", "norm_place": "post", "activation": "swiglu", "bias": False, "qk_norm": True,
         "qk_norm_heads": "all", "tie_embeddings": False,
     },
+    "qwen3_moe": {
+        "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "qk_norm": True, "num_experts": 4, "first_dense": 1,
+        "expert_ffn_size": 24, "tie_embeddings": False,
+    },
 }  # fmt: skip
 
 

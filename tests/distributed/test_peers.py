@@ -23,7 +23,7 @@ from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.interchange import mapped
+from megacore.tools.interchange import expert_families, mapped
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
@@ -32,6 +32,7 @@ from tests import peers
 # Sums of some hundred terms, in another order: fp32 rounds to 6e-8, fp64 to 1e-16.
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 LAYOUTS = {1: [], 4: ["parallel.tensor=2", "parallel.pipeline=2"]}
+EXPERTS = ["parallel.expert=2", "parallel.expert_tensor=1"]  # over the tensor ranks
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def measure(pool: Any, tmp_path: Path) -> Measure:
         weights = {tensor.name: tensor.join(peer.weights) for tensor in mapping}
         gradients = {tensor.name: tensor.join(peer.gradients) for tensor in mapping}
 
-        arguments = (str(path), LAYOUTS[world], weights)
+        divided = EXPERTS if world > 1 and "num_experts_per_tok" in peer.settings else []
+        arguments = (str(path), LAYOUTS[world] + divided, weights)
         ranks: list[Found] = [compute(*arguments)] if world == 1 else pool.run(world, compute, *arguments)
         differences: dict[str, float] = {}
         for found in ranks:
@@ -193,6 +195,7 @@ STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
         ("llama", (mapped, "grouped_qkv"), heads_dealt_out),
         ("qwen3", (mapped, "grouped_qkv"), keys_for_values),
         ("qwen2", (mapped, "stacked"), gate_for_up),
+        ("mixtral", (expert_families, "stacked"), gate_for_up),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -216,6 +219,9 @@ def test_planted_fault_shows(measure: Measure, monkeypatch: pytest.MonkeyPatch, 
         ("gpt2 untied, exact gelu", {"activation": "gelu"}),
         ("gpt2 untied, exact gelu", {"attention_scale": 8**-0.5}),
         ("llama", {"norm_eps": 1e-5}),
+        ("qwen3_moe", {"router_normalised": False}),
+        ("olmoe", {"router_normalised": True}),
+        ("mixtral", {"experts_per_token": 1}),
     ],
     ids=str,
 )

@@ -30,9 +30,13 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
+MOE = {"num_experts": 4, "expert_ffn_size": 20}
 
 
 def config_of(model: dict[str, Any]) -> Config:
@@ -152,6 +156,13 @@ def test_granite_divides_its_logits() -> None:
         ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("starcoder2", {"use_bias": False}, "use_bias"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3_moe", {"num_experts": "4"}, "num_experts"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmoe", {"head_dim": 12}, "head_dim"),
         ("granite", {"vocab_size": None}, "vocab_size"),
         ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
         ("llama", {"architectures": None}, "architecture"),
@@ -182,6 +193,17 @@ def test_a_missing_setting_is_what_transformers_takes() -> None:
     assert read(hf)["window"] == 4096
 
 
+@pytest.mark.parametrize("dense", [(0, 1), (2, 1), (0, 3), (3, 3), (1, 3), (5, 2)])
+def test_places_of_experts(dense: tuple[int, int]) -> None:
+    """Qwen3-MoE counts from the first block; experts in another block would find no weights, or those of a dense layer."""
+    first, every = dense
+    config = config_of(RMS | MOE | {"qk_norm": True, "num_layers": 9, "first_dense": first, "experts_every": every})
+    written = FAMILIES["Qwen3MoeForCausalLM"].write(config)
+    sparse = [i not in written["mlp_only_layers"] and (i + 1) % written["decoder_sparse_step"] == 0 for i in range(9)]
+    assert sparse == [config.model.has_experts(i) for i in range(9)]
+    assert (read(written)["first_dense"], read(written)["experts_every"]) == dense
+
+
 def test_rotary_settings_of_gemma_3() -> None:
     """Transformers 5 has them for each kind of block, and files of old one pattern and two bases."""
     old = settings("gemma3")
@@ -205,6 +227,10 @@ def test_rotary_settings_of_gemma_3() -> None:
         (RMS | {"norm_place": "post"}, "model.norm_place"),
         (RMS | {"zero_init": True, "activation": "relu2"}, "model.activation"),
         ({"logit_scale": 0.5}, "model.logit_scale"),
+        (RMS | MOE | {"window": 5, "router_normalised": False}, "model.router_normalised"),
+        (RMS | MOE | {"shared_experts": 1}, "model.shared_experts"),
+        (RMS | MOE | {"router_bias_rate": 0.1}, "model.router_bias_rate"),
+        (RMS | MOE | {"qk_norm": True, "router_scores": "sigmoid"}, "model.router_scores"),
         ({"num_kv_heads": 2}, "model.num_kv_heads"),
         (RMS | {"qk_norm": True, "qkv_bias": True}, "model.qk_norm"),
         (RMS | {"qk_norm": True, "residual_scale": 0.5}, "model.residual_scale"),
@@ -251,6 +277,10 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS | {"rotary_share": 0.5}, "Phi3ForCausalLM"),
         (RMS | {"norm_place": "post", "qk_norm": True, "qk_norm_heads": "all"}, "Olmo2ForCausalLM"),
         (RMS | {"nope_every": 2}, "SmolLM3ForCausalLM"),
+        (RMS | MOE, "MixtralForCausalLM"),
+        (RMS | MOE | {"qk_norm": True, "router_normalised": False, "router_balance": "global", "ffn_size": 99}, "Qwen3MoeForCausalLM"),
+        (RMS | MOE | {"qk_norm": True, "first_dense": 1, "experts_every": 2, "num_layers": 5}, "Qwen3MoeForCausalLM"),
+        (RMS | MOE | {"qk_norm": True, "qk_norm_heads": "all"}, "OlmoeForCausalLM"),
         ({"position": "rope"}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "branches": "parallel", "rotary_share": 0.25}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "num_kv_heads": 2}, "Starcoder2ForCausalLM"),

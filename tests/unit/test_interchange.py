@@ -78,6 +78,16 @@ def test_theirs_in_and_out_again(name, theirs, tmp_path):
         assert relative(opened_by_transformers(back)(peers.tokens()[0]).logits, expected) < TOLERANCE
 
 
+def test_experts_in_one_tensor(theirs, tmp_path):
+    """Files that transformers 5 wrote as it holds a model give the same run as files with a tensor for each expert."""
+    apart, _ = theirs("mixtral")
+    peers.build("mixtral").save_pretrained(tmp_path / "held", save_original_format=False)
+    assert any(name.endswith(".experts.gate_up_proj") for name in stored(tmp_path / "held"))
+    runs = [take_in(folder, tmp_path / name) for folder, name in ((apart, "a"), (tmp_path / "held", "b"))]
+    first, second = (Reader(locate(run)).manifest.tensors for run in runs)
+    assert {name: tensor.digest for name, tensor in first.items()} == {name: tensor.digest for name, tensor in second.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OWN)
 def test_ours_out(name, dtype, tmp_path, capsys):

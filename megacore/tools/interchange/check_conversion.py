@@ -107,4 +107,6 @@ def peer_logits(transformers: ModuleType, folder: Path, layers: int, dtype: torc
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(str(folder), f"transformers cannot open it: {reason}", "nothing was kept") from error
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's product of groups knows no fp64
     return model.eval()(input_ids=rows).logits, type(model).__name__

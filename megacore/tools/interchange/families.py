@@ -5,18 +5,19 @@ Nothing here needs transformers: a peer's model is a `config.json`, read as an o
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import Config
 from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
-from megacore.tools.interchange import gelu_families, llama_kin, settings
+from megacore.tools.interchange import expert_families, gelu_families, llama_kin, settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
 # No part of the function, or none behind the last step of a schedule.
 TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "z_loss", "window_schedule"}
+TRAINING_KEYS |= {"router_balance", "balance_coefficient", "router_z_loss"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Family:
     write: Callable[[Config], dict[str, Any]]  # our config → their config.json
     mapped: Callable[[Config], list[Mapped]]  # every parameter of the logical model exactly once, in the order of the layers
     ignored: tuple[re.Pattern[str], ...] = ()
+    held: Callable[[Config], list[Mapped]] | None = None  # the same as `mapped` for files with experts as transformers 5 holds them
+
+    def mapped_from(self, stored: Iterable[str]) -> Callable[[Config], list[Mapped]]:
+        """`mapped`, or `held` where the names in the files are its."""
+        return self.held if self.held and any(name.endswith(".experts.gate_up_proj") for name in stored) else self.mapped
 
 
 OLD_ROTARY = (re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
@@ -56,6 +62,14 @@ FAMILIES: dict[str, Family] = {
         Family("GPTNeoXForCausalLM", gelu_families.read_neox, gelu_families.write_neox, gelu_families.neox_tensors, OLD_NEOX),
         Family("Starcoder2ForCausalLM", gelu_families.read_starcoder2, gelu_families.write_starcoder2, gelu_families.starcoder2_tensors),
         Family("PhiForCausalLM", gelu_families.read_phi, gelu_families.write_phi, gelu_families.phi_tensors, OLD_ROTARY),
+        *(
+            Family(f"{name}ForCausalLM", read, write, tensors, OLD_ROTARY, expert_families.held_tensors)
+            for name, read, write, tensors in (
+                ("Qwen3Moe", expert_families.read_qwen3_moe, expert_families.write_qwen3_moe, expert_families.qwen_tensors),
+                ("Mixtral", expert_families.read_mixtral, expert_families.write_mixtral, expert_families.mixtral_tensors),
+                ("Olmoe", expert_families.read_olmoe, expert_families.write_olmoe, expert_families.qwen_tensors),
+            )
+        ),
     )
 }
 
@@ -102,7 +116,9 @@ def unexpressed(family: Family, config: Config) -> dict[str, Any]:
 
     A key that `read` does not set is expressed where it has its default, so that a new one is refused until families know it.
     """
-    passed_over = TRAINING_KEYS | ({"rope_theta"} if config.model.position == "learned" else set())
+    model = config.model
+    passed_over = TRAINING_KEYS | ({"rope_theta"} if model.position == "learned" else set())
+    passed_over |= {"ffn_size"} if all(map(model.has_experts, range(model.num_layers))) else set()
     ours = settings.as_peers_have_it(config).model_dump(exclude=passed_over)
     theirs = ModelConfig.model_validate(family.read(family.write(config))).model_dump(exclude=passed_over)
     return {key: theirs[key] for key, value in ours.items() if not same(value, theirs[key])}
