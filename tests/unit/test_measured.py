@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from megacore.tools.choices.measured import by_itself, cost_of
+from megacore.tools.choices.torch_patches import on_meta
 from megacore.tools.dry_run.dry_report import against_formulas
 from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.planner.activations import rank_activations
@@ -56,3 +59,11 @@ def test_equal_layers_are_measured_once() -> None:
     one, other = (load(TINY, [*GPU, *layout], 4).config for layout in ([], ["parallel.pipeline=2", "parallel.schedule=gpipe"]))
     assert by_itself(one) == by_itself(other) and cost_of(one, 1) is cost_of(other, 2)
     assert by_itself(one) != by_itself(load(TINY, [*GPU, "parallel.tensor=2"], 4).config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_values_may_be_of_another_size_than_keys(device: str) -> None:
+    """PyTorch's attention takes them, by kernels that do; the result has their size."""
+    q, v = (torch.empty(2, 4, 8, size, dtype=torch.bfloat16, device="meta") for size in (48, 32))
+    with on_meta(device):
+        assert F.scaled_dot_product_attention(q, q, v, is_causal=True).shape == v.shape

@@ -158,7 +158,7 @@ def attention(
     """The kernel that `scaled_dot_product_attention` takes on a GPU, which keeps no scores; on `meta` it would take the formula."""
     if q.dtype == torch.float64:
         return plain_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if q.dtype in FLASH and q.shape[-1] <= FLASH_HEAD:
+    if q.dtype in FLASH and v.shape[-1] == q.shape[-1] <= FLASH_HEAD:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -167,7 +167,9 @@ def attention(
 
 
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, **_: Any) -> Tensor:
-    """The kernel that it takes on a CPU."""
+    """The kernel that it takes on a CPU, or the formula for values of another size than keys."""
+    if v.shape[-1] != q.shape[-1]:
+        return plain_attention(q, k, v, is_causal=is_causal, scale=scale)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
