@@ -122,7 +122,7 @@ class Reader:
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
         if recorded:
-            defaults = {key: field.default for key, field in ModelConfig.model_fields.items()}
+            defaults = ModelConfig().model_dump(mode="json")
             recorded = {key: defaults[key] for key in defaults.keys() & model.keys() - DERIVED} | recorded
         # In the schema's order: keys from which others are derived come first.
         if differ := [key for key in model if key in recorded and key not in free and recorded[key] != model[key]]:

@@ -57,7 +57,7 @@ FREE = {
 
 def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
     """Weights still fit a model with another epsilon, scale or base of rotary positions, and are another function there."""
-    model = Config().model.model_dump() | {"position": "rope"}
+    model = Config().model.model_dump(mode="json") | {"position": "rope"}
     reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
     reader.check_model(model | dict.fromkeys(FREE, "another"))
     for key in model.keys() - FREE:
@@ -67,7 +67,7 @@ def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
 
 def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:
     """Only where the config asks for a scaling: a config that forgot the weights' own would train another function."""
-    model = Config().model.model_dump() | {"position": "rope", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    model = Config().model.model_dump(mode="json") | {"position": "rope", "rope_scaling": {"type": "linear", "factor": 2.0}}
     reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
     longer = model | {"rope_scaling": {"type": "ntk", "factor": 4.0}}
     reader.check_model(longer, stretch=True)
