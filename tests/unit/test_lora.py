@@ -132,7 +132,7 @@ def test_the_proof_knows_what_is_frozen(tmp_path: Path) -> None:
     for folder in (ours, theirs):
         folder.mkdir()
     run_reference(load(case, [*PLAIN]).config, theirs, "bf16", None)
-    run_layout(case, parse("one").overrides(), ours, None)
+    run_layout(case, parse("one").overrides(), ours, None, theirs)
     found, plain = Records(ours, 1), Records(theirs, 1)
     assert not missing(found, plain)
     trained = [key.removeprefix("gradient 1|") for key in plain.whole if key.startswith("gradient 1|")]
