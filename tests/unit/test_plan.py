@@ -361,6 +361,7 @@ def test_peaks_are_exact_or_unknown() -> None:
 # What each config is made for: ranks, and GiB of memory of one device.
 HARDWARE = {
     "gpt_tiny": (1, 2),
+    "moe_tiny": (1, 2),
     "shakespeare_char": (1, 2),
     "finetune_gpt2": (1, 8),
     "finetune_chat": (1, 16),
