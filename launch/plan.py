@@ -123,8 +123,8 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
     console.print(stage_table(config))
     console.print(peak_text(config) + fit_text(config, device, memory_gib))
     if config.model.num_experts is not None:
-        console.print("\nWhat is sent is not predicted of a model with experts; memory is that of a balanced load.")
-    elif world > 1 and config.engine.kind != "deepspeed":
+        console.print("\nMemory and traffic are those of a balanced load: each expert gets as many tokens.")
+    if world > 1 and config.engine.kind != "deepspeed":
         console.print(traffic_table(config, cluster, host_size))
     elif world > 1:
         console.print("\nWhat is sent is predicted for the native engine and fsdp, not for deepspeed.")
@@ -292,7 +292,8 @@ def run(argv: list[str]) -> int:
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
         check_source(config, args)
-    check_experts_planned(config, args)
+    if None not in (args.device, args.cluster):
+        refuse_experts(config)
     device = None if args.device is None else read_device(args.device)
     if device is not None and config.train.precision not in device.peak_flops:
         wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
@@ -347,18 +348,6 @@ def check_source(config: Config, args: argparse.Namespace) -> None:
     if (beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]) and counted_layers(config) is None:
         wrong = "the layers of model.source do not run on tensors without content: what they do and keep is not known"
         raise ConfigError(beside[0], wrong, f"without {', '.join(beside)}")
-
-
-def check_experts_planned(config: Config, args: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what is not predicted of a model with experts: what is sent, and experts' state that an engine divides."""
-    if config.model.num_experts is None:
-        return
-    if args.dry_run is not None or None not in (args.device, args.cluster):
-        refuse_experts(config)
-    if config.engine.kind == "fsdp" or config.engine.shard_optimizer:
-        key = "engine.kind" if config.engine.kind == "fsdp" else "engine.shard_optimizer"
-        right = "native" if config.engine.kind == "fsdp" else "false"
-        raise ConfigError(key, "a plan does not know over which ranks experts' state is divided", right)
 
 
 def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.communicator import SOLO
 from megacore.errors import ConfigError
 from megacore.expert_parallel.experts import grouped_linear
@@ -21,6 +22,7 @@ from megacore.tools.choices.flops import block_flops
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring.expert_load import ExpertLoad
 from megacore.tools.planner.parameters import parameters, rank_parameters
+from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.planner.workload import setting_of
 from megacore.tools.settings.load import load
 from tests.training import write_config
@@ -191,7 +193,7 @@ def test_a_plan_counts_what_a_token_goes_through(configure: Configure) -> None:
     assert parameters(config) == built
     experts = 3 * 8 * 3 * 6 * 16  # of three blocks, of which two ranks hold halves
     assert rank_parameters(partitioned(config)) == [built - experts // 2]
-    with pytest.raises(ConfigError, match="model.num_experts: what ranks with experts send"):
+    with pytest.raises(ConfigError, match="model.num_experts: how long a step with experts"):
         setting_of(config)
 
 
@@ -205,3 +207,15 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     found = monitor.figures({}, [stage])
     assert (found["expert_load_max/blocks.1"], found["expert_load_min/blocks.1"], found["expert_rank_load/blocks.1"]) == (4, 0, 1)
     assert found["expert_load/blocks.1.1"] == 4 and found["expert_entropy/blocks.1"] == pytest.approx(2 / 3)
+
+
+def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:
+    """Each of two ranks keeps half of its rows; gradients of experts go over the ranks that hold the same ones, others' over all."""
+    config = configure("parallel.expert=2 train.global_batch_size=16", 4)
+    (transfers,) = rank_traffic(config)
+    rows, own, others = (sum(t.sent_bytes for t in transfers if t.group == name) for name in ("ep", "edp", "dp"))
+    tokens, each = config.rank_tokens * config.num_microbatches, ELEMENT_BYTES[config.train.precision]
+    counts = 2 * 8 * config.num_microbatches  # of rows, 8 bytes for each expert: half of them to the other rank
+    assert rows == 4 * tokens * 2 * 16 * each / 2 + counts * 2
+    experts = 8 * 3 * 6 * 16 // 2
+    assert own == pytest.approx(2 * experts * each / 2, rel=0.05) and others > own

@@ -43,9 +43,11 @@ class DeviceOnMeta:
 
 class Light(ModuleType):
     """Stands for a module with the few names that operations on `meta` take of it. Asked for another, it makes way for all that these
-    stand for."""
+    stand for. Names such as `__file__` do not count: `inspect` asks them of every module, also in the middle of an import."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         for other, module in list(sys.modules.items()):
             if isinstance(module, Light):
                 del sys.modules[other]

@@ -21,6 +21,7 @@ step, the whole gradients of the two parameters in which its part begins and end
 
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,9 @@ from megacore.config.schema import Config
 from megacore.distributed.axes import AXES, Axis
 from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of, shared_parameters
-from megacore.tools.choices.devices import MACHINE
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import Peak, rank_activations
-from megacore.tools.planner.buckets import buffers_of, data_ranks_of_a_host
+from megacore.tools.planner.buckets import Buffer, buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
 from megacore.tools.planner.parameters import block_parameters, held_by, of_each_rank, rank_parameters
 from megacore.tools.settings.ds_settings import ds_settings
@@ -148,48 +148,65 @@ def largest_part(memory: RankMemory) -> str:
 def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None) -> list[RankMemory]:
     """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks and, under fsdp, of its shards, the first being
     the fullest."""
-    precision, data = config.train.precision, config.token_ranks
+    precision, data_rank = config.train.precision, shard_rank if data_rank is None else data_rank
     if divides_parameters(config):
-        return _fsdp_memory(config, tensor_rank, shard_rank, shard_rank if data_rank is None else data_rank)
+        return _fsdp_memory(config, tensor_rank, data_rank)
     if config.engine.kind == "deepspeed":
         return _deepspeed_memory(config)
-    divisor = data if config.engine.shard_optimizer else 1
     memories = []
     wide = GRADIENT_BYTES[precision]
     masters = wide if ELEMENT_BYTES[precision] < wide else 0
     config = partitioned(config)
-    laid_out, own, held = _laid_out(config, tensor_rank), whole_numbers(config, tensor_rank, data_rank or 0), held_by(config, tensor_rank)
+    laid_out, own, held = _laid_out(config, tensor_rank), whole_numbers(config, tensor_rank, data_rank), held_by(config, tensor_rank)
     rows_of_ranks = zip(laid_out, own, held, rank_activations(config), strict=True)
-    for (n, numbers, messages), (whole, room), here, activations in rows_of_ranks:
-        state = (n * masters + numbers * wide) // divisor + whole * wide
+    for sums, (whole, room), here, activations in rows_of_ranks:
+        n = sum(one.size for one in sums)
+        state = sum((one.size * masters + one.numbers * wide) // (one.ranks if config.engine.shard_optimizer else 1) for one in sums)
+        state += whole * wide
         rows = n // ALIGNMENT * 8  # an fp64 number each
-        compression = compression_bytes(config, n, messages)
+        compression = sum(compression_bytes(config, one) for one in sums)
         parameters, gradients = (n + here.frozen) * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision]
         memories.append(RankMemory(parameters, gradients, state, activations, compression=compression, rows=rows, update=room * wide))
     return memories
 
 
-def compression_bytes(config: Config, n: int, messages: tuple[int, int]) -> int:
-    """Of `n` gradients on machines of eight ranks. `messages`: the elements of both kinds of factors."""
-    settings, wide = config.engine.compression, GRADIENT_BYTES[config.train.precision]
-    if settings is None or config.token_ranks == 1:
+@dataclass(frozen=True)
+class LaidOut:
+    """What a rank holds in the native engine's buffers of one sum."""
+
+    ranks: int  # of the sum
+    within: int  # those on one host
+    size: int  # elements, gaps included
+    numbers: int  # of state
+    messages: tuple[int, int]  # elements of both kinds of factors, where gradients are compressed to them
+
+
+def compression_bytes(config: Config, own: LaidOut) -> int:
+    """Of these gradients, on machines of eight ranks."""
+    settings, wide, n = config.engine.compression, GRADIENT_BYTES[config.train.precision], own.size
+    if settings is None or own.ranks == 1:
         return 0
     if settings.kind == "low_rank":  # residuals before and behind the step, factors, and those that the next step begins with
-        return wide * (2 * n + messages[0] + 2 * messages[1])
-    part = n // data_ranks_of_a_host(config, MACHINE)
+        return wide * (2 * n + own.messages[0] + 2 * own.messages[1])
+    part = n // own.within
     code = 1 if settings.rounding == "nearest" else wide
-    return 2 * wide * (part + n // config.token_ranks) + 2 * (part * code + part // settings.block * wide)
+    return 2 * wide * (part + n // own.ranks) + 2 * (part * code + part // settings.block * wide)
 
 
-def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int, tuple[int, int]]]:
-    """What each rank of the pipeline holds in the native engine's buffers, gaps included, the numbers of state that go with it, and those
-    of the messages that travel where gradients are compressed."""
+def _laid_out(config: Config, tensor_rank: int) -> list[list[LaidOut]]:
+    """What each rank of the pipeline holds in the native engine's buffers."""
     engine = config.engine
 
-    def numbers(rank: int) -> tuple[int, int, tuple[int, int]]:
-        own = buffers_of(config, rank, tensor_rank)
-        first, second = (sum(sum(b.messages[i::2]) for b in own) for i in (0, 1))
-        return sum(b.size for b in own), sum(b.size * len(b.group.elementwise) for b in own), (first, second)
+    def numbers(rank: int) -> list[LaidOut]:
+        alike: dict[tuple[int, int], list[Buffer]] = {}
+        for buffer in buffers_of(config, rank, tensor_rank):
+            alike.setdefault((buffer.ranks, buffer.within[1]), []).append(buffer)
+        found = []
+        for sizes, own in alike.items():
+            first, second = (sum(sum(b.messages[i::2]) for b in own) for i in (0, 1))
+            held = sum(b.size for b in own), sum(b.size * len(b.group.elementwise) for b in own)
+            found.append(LaidOut(*sizes, *held, (first, second)))
+        return found
 
     # Where nobody divides a bucket, none has gaps of its own.
     how = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib, engine.compression
@@ -214,14 +231,14 @@ def whole_numbers(config: Config, tensor_rank: int = 0, data_rank: int = 0) -> l
     return of_each_rank(config, numbers)
 
 
-def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int, data_rank: int) -> list[RankMemory]:
+def _fsdp_memory(config: Config, tensor_rank: int, data_rank: int) -> list[RankMemory]:
     """`rank_memory` of the fsdp engine.
 
     With `reshard`, gathered at once are: the outermost unit (embeddings, positions, final norm, head) all the time, the block that
     runs, the next one with its receive buffer, and the gradients of a block with the buffer in which they are summed.
     Without it everything is gathered for a step, and whole gradients wait for the last microbatch.
     """
-    config, precision, shards = partitioned(config), config.train.precision, config.shard_size
+    config, precision = partitioned(config), config.train.precision
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
     on_device = 0 if config.engine.cpu_offload else accumulate
     groups, again = ParameterGroups(config.optim), reshards(config)
@@ -229,22 +246,25 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int, data_rank: i
     def numbers(rank: int) -> tuple[int, ...]:
         """Those whose gradients wait at once, and those gathered at once: with `reshard`, and without; the shard's own that are trained,
         those that are frozen, and the state's."""
-        units = units_of(config, rank, tensor_rank, shard_rank)
-        block, of_trained = (max((size for unit, size in sizes if unit.block), default=0)
-                             for sizes in ([(u, u.padded) for u in units], [(u, u.trained) for u in units]))  # fmt: skip
-        outermost, trained = sum(u.padded for u in units if not u.block), sum(u.trained for u in units if not u.block)
+        units = units_of(config, rank, tensor_rank, data_rank)
+        padded, trained = Counter[int](), Counter[int]()  # by block
+        for unit in units:
+            padded[unit.block] += unit.shards[1] * unit.padded
+            trained[unit.block] += unit.shards[1] * unit.trained
+        every = trained.total(), padded.total()
+        outermost, summed = padded.pop(0, 0), trained.pop(0, 0)
+        gathered = outermost + min(len(padded) + 1, 3) * max(padded.values(), default=0)
         state = sum(n * len(groups.of(name).elementwise) for unit in units for name, n in unit.own.items())
-        gathered = outermost + min(sum(unit.block for unit in units) + 1, 3) * block
-        every = sum(u.trained for u in units), sum(u.padded for u in units)
         own, frozen = sum(sum(unit.own.values()) for unit in units), sum(unit.frozen for unit in units)
-        return trained + 2 * of_trained, gathered, *every, own, frozen, state
+        return summed + 2 * max(trained.values(), default=0), gathered, *every, own, frozen, state
 
-    key = "units", shards, tensor_rank, shard_rank, *optimizer_key(config)
+    place = (data_rank % config.shard_size,) if config.model.num_experts is None else (data_rank, config.token_ranks)
+    key = "units", config.shard_size, tensor_rank, *place, *optimizer_key(config)
     memories = []
     rows = zip(of_each_rank(config, numbers, *key), whole_numbers(config, tensor_rank, data_rank), rank_activations(config), strict=True)
     for (summed, used, trained, n, own, frozen, state), (whole, room), activations in rows:
-        gathered = shards * (used if again else n)
-        waiting = shards * (summed if again or config.num_microbatches == 1 else trained)
+        gathered = used if again else n
+        waiting = summed if again or config.num_microbatches == 1 else trained
         held, kept = on_device * own, on_device * state + accumulate * whole
         still, whole_ones = 0 if config.engine.cpu_offload else compute * frozen, compute * gathered + accumulate * waiting
         memories.append(RankMemory(held + still, held, kept, activations, whole_ones, update=accumulate * room))

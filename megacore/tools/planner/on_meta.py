@@ -9,16 +9,21 @@ from megacore.config import Config
 from megacore.config.engine import LowRankCompression
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
-from megacore.distributed.axes import AXES
+from megacore.distributed.axes import AXES, called
+from megacore.distributed.buffers import ShardedBuffer, buffers_of
 from megacore.distributed.communicator import SOLO, Group
-from megacore.distributed.hierarchical_reduce import Levels
+from megacore.distributed.hierarchical_reduce import GradientSum, Levels
 from megacore.distributed.shard import Shard, shard_of
-from megacore.distributed.topology import Topology
+from megacore.distributed.topology import Topology, fsdp_products
 from megacore.engine.flat_buffer import FlatBuffer, lay_out, travelling_unit
 from megacore.engine.low_rank import Messages
 from megacore.model.stage import Stage
+from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.tensor_parallel.linear import flatten_rows
+from megacore.tools.choices.devices import MACHINE
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.planner.buckets import ranks_of_a_host
+from megacore.tools.planner.fsdp_units import divides_parameters
 
 META = torch.device("meta")
 
@@ -26,23 +31,31 @@ META = torch.device("meta")
 class Hosts(Topology):
     """Where a rank stands on hosts."""
 
-    def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, ranks_within: int = 1, data_rank: int = 0) -> None:
-        """`ranks_within`: those that sum gradients within a host. `data_rank`: of those that divide tokens."""
-        self.ranks_within = ranks_within
+    def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, data_rank: int = 0, host_size: int = MACHINE) -> None:
+        """`data_rank`: of those that divide tokens."""
+        self.config, self.host_size = config, host_size
         super().__init__(partitioned(config), (pipeline_rank * config.token_ranks + data_rank) * config.parallel.tensor + tensor_rank)
 
     def owner_index(self, rank: int, axes: Sequence[str]) -> int:
         """See `Topology`."""
-        host, place = divmod(super().owner_index(rank, axes), self.ranks_within)
-        return place * (self.group(*axes).size // self.ranks_within) + host
+        group = self.group(*axes)
+        within = ranks_of_a_host(self.config, self.host_size, group.ranks)
+        host, place = divmod(super().owner_index(rank, axes), within)
+        return place * (group.size // within) + host
 
     def levels_along(self, *axes: str) -> Levels:
         """See `Topology`."""
         if not axes:
             return Levels(SOLO, SOLO)
-        size = self.group(*axes).size
-        within, between = (Group("", tuple(range(ranks)), 0) for ranks in (self.ranks_within, size // self.ranks_within))
-        return Levels(within, between)
+        if divides_parameters(self.config):
+            return Levels(*(self.group(*product) for product in fsdp_products(axes, self.token_axes)))
+        group = self.group(*axes)
+        within = ranks_of_a_host(self.config, self.host_size, group.ranks)
+        if within == 1:
+            return Levels(SOLO, group)
+        name = called(self.token_axes if group.ranks == self.gradient_group.ranks else axes)
+        named = {f"{name} within a host": within, f"{name} between hosts": group.size // within}
+        return Levels(*(Group(level, tuple(range(size)), 0) for level, size in named.items()))
 
 
 def stage_of(config: Config, layers: range, tensor_rank: int) -> Stage:
@@ -60,6 +73,31 @@ def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def summed_over_tensor_ranks(parameter: nn.Parameter) -> bool:
     """Whether a gradient is one rank's part of a sum over ranks that see the same tokens."""
     return not {axis.name for axis in AXES if not axis.tokens}.isdisjoint(shard_of(parameter).partial_over)
+
+
+def tokens_of(config: Config, parameter: nn.Parameter) -> tuple[str, ...]:
+    """The axes of ranks that see other tokens, over which its gradient is summed."""
+    where = Hosts(config, 0)
+    return where.gradient_sum(where.placed(shard_of(parameter))).tokens
+
+
+def named(group: Group) -> tuple[str, int]:
+    """What traffic over a group is told under, and its ranks."""
+    return called(group.name.split("×")), group.size
+
+
+def counts_of(config: Config, rank: int, tensor_rank: int, host_size: int) -> list[tuple[Sequence[tuple[str, int]], int, int]]:
+    """What a rank of the pipeline sums for its layers' buffers behind a step (`distributed.buffers`): the groups, numbers and bytes of
+    each."""
+    where, own = Hosts(config, rank, tensor_rank, host_size=host_size), dict[str, ShardedBuffer]()
+    for stage in placement_of(partitioned(config))[rank]:
+        own |= buffers_of([Stage(config, layer_ranges(partitioned(config))[stage], where, META)])
+    found: dict[tuple[GradientSum, str, int], int] = {}
+    for buffer in own.values():
+        key = where.gradient_sum(where.placed(buffer.shard)), buffer.reduction, buffer.value.itemsize
+        found[key] = found.get(key, 0) + buffer.value.numel()
+    groups = ((over, (*over.first, over.levels.within, over.levels.between)) for over, _, _ in found)
+    return [([named(g) for g in every], found[key], key[2]) for key, (_, every) in zip(found, groups, strict=True)]
 
 
 def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]]) -> list[FlatBuffer]:

@@ -28,6 +28,7 @@ class Parameter:
     rows: int  # that FSDP2 divides
     partial: bool  # tensor ranks sum its gradient
     frozen: bool  # it has none
+    tokens: tuple[str, ...]  # the axes of ranks with other tokens, over which it is summed
 
     def named(self, name: str) -> "Parameter":
         """The same of another layer."""
@@ -64,12 +65,13 @@ def stage_parameters(config: Config, stage: int, tensor_rank: int = 0) -> StageP
 
 def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     """The parameters of a layer, by its number in the model's list."""
-    alike = 1 if _is_alike(config, layer) else layer
+    inner = config.model.source is None and 0 < layer <= config.model.num_layers
+    alike = 1 + config.model.alike(layer - 1) if inner and not _is_alike(config, layer) else 1 if inner else layer
     parallel = config.parallel
     experts = parallel.expert, parallel.expert_tensor
     key = config.model, parallel.tensor, experts, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
     if key not in _BUILT:
-        from megacore.tools.planner.on_meta import logical_shape, stage_of, summed_over_tensor_ranks
+        from megacore.tools.planner.on_meta import logical_shape, stage_of, summed_over_tensor_ranks, tokens_of
 
         _BUILT[key] = [
             Parameter(
@@ -80,6 +82,7 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
                 tensor.shape[0],
                 summed_over_tensor_ranks(tensor),
                 not tensor.requires_grad,
+                tokens_of(config, tensor),
             )
             for name, tensor in stage_of(config, range(alike, alike + 1), tensor_rank).named_parameters()
         ]

@@ -17,6 +17,8 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
 | fsdp, m microbatches, n shards | 3·m·Ψ·(n-1)/n: blocks gathered forward and backward, gradients scattered; without `reshard` 2·Ψ·(n-1)/n |
 | fsdp, d/n copies | 2·Ψ/n·(d/n-1)/(d/n): the gradients' sum over copies, once |
+| experts, a layer and microbatch, k of them a token, over e·x ranks | 4·k·T/t·x·h·(e·x-1)/(e·x): rows there and back, and their gradients |
+| gradients of experts | as data's, over the d·t/(e·x) ranks that hold the same |
 
 What layers send over tensor and context ranks is measured on the layers (`choices.measured`); the table says what comes of it for
 megacore's own. `rank_traffic` adds the ends of a step: loss, partial gradients, tied embeddings, the gradient norm.
@@ -36,7 +38,7 @@ from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.activations import layer_costs
 from megacore.tools.choices.layer_cost import Sent
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
+from megacore.tools.planner.buckets import Buffer, buffers_of
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
 from megacore.tools.planner.model_flow import ModelFlow, flow_of
 from megacore.tools.planner.operations import Machine
@@ -51,18 +53,19 @@ class Transfer:
     """
 
     # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts; or, under fsdp, shard and replicate), pp, tied
-    # (the pipeline's two ends), loss or norm (summed over all ranks)
+    # (the pipeline's two ends), loss or norm (summed over all ranks); of experts ep, ep×etp, and edp as dp
     group: str
     operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all, exchange (of unequal parts), broadcast or send
     size: int  # ranks of the group
     elements: int
     element_bytes: int
     calls: int
+    stays: bool = False  # of an exchange, the rank's own part, which is as large as the others', is among the elements
 
     @property
     def sent_bytes(self) -> float:
         """The bytes that this rank sends in a ring."""
-        return self.elements * self.element_bytes * ring_share(self.operation, self.size)
+        return self.elements * self.element_bytes * ring_share("all_to_all" if self.stays else self.operation, self.size)
 
 
 def ring_share(operation: str, size: int) -> float:
@@ -81,27 +84,35 @@ def rank_traffic(
     matrices; the first is the fullest.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
-    config = partitioned(config)
+    config, data_rank = partitioned(config), shard_rank if data_rank is None else data_rank
     placement, layers, flow = placement_of(config), stage_layers(config), flow_of(config)
     final = max(stage for stages in placement for stage in stages)
 
     def state(rank: int) -> list[Transfer]:
         if divides_parameters(config):
-            return _units(config, units_of(config, rank, tensor_rank, shard_rank))
-        return _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
+            return _units(config, units_of(config, rank, tensor_rank, data_rank))
+        return _data(config, buffers_of(config, rank, tensor_rank, host_size))
+
+    def counts(rank: int) -> list[Transfer]:
+        from megacore.tools.planner.on_meta import counts_of
+
+        summed = counts_of(config, rank, tensor_rank, host_size)
+        return [Transfer(name, "all_reduce", size, numbers, each, 1) for groups, numbers, each in summed for name, size in groups]
 
     def matrices(rank: int) -> list[Transfer]:
         from megacore.tools.planner.whole_updates import Place, whole_updates
 
-        updates = whole_updates(config, Place(rank, tensor_rank, shard_rank if data_rank is None else data_rank), host_size)
+        updates = whole_updates(config, Place(rank, tensor_rank, data_rank), host_size)
         return [] if updates is None else updates.transfers(config)
 
     traffic = []
     whole = any(group.rule.whole for group in ParameterGroups(config.optim).every)
     of_matrices = of_each_rank(config, matrices) if whole else [[] for _ in placement]
-    for stages, of_state, updates in zip(placement, of_each_rank(config, state), of_matrices, strict=True):
+    plain = config.model.source is None and config.model.num_experts is None  # such layers have no buffers
+    of_counts = [[] for _ in placement] if plain else of_each_rank(config, counts)
+    for stages, of_state, updates, sums in zip(placement, of_each_rank(config, state), of_matrices, of_counts, strict=True):
         found = [*_layers(config, [layers[stage] for stage in stages]), *_pipeline(config, stages, final, flow)]
-        found += [*of_state, *updates, *_figures(config, flow)]
+        found += [*of_state, *updates, *sums, *_figures(config, flow)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -113,7 +124,8 @@ def _layers(config: Config, stages: Iterable[range]) -> list[Transfer]:
         for cost, count in layer_costs(config, own):
             calls.update({sent: count * config.num_microbatches * times for sent, times in cost.sent.items()})
     return [
-        Transfer(sent.group, sent.operation, sent.size, times * sent.elements, sent.element_bytes, times) for sent, times in calls.items()
+        Transfer(s.group, s.operation, s.size, times * s.elements, s.element_bytes, times, stays=s.operation == "exchange")
+        for s, times in calls.items()
     ]
 
 
@@ -130,21 +142,17 @@ def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow
     return [Transfer("pp", "send", config.parallel.pipeline, elements, each, calls) for each, (elements, calls) in sent.items()]
 
 
-def _over_data(config: Config, parameters: int, calls: int, messages: Sequence[int], host_size: int) -> list[Transfer]:
-    """Gradients, and with a sharded optimizer parameters, over data ranks, in one level or two (`engine.reduce.start_sum`).
-
-    `messages`: see `Buffer`.
-    """
+def _over_data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
+    """Gradients, and with a sharded optimizer parameters, over the ranks of one sum, in one level or two (`engine.reduce.start_sum`)."""
+    parameters, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
+    messages = [size for buffer in buffers for size in buffer.messages if size]
     gradient, parameter = GRADIENT_BYTES[config.train.precision], ELEMENT_BYTES[config.train.precision]
     narrow = config.engine.reduce_dtype == "bf16"
     travels, gathered = (2, 2) if narrow else (gradient, gradient)
     if config.engine.shard_optimizer:
         gathered = parameter
-    within = data_ranks_of_a_host(config, host_size)
-    between, part = config.token_ranks // within, parameters // within
-    one = "cp" if config.parallel.data == 1 < config.parallel.context else "dp"
-    name = "dp between hosts" if within > 1 else one
-    host, compression = "dp within a host", config.engine.compression
+    (host, within), (name, between), compression = buffers[0].within, buffers[0].between, config.engine.compression
+    part = parameters // within
     if isinstance(compression, LowRankCompression):
         summed, gathers = sum(messages), calls if config.engine.shard_optimizer else 0
         return [
@@ -166,17 +174,19 @@ def _over_data(config: Config, parameters: int, calls: int, messages: Sequence[i
     return [*found, *inside, Transfer(host, "all_gather", within, parameters, gathered, calls)]
 
 
-def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Transfer]:
-    """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends."""
-    d, t, gradient = config.token_ranks, config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
-    elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
-    sharded = config.engine.shard_optimizer and d > 1
-    found = _over_data(config, elements, calls, [size for buffer in buffers for size in buffer.messages if size], host_size)
+def _data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
+    """Gradients and parameters over ranks with other tokens, partial gradients over tensor ranks and the pipeline's ends."""
+    t, gradient = config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
+    alike: dict[tuple[object, ...], list[Buffer]] = {}
+    for buffer in buffers:
+        alike.setdefault((buffer.within, buffer.between), []).append(buffer)
+    found = [transfer for own in alike.values() for transfer in _over_data(config, own)]
     partial = [buffer for buffer in buffers if "tp" in buffer.summed_over]
     found.append(Transfer("tp", "all_reduce", t, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
     for buffer in buffers:
         if "tied" in buffer.summed_over:  # of the rank's own parts of the buckets
-            own, ranges = (buffer.size // d, len(buffer.buckets)) if sharded else (buffer.size, 1)
+            sharded = config.engine.shard_optimizer and buffer.ranks > 1
+            own, ranges = (buffer.size // buffer.ranks, len(buffer.buckets)) if sharded else (buffer.size, 1)
             found.append(Transfer("tied", "all_reduce", 2, own, gradient, ranges))
     return found
 
@@ -184,20 +194,32 @@ def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Tra
 def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
     """What `_data` counts, of the fsdp engine."""
     compute, gradient = ELEMENT_BYTES[config.train.precision], GRADIENT_BYTES[config.train.precision]
-    shards, copies, m = config.shard_size, config.token_ranks // config.shard_size, config.num_microbatches
+    m = config.num_microbatches
     again = m if reshards(config) else 1  # times that blocks are gathered for a forward, and all gradients are summed
-    gathers = [2 * m if unit.block and reshards(config) else 1 for unit in units]  # the ends stay whole: the loss needs them
-    whole, trained = [shards * unit.padded for unit in units], [unit.trained for unit in units if unit.trained]
+    found = []
+    for unit in units:
+        (shard, shards), (replicate, copies) = unit.shards, unit.copies
+        gathers = 2 * m if unit.block and reshards(config) else 1  # the ends stay whole: the loss needs them
+        found.append(Transfer(shard, "all_gather", shards, gathers * shards * unit.padded, compute, gathers))
+        if unit.trained:
+            found.append(Transfer(shard, "reduce_scatter", shards, again * shards * unit.trained, gradient, again))
+            found.append(Transfer(replicate, "all_reduce", copies, unit.trained, gradient, 1))
     partial = [unit.own[name] for unit in units for name in unit.partial]
     tied = [unit.own["embedding.weight"] for unit in units if "embedding.weight" in unit.own and config.model.tie_embeddings]
-    gathered = sum(times * size for times, size in zip(gathers, whole, strict=True))
     return [
-        Transfer("shard", "all_gather", shards, gathered, compute, sum(gathers)),
-        Transfer("shard", "reduce_scatter", shards, again * shards * sum(trained), gradient, again * len(trained)),
-        Transfer("replicate", "all_reduce", copies, sum(trained), gradient, len(trained)),
+        *together(found),
         Transfer("tp", "all_reduce", config.parallel.tensor, sum(partial), gradient, 1),
         Transfer("tied", "all_reduce", min(config.parallel.pipeline, 2), sum(tied), gradient, 1),
     ]
+
+
+def together(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """One for each operation over a group in numbers of a size."""
+    found: dict[tuple[str, str, int, int], tuple[int, int]] = {}
+    for one in transfers:
+        elements, calls = found.get(key := (one.group, one.operation, one.size, one.element_bytes), (0, 0))
+        found[key] = elements + one.elements, calls + one.calls
+    return [Transfer(*key[:3], elements, key[3], calls) for key, (elements, calls) in found.items()]
 
 
 def _figures(config: Config, flow: ModelFlow) -> list[Transfer]:
@@ -222,10 +244,13 @@ def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine
     parallel = config.parallel
     stride = parallel.tensor  # of token ranks; tensor ranks are consecutive
     stage = stride * config.token_ranks
-    within = max((transfer.size for transfer in transfers if transfer.group == "dp within a host"), default=1)
+    expert, part = config.expert_sizes["etp"], config.expert_sizes["ep"] * config.expert_sizes["etp"]
+    sizes = {transfer.group: transfer.size for transfer in transfers}
     # Ranks between two neighbours of a group; of two ends the distance.
-    strides = {"cp": stride, "dp": stride, "dp within a host": stride, "dp between hosts": stride * within, "pp": stage}
-    strides |= {"shard": stride, "replicate": stride * config.shard_size}
+    strides = {"cp": stride, "pp": stage, "ep": expert}
+    for name, apart, shards in (("dp", stride, ""), ("edp", part, "×edp")):
+        strides |= {name: apart, f"{name} within a host": apart, f"{name} between hosts": apart * sizes.get(f"{name} within a host", 1)}
+        strides |= {f"shard{shards}": apart, f"replicate{shards}": apart * sizes.get(f"shard{shards}", 1)}
     strides["tied"] = stage * (parallel.pipeline - 1)
     seconds: dict[str, float] = {}
     for transfer in transfers:

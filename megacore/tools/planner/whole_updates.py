@@ -14,7 +14,6 @@ from megacore.engine.owners import Dealing, Part, cost_of, dealings_of, divided_
 from megacore.engine.whole_matrices import own_state_shapes
 from megacore.pipeline.partition import placement_of
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import divides_parameters
 from megacore.tools.planner.on_meta import Hosts, buffers
 from megacore.tools.planner.parameters import stage_parameters
@@ -92,8 +91,7 @@ def whole_updates(config: Config, place: Place, host_size: int = 8) -> WholeUpda
     groups = ParameterGroups(config.optim)
     if not any(group.rule.whole for group in groups.every):
         return None
-    within = data_ranks_of_a_host(config, host_size)
-    where = Hosts(config, place.pipeline, place.tensor, within, place.data)
+    where = Hosts(config, place.pipeline, place.tensor, place.data, host_size)
     owned = {
         p.name: p.tensor
         for stage in placement_of(partitioned(config))[place.pipeline]
@@ -104,8 +102,10 @@ def whole_updates(config: Config, place: Place, host_size: int = 8) -> WholeUpda
     if divides_parameters(config):
 
         def part_at(name: str, rank: int) -> Part:
-            shard, shards_of_a_copy = shards[name], config.shard_size
-            number = where.owner_index(rank, where.gradient_sum(shard).tokens) % shards_of_a_copy
+            shard = shards[name]
+            over = where.gradient_sum(shard)
+            shards_of_a_copy = over.levels.within.size
+            number = where.owner_index(rank, over.tokens) % shards_of_a_copy
             return part_of_rows(where.shard_at(shard, rank), owned[name].dim(), shards_of_a_copy, number)
 
         return WholeUpdates(shards, dealings_of(shards, groups, lambda shard: divided_holders(where, shard), part_at))

@@ -191,10 +191,10 @@ def setting_of(config: Config) -> Setting:
 
 
 def refuse_experts(config: Config) -> None:
-    """Raises `ConfigError` for what is not predicted of a model with experts: a step's time, and what is sent."""
+    """Raises `ConfigError` for what is not predicted of a model with experts: a step's time."""
     if config.model.num_experts is not None:
-        wrong = "what ranks with experts send, and how long a step takes, is not predicted"
-        raise ConfigError("model.num_experts", wrong, "launch/plan.py without --search, --dry-run or --device with --cluster, or null")
+        wrong = "how long a step with experts takes is not predicted"
+        raise ConfigError("model.num_experts", wrong, "launch/plan.py without --search or --device with --cluster, or null")
 
 
 def gradient_bytes(config: Config) -> float:
