@@ -55,6 +55,10 @@ class Muon(Rule[MuonSettings]):
     def by_head(self) -> bool:
         return self.settings.muon_heads == "apart"
 
+    @property
+    def rounding(self) -> float:
+        return 2.0**-4 if self.settings.muon_precision in ("auto", "bf16") else 0.0  # a few products in bf16
+
     def width_factor(self, hidden: bool, width: float) -> float | None:
         """An update's largest singular value is its scale, and should not depend on the width (Yang, Simon and Bernstein 2023): `original`
         does not, and the root of the longer side grows with the root of the width. A head by itself has rows that do not grow."""

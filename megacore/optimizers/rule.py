@@ -118,6 +118,12 @@ class Rule(ABC, Generic[S]):
         return 2.0 * batch * rows * columns * min(rows, columns)
 
     @property
+    def rounding(self) -> float:
+        """In a run of 16 bits, by what part of its size a direction may be off from what fp64 makes of the same numbers, besides fp32's
+        own rounding. Infinite, where `own_state` is too sensitive for that: then neither is proved there."""
+        return 0.0
+
+    @property
     def by_head(self) -> bool:
         """With `whole`: whether each of attention's heads is a matrix of its own; otherwise all are rows of one."""
         return False

@@ -38,6 +38,10 @@ class SOAP(Rule[SOAPSettings]):
     others_lr = "soap_adamw_lr"
     update_size = "one"
 
+    @property
+    def rounding(self) -> float:
+        return float("inf")  # directions of nearly equal singular values turn with the last bit
+
     def own_state(self, shape: Shape) -> dict[str, Shape]:
         batch, rows, columns = shape
         left, right = (batch, rows, rows), (batch, columns, columns)

@@ -111,6 +111,26 @@ def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
 
 
 @contextlib.contextmanager
+def muon_moves_too_far() -> Iterator[None]:
+    """Muon's update is a fifth too large."""
+    from megacore.optimizers import muon
+
+    right = muon.orthogonalised
+    with mock.patch.object(muon, "orthogonalised", lambda x, steps, dtype: 1.2 * right(x, steps, dtype)):
+        yield
+
+
+def test_bf16_of_rules_for_matrices(workers: ProofWorkers) -> None:
+    """Muon's own products in bf16 are no mistake, and hide none that is larger; of SOAP it is said what nobody can compute again."""
+    muon = Options(TINY, ["optim.kind=muon", "model.num_layers=2"], [parse("one")], precision="bf16")
+    assert (proof := prove(muon, workers=workers)).holds and verdict(proof).startswith("EQUAL")
+    wrong = prove(replace(muon, plant="tests.distributed.test_verify:muon_moves_too_far"), workers=workers)
+    assert not wrong.holds and any(found.kind == "own parameter" for found in wrong.results[0].beyond)
+    soap = prove(replace(muon, overrides=["optim.kind=soap", "model.num_layers=2"]), workers=workers)
+    assert "NOT PROVED, because not computed again: the updates and bases of" in verdict(soap) and not soap.undirected
+
+
+@contextlib.contextmanager
 def second_rank_raises() -> Iterator[None]:
     """A shape that is wrong on one rank only."""
     from megacore.model.block import Block

@@ -77,7 +77,10 @@ class Replay:
         self.groups = ParameterGroups(config.optim)
         self.given = f"given 1|{names[0]}" in self.held
         kept = f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps where no hook sees them"
-        self.lacking = "" if self.given else kept
+        loose = [name for name in names if math.isinf(self.groups.of(name).rule.rounding)]
+        named = self.groups.of(loose[0]).rule.name if loose else ""
+        rule = f"updates and bases of {len(loose)} parameters of {named}, which fp32 does not decide" if loose else ""
+        self.lacking = rule if self.given else " and the ".join(filter(None, (kept, rule)))
 
     @cached_property
     def shards(self) -> "dict[str, Shard]":
@@ -124,7 +127,10 @@ class Replay:
             nothing = zeros(group.rule, p.shape, shard)
             before = {kind: self.held.get(f"{kind} {step - 1}|{name}", zero) for kind, zero in nothing.items()}
             taken = ReferenceStep(step, before, gradient, p, lr, group.weight_decay * decays(name, p.ndim))
-            states |= {f"{kind} {step}|{name}": x for kind, x in reference_state(group.rule, taken, shard).items()}
+            surely = group.rule.kinds if math.isinf(group.rule.rounding) else nothing
+            states |= {f"{kind} {step}|{name}": x for kind, x in reference_state(group.rule, taken, shard).items() if kind in surely}
+            if math.isinf(group.rule.rounding):
+                continue
             held = {kind: self.held[f"{kind} {step}|{name}"] for kind in nothing}
             update = -lr * (reference_direction(group.rule, taken, held, shard) + taken.weight_decay * p)
             self.exact[f"parameter {step}|{name}"] = p + update
@@ -132,7 +138,8 @@ class Replay:
         self.exact |= states
         self.scales |= scales_of(states)
         for key, size in scales_of(updates).items():
-            self.scales[key] = size + HELD * rms(self.exact[key])
+            rounding = self.groups.of(parsed(key)[2]).rule.rounding
+            self.scales[key] = size * max(1.0, rounding / EXACT) + HELD * rms(self.exact[key])
 
     def _copies(self) -> Iterator[Difference]:
         """Checks that the parameters of a step are the rounded masters of the step before, bit by bit."""
@@ -161,9 +168,10 @@ def cancelled(reference: Records, optim: OptimConfig, names: list[str]) -> dict[
 
 
 def undirected(optim: OptimConfig, names: list[str]) -> dict[str, int]:
-    """How many of the parameters each rule updates of which `directions` knows nothing, by the rule's name: all but AdamW."""
+    """How many of the parameters each rule updates of which `directions` knows nothing, by the rule's name: all but AdamW,
+    and those whose updates are not computed again either."""
     rules = [ParameterGroups(optim).of(name).rule for name in names]
-    return dict(Counter(rule.name for rule in rules if "adam_m" not in rule.kinds))
+    return dict(Counter(rule.name for rule in rules if "adam_m" not in rule.kinds and math.isfinite(rule.rounding)))
 
 
 def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float) -> Iterator[Difference]:
