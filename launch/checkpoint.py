@@ -16,6 +16,7 @@ from megacore.model.layers import DTYPES
 from megacore.tools.cli import Parser, add_weights, exit_with
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.interchange.import_model import PEERS, import_model
+from megacore.tools.interchange.upcycle import upcycle
 from megacore.tools.settings.load import flatten
 from megacore.tools.verify.checkpoint_diff import compare
 
@@ -24,10 +25,11 @@ VERIFY = "python launch/checkpoint.py verify runs/gpt_tiny"
 DIFF = "python launch/checkpoint.py diff runs/gpt_tiny runs/gpt_tiny_tp2"
 EXPORT = "python launch/checkpoint.py export runs/gpt_tiny --format hf --output models/gpt_tiny"
 IMPORT = "python launch/checkpoint.py import models/gpt_tiny --format hf --output runs/imported"
+UPCYCLE = "python launch/checkpoint.py upcycle runs/dense --output runs/upcycled model.num_experts=8"
 NANOGPT = "python launch/checkpoint.py import out/ckpt.pt --format nanogpt --output runs/imported"
 FEW = 10  # tensors that `diff` lists without being asked
 LISTED = " (--tensors lists them)"
-MORE = "python launch/checkpoint.py export -h, and import -h"
+MORE = "python launch/checkpoint.py export -h, import -h and upcycle -h"
 
 
 def info(args: argparse.Namespace) -> None:
@@ -117,18 +119,26 @@ def import_(args: argparse.Namespace) -> None:
     import_model(PEERS[args.format](args.path), args.output, args.overrides, args.compare_layers, print)
 
 
+def upcycle_(args: argparse.Namespace) -> None:
+    """Write a run's folder with a mixture of experts from a dense run."""
+    if not 0 <= args.noise < 1e3:
+        raise ConfigError("--noise", f"{args.noise} is not usable", "0, or a small number such as 0.01")
+    upcycle(args.path, args.output, args.overrides, args.noise, args.weights, args.compare_layers, print)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "info": info,
     "verify": verify,
     "diff": diff,
     "export": export,
     "import": import_,
+    "upcycle": upcycle_,
 }
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser("\n  ".join((INFO, VERIFY, DIFF, EXPORT, IMPORT, NANOGPT)), f"{__doc__}\n\nMore: {MORE}")
+    parser = Parser("\n  ".join((INFO, VERIFY, DIFF, EXPORT, IMPORT, NANOGPT, UPCYCLE)), f"{__doc__}\n\nMore: {MORE}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, example: str, what: str, path: str) -> Parser:
@@ -165,12 +175,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     importing.add_argument("--format", required=True, choices=tuple(PEERS), help="whose model it is")
     importing.add_argument("--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty")
 
-    for comparing in (exporting, importing):
+    what = "make a mixture of experts from a dense run, whose feed-forward layers each expert copies; section.key=value sets its config"
+    upcycling = command("upcycle", UPCYCLE, what, ours)
+    upcycling.add_argument("--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty")
+    part = "what is added to each expert's weights, drawn with train.seed: its deviation as a part of theirs (default: %(default)s)"
+    upcycling.add_argument("--noise", type=float, default=0.0, metavar="PART", help=part)
+    add_weights(upcycling)
+
+    for comparing in (exporting, importing, upcycling):
         part = "compare logits only through the first N blocks, if the whole model does not fit in memory"
         comparing.add_argument("--compare-layers", type=int, metavar="N", help=part)
 
     args, rest = parser.parse_known_args(argv)
-    if rest and (args.command != "import" or any(text.startswith("-") for text in rest)):
+    if rest and (args.command not in ("import", "upcycle") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = rest  # as an argument, argparse would take them right behind PATH alone
     return args

@@ -62,15 +62,10 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
         CheckpointError: the logits differ by more than `TOLERANCE`, or transformers cannot open the folder.
     """
     whole = config.model.num_layers
-    model = config.model.model_copy(update={"num_layers": layers or whole, "attention": "sdpa"})
-    config = config.model_copy(update={"model": model})
-    precision = "fp64" if parameters(config) <= FP64_PARAMETERS else "fp32"
-    rows = torch.randint(model.vocab_size, (ROWS, min(LONGEST, config.max_positions)), generator=torch.Generator().manual_seed(0))
-    update = {"precision": precision, "seq_len": rows.shape[1], "compile": False, "recompute": "none"}
-    config = config.model_copy(update={"train": config.train.model_copy(update=update)})
-
+    config, rows = sample_of(config, layers)
+    precision = config.train.precision
     ours = own_logits(config, reader, stored, rows)
-    theirs, architecture = peer_logits(transformers, folder, model.num_layers, DTYPES[precision], rows)
+    theirs, architecture = peer_logits(transformers, folder, config.model.num_layers, DTYPES[precision], rows)
     if ours.shape != theirs.shape:
         raise CheckpointError(str(folder), f"logits are {tuple(theirs.shape)} of transformers, {tuple(ours.shape)} here", "the same")
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -82,14 +77,24 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
     return f"{finding} by {difference:.1e} of the largest (at most {most:g})"
 
 
+def sample_of(config: Config, layers: int | None, precision: str | None = None) -> tuple[Config, Tensor]:
+    """A model to compare, of the first `layers` blocks or all, in fp64 if it is small; and random tokens ``[batch, seq]`` for it."""
+    model = config.model.model_copy(update={"num_layers": layers or config.model.num_layers, "attention": "sdpa"})
+    config = config.model_copy(update={"model": model})
+    precision = precision or ("fp64" if parameters(config) <= FP64_PARAMETERS else "fp32")
+    rows = torch.randint(model.vocab_size, (ROWS, min(LONGEST, config.max_positions)), generator=torch.Generator().manual_seed(0))
+    update = {"precision": precision, "seq_len": rows.shape[1], "compile": False, "recompute": "none"}
+    return config.model_copy(update={"train": config.train.model_copy(update=update)}), rows
+
+
 @torch.no_grad()
-def own_logits(config: Config, reader: Reader, stored: torch.dtype, rows: Tensor) -> Tensor:
-    """Computes our model's logits ``[batch, seq, vocab]``."""
+def own_logits(config: Config, reader: Reader, stored: torch.dtype | None, rows: Tensor) -> Tensor:
+    """Computes our model's logits ``[batch, seq, vocab]``, with weights rounded to `stored` (None: as they are)."""
     stage = whole_model(config, "meta").eval()
     stage.compute_on(torch.device("cpu"))
     load_weights(reader, [stage])
     for parameter in stage.parameters():
-        parameter.copy_(parameter.to(stored))
+        parameter.copy_(parameter.to(stored or parameter.dtype))
     return stage.logits(stage.hidden(rows)).view(*rows.shape, -1)
 
 

@@ -14,17 +14,15 @@ from torch import Tensor
 from megacore.checkpoint import Layout, Reader
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
-from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
-from megacore.model.stage import whole_model
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.tools.interchange.export_tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.tools.interchange.mapped import Mapped, stored_name
 from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
-from megacore.tools.interchange.stream import save_stream
+from megacore.tools.interchange.stream import first_buffers, save_stream
 from megacore.tools.settings.load import parse_override, resolve, set_value
 
 FILE_BYTES = 4 << 30
@@ -132,14 +130,13 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         (partial / "tokenizer").mkdir()
         if not copy_tokenizer(peer.path, partial / "tokenizer"):
             (partial / "tokenizer").rmdir()
-        buffers = buffers_of([whole_model(config, "meta")])  # which no peer has: as a run begins with them
+        buffers = first_buffers(config)  # which no peer has
         layout: Layout = {f"{WEIGHTS}{tensor.name}": (dtype, tensor.shape) for tensor in mapped}
-        layout |= {f"{BUFFERS}{name}": (buffer.value.dtype, buffer.shard.global_shape) for name, buffer in buffers.items()}
+        layout |= {name: (value.dtype, tuple(value.shape)) for name, value in buffers.items()}
         origin = {"path": str(peer.path), "architecture": peer.architecture}
         state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
         joined = (tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(dtype) for tensor in mapped)  # one at a time
-        first = (torch.full_like(buffer.value, buffer.shard.fill, device="cpu") for buffer in buffers.values())
-        reader = Reader(save_stream(partial / "checkpoints", 0, layout, chain(joined, first), state, FILE_BYTES))
+        reader = Reader(save_stream(partial / "checkpoints", 0, layout, chain(joined, buffers.values()), state, FILE_BYTES))
         say(f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)")
         for tensor in mapped:
             for name, ours in tensor.split(reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))).items():

@@ -5,12 +5,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megacore.checkpoint import Layout
 from megacore.checkpoint.folder import commit, partial_of
 from megacore.checkpoint.write import write_rank
+from megacore.config import Config
+from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.shard import Shard
+from megacore.model.stage import whole_model
 
 
 def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Tensor], state: dict[str, Any], file_bytes: int) -> Path:
@@ -43,3 +47,9 @@ def pack(layout: Layout, file_bytes: int) -> list[list[str]]:
         files[-1].append(name)
         size += nbytes
     return files
+
+
+def first_buffers(config: Config) -> dict[str, Tensor]:
+    """A model's buffers as a run begins with them, by their names in a checkpoint."""
+    buffers = buffers_of([whole_model(config, "meta")])
+    return {f"{BUFFERS}{name}": torch.full_like(own.value, own.shard.fill, device="cpu") for name, own in buffers.items()}
