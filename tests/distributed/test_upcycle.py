@@ -50,7 +50,8 @@ def test_it_computes_what_the_dense_model_does(name: str, tmp_path: Path, capsys
     model, settings = VARIANTS[name]
     random_run(tmp_path / "dense", **model)
     upcycle(tmp_path / "dense", tmp_path / "mixture", settings)
-    assert "copies of each" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "copies of each" in said and "through all 2 blocks, in fp64, differ by" in said
     expected = in_fp64(tmp_path / "dense")
     assert relative(in_fp64(tmp_path / "mixture"), expected) < 1e-10
     upcycle(tmp_path / "dense", tmp_path / "loose", f"{settings} model.router_normalised=false")

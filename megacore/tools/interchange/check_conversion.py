@@ -70,8 +70,7 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
         raise CheckpointError(str(folder), f"logits are {tuple(theirs.shape)} of transformers, {tuple(ours.shape)} here", "the same")
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     most = TOLERANCE[precision]
-    blocks = f"the first {layers} of {whole}" if layers else f"all {whole}"
-    finding = f"logits of {ROWS} × {rows.shape[1]} random tokens through {blocks} blocks, in {precision}, differ from {architecture}'s"
+    finding = f"{compared(rows, layers, whole, precision)}, differ from {architecture}'s"
     if not difference <= most:  # nor NaN
         raise CheckpointError(str(folder), f"{finding} by {difference:.1e} of the largest", f"at most {most:g}; nothing was kept")
     return f"{finding} by {difference:.1e} of the largest (at most {most:g})"
@@ -85,6 +84,12 @@ def sample_of(config: Config, layers: int | None, precision: str | None = None) 
     rows = torch.randint(model.vocab_size, (ROWS, min(LONGEST, config.max_positions)), generator=torch.Generator().manual_seed(0))
     update = {"precision": precision, "seq_len": rows.shape[1], "compile": False, "recompute": "none"}
     return config.model_copy(update={"train": config.train.model_copy(update=update)}), rows
+
+
+def compared(rows: Tensor, layers: int | None, whole: int, precision: str) -> str:
+    """What is compared, for the user."""
+    blocks = f"the first {layers} of {whole}" if layers else f"all {whole}"
+    return f"logits of {rows.shape[0]} × {rows.shape[1]} random tokens through {blocks} blocks, in {precision}"
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from megacore.model.initial import initialise
 from megacore.model.stage import whole_model
 from megacore.rng import normal_runs
 from megacore.tools.checkpoint_weights import choose_weights
-from megacore.tools.interchange.check_conversion import TOLERANCE, check_layers, own_logits, sample_of
+from megacore.tools.interchange.check_conversion import TOLERANCE, check_layers, compared, own_logits, sample_of
 from megacore.tools.interchange.export_hf import config_of
 from megacore.tools.interchange.folder import CONFIG, aside, write_json
 from megacore.tools.interchange.import_model import FILE_BYTES, GENTLE
@@ -141,11 +141,12 @@ def compare(dense: Config, reader: Reader, config: Config, written: Reader, nois
     Raises:
         CheckpointError: they differ, where the copies are equal and their weights add up to 1.
     """
+    whole = dense.model.num_layers
     dense, rows = sample_of(dense, layers)
     config, _ = sample_of(config, layers, dense.train.precision)
     before, after = own_logits(dense, reader, None, rows), own_logits(config, written, None, rows)
     difference, most = float((after - before).abs().max() / before.abs().max()), TOLERANCE[dense.train.precision]
-    finding = f"logits of {rows.shape[0]} × {rows.shape[1]} random tokens, in {dense.train.precision}, differ by {difference:.1e}"
+    finding = f"{compared(rows, layers, whole, dense.train.precision)}, differ by {difference:.1e}"
     if noise or not config.model.router_normalised or config.model.router_scale != 1.0:
         return f"{finding} of the largest from the dense model's, by the noise or by weights that do not add up to 1"
     if not difference <= most:  # nor NaN
