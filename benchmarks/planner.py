@@ -141,6 +141,24 @@ def by(held: Sequence[tuple[Row, float]], key: Callable[[Row], Any]) -> dict[str
     return {str(k): errors(np.array([v for v, _ in groups[k]]), [row for _, row in groups[k]]) for k in sorted(groups)}
 
 
+def of_mixtures(mixtures: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
+    """Errors of models with experts, by model, device and whose table it is, and of one MFU that is that of the framework's other rows."""
+    found: dict[str, list[tuple[Row, float, float]]] = defaultdict(list)
+    for name in CASES:
+        own = of_framework(mixtures, name)
+        if own:
+            plain = baseline(own, of_framework(rows, name) or own)
+            for one in zip(own, steps(own, profile(name)), plain, strict=True):
+                row = one[0]
+                for key in ("all", f"{row.model} on {row.device.name}, {row.source}"):
+                    found[key].append(one)
+    return {
+        key: errors(np.array([p for _, p, _ in own]), [row for row, _, _ in own])
+        | {"baseline": errors(np.array([b for _, _, b in own]), [row for row, _, _ in own])["median"]}
+        for key, own in found.items()
+    }
+
+
 def ablation(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Median error on rows held out, whole and with each term left out, without fitting again."""
     report = {}
@@ -203,6 +221,10 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [f"| without | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     for term in ("nothing", *SWITCHES):
         lines.append(f"| {term} | {' | '.join(f'{own[term]:.1%}' for own in report['ablation'].values())} |")
+    lines += ["", "Mixtures of experts, to which nothing is fitted:", "", "| model, source | rows | median | with sign | one MFU, median |"]
+    lines += ["|---|---:|---:|---:|---:|"]
+    for name, m in report["mixtures of experts"].items():
+        lines.append(f"| {name} | {m['rows']} | {m['median']:.1%} | {m['bias']:+.1%} | {m['baseline']:.1%} |")
     lines += ["", "Rows that cannot be predicted:", ""] + [f"- {count} of {source}: {why}." for (source, why), count in report["skipped"]]
     return "\n".join(lines) + "\n"
 
@@ -212,7 +234,8 @@ def run(argv: list[str]) -> None:
     args = parse(argv)
     if args.output is not None:
         check_output("--output", f"{args.output}.json")
-    rows, skipped = read(args.data)
+    every, skipped = read(args.data)
+    rows, mixtures = ([row for row in every if (row.setting.mixture is not None) is wanted] for wanted in (False, True))
     if not any(of_framework(rows, name) for name in CASES):
         raise ConfigError("DATA.csv", f"{args.data} has no row whose step can be predicted", "the columns of docs/step_time.md")
     if args.fit:
@@ -235,6 +258,7 @@ def run(argv: list[str]) -> None:
         "memory, by size": planner_memory.by_size(rows),
         "ablation": ablation(rows),
         "worst": worst(rows),
+        "mixtures of experts": of_mixtures(mixtures, rows),
         "skipped": list(counts.items()),
     }
     if args.weak_scaling is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_of, read_cluster, read_device
-from megacore.tools.planner.workload import Setting
+from megacore.tools.planner.workload import Mixture, Setting
 
 DEVICES = {
     "A100-80GB": "a100", "A100-40GB": "a100 40gb", "H100-80GB": "h100", "H100-96GB-HBM2e-500W": "h100 96gb hbm2e", "H200-141GB": "h200",
@@ -28,6 +28,8 @@ PROFILES = (
     ("Megatron-Bridge", "nemo"), ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("fms-fsdp", "fms-fsdp"), ("MaxText", "jax"),
     ("PaxML", "jax"),
 )  # fmt: skip
+# Of mixtures whose model says what a row does not: experts that all tokens go through, and the part of blocks that have experts.
+MIXTURES = {"llama4-maverick": (1, 0.5)}
 # The largest whole number that a cell may hold, of columns whose parts are counted one by one; of all others.
 MOST = {"layers": 2**14, "pp": 2**10, "vp": 2**10}
 MOST_ELSE = 2**24
@@ -102,9 +104,7 @@ def _row(r: dict[str, str]) -> Row | Skipped:
             raise ValueError(f"{name} is {r[name]}, and not a number above 0")
         return value
 
-    if number("experts", 0):
-        return Skipped(source, "a mixture of experts, which megacore does not train")
-    if r["arch"] != "dense":
+    if r["arch"] not in ("dense", "moe"):
         return Skipped(source, f"{r['arch']} is no architecture of this model")
     for name in ("hidden", "layers", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp"):
         if not r[name]:
@@ -158,10 +158,20 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         zero=zero,
         gradient_bytes=2 if "pure" in precision or zero == 3 or profile == "nemo" else 4,
     )
+    if experts := number("experts", 0):
+        if not r["topk"] or not r["moe_ffn"]:
+            return Skipped(source, "of its experts a size is not stated")
+        shared, share = next((known for name, known in MIXTURES.items() if r["model"].startswith(name)), (0, 1.0))
+        chosen, ffn, parts = number("topk"), number("moe_ffn"), number("etp", tensor)
+        mixture = Mixture(experts, chosen, ffn, shared * ffn, share, number("ep"), parts, copies=False)
+        if experts % mixture.ranks or setting.data * setting.context * tensor % (mixture.ranks * parts):
+            return Skipped(source, f"ep {mixture.ranks} × etp {parts} do not divide experts and ranks")
+        setting = replace(setting, mixture=mixture)
     if stated := amount(
         "params_b"
     ):  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
-        blocks = setting.layers * replace(setting, tensor=1).block_parameters
+        whole = None if setting.mixture is None else replace(setting.mixture, ranks=1, parts=1)
+        blocks = setting.layers * replace(setting, tensor=1, mixture=whole).block_parameters
         vocabulary = setting.vocab * setting.hidden
         setting = replace(setting, tied=abs(blocks + vocabulary - 1e9 * stated) < abs(blocks + 2 * vocabulary - 1e9 * stated))
     return Row(

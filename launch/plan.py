@@ -37,6 +37,7 @@ from megacore.tools.planner.own_layout import fit_text, step_report
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.plot import check_plot
 from megacore.tools.planner.profile import profile
+from megacore.tools.planner.routing import read_routing
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
 from megacore.tools.planner.workload import refuse_experts
 from megacore.tools.schedules.plan_file import write_plan
@@ -78,6 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule, or what --search found")
     parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
     parser.add_argument("--search", action="store_true", help="finds the fastest layouts on --world devices that fit")
+    parser.add_argument("--routing", metavar="METRICS.jsonl", help="of a run, whose loads decide the busiest rank of experts")
     parser.add_argument("--memory-gib", type=float, metavar="N", help="of a device: what must fit; default: what --device has")
     parser.add_argument(
         "--tokens", type=float, metavar="N", help="of the run, whose days, energy and failures are predicted; default: train.steps"
@@ -285,9 +287,10 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.search:
         return search(args)
-    for name in ("tokens", "price"):
+    for name in ("tokens", "price", "routing"):
         if getattr(args, name) is not None and None in (args.device, args.cluster):
-            raise ConfigError(f"--{name}", "days and money follow from a predicted step", "also --device and --cluster")
+            what = "a load decides how long a step takes" if name == "routing" else "days and money follow from a predicted step"
+            raise ConfigError(f"--{name}", what, "also --device and --cluster")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
@@ -319,7 +322,8 @@ def run(argv: list[str]) -> int:
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
     predicted = ""
     if device is not None and cluster is not None:
-        predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price)
+        routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
+        predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price, routing)
     if args.write is not None:
         write_plan("--write", args.write, plan_of(config))
         print(f"plan written in {args.write}")
@@ -371,7 +375,7 @@ def search(args: argparse.Namespace) -> int:
     warn_of_links(device, cluster)
     smallest_world(args.config, args.overrides)  # what is set aside must be values all the same
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
-    alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
+    alone += ["parallel.expert=1", "parallel.expert_tensor=null", "parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
     if config.model.source is not None:
         check_source(config, args)
@@ -380,7 +384,8 @@ def search(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot("--plot", args.plot)
     command = " ".join((args.config, *map(shlex.quote, args.overrides)))
-    found, limit = report(config, command, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price)
+    routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
+    found, limit = report(config, command, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price, routing)
     if args.plot is not None:
         from megacore.tools.planner.search_plot import draw_search
 

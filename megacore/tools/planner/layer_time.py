@@ -6,6 +6,7 @@ from megacore.distributed.axes import AXES
 from megacore.pipeline.schedule import Op
 from megacore.tools.choices.context_method import BACKWARD_ATTENTION, exposed
 from megacore.tools.choices.layer_cost import LayerCost, Work
+from megacore.tools.planner.mixture_time import mixture_times, without_mixture
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.workload import Setting
 
@@ -40,7 +41,15 @@ def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
-    """One block's microbatch on a rank."""
+    """One block's microbatch on a rank; with experts in some blocks, their mean."""
+    if s.mixture is None:
+        return plain_work(s, machine)
+    mixed = plain_work(without_mixture(s, s.mixture.shared), machine) + MicrobatchTime(*mixture_times(s, machine))
+    return mixed * s.mixture.share + plain_work(without_mixture(s, s.ffn), machine) * (1 - s.mixture.share)
+
+
+def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
+    """A block with a plain feed-forward layer."""
     p, t, e, rows = machine.profile, s.tensor, s.element, s.tokens
     a, k, f = s.attention_size, s.kv_size, s.ffn
     # (inner, columns)

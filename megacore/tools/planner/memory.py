@@ -22,14 +22,14 @@ step, the whole gradients of the two parameters in which its part begins and end
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from megacore.config.implied import reshards
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.schema import Config
-from megacore.distributed.axes import AXES, Axis
+from megacore.distributed.axes import AXES, Axis, ranks_along
 from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of, shared_parameters
 from megacore.tools.choices.partition import partitioned
@@ -111,6 +111,7 @@ def communicators_of(config: Config) -> list[int]:
     shards, tokens = config.shard_size if config.engine.kind == "fsdp" else config.token_ranks, [axis for axis in AXES if axis.tokens]
     groups |= {along(*tokens)} if shards in (1, config.token_ranks) else {frozenset({"shard"}), frozenset({"replicate"})}
     groups |= {along(*(axis for axis in AXES if not axis.tokens))} if config.engine.kind == "deepspeed" else set()
+    of_experts = _of_experts(config, groups)
     placement = placement_of(partitioned(config))
     place = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     holders = [{place[stage] for stage in stages} for stages in shared_parameters(partitioned(config)).values()]
@@ -120,8 +121,17 @@ def communicators_of(config: Config) -> list[int]:
         sharing = [ranks for ranks in holders if rank in ranks and len(ranks) > 1]
         own = groups | {pipeline if len(ranks) == len(placement) else frozenset(map(str, ranks)) for ranks in sharing}
         neighbours = {place[stage + step] for stage in stages for step in (-1, 1) if stage + step in place} - {rank}
-        counts.append(len(own - {frozenset()}) + levels + 2 * len(neighbours))
+        counts.append(len(own - {frozenset()}) + of_experts + levels + 2 * len(neighbours))
     return counts
+
+
+def _of_experts(config: Config, groups: Collection[frozenset[str]]) -> int:
+    """How many communicators a rank has for experts besides those of these groups: groups of the same ranks share one."""
+    if config.model.num_experts is None:
+        return 0
+    known = {ranks_along(group, 0, config.sizes) for group in groups}
+    found = {ranks_along(product, 0, config.expert_sizes) for product in (("edp",), ("ep",), ("etp",), ("ep", "etp"))}
+    return len({ranks for ranks in (*found, ranks_along(("cp", "tp"), 0, config.sizes)) if len(ranks) > 1} - known)
 
 
 def besides(memory: RankMemory, communicators: Sequence[int]) -> Besides:

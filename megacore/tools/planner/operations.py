@@ -39,21 +39,21 @@ class Machine:
         share = own.get(precision, own.get("any", 0.75)) * own.get(self.device.name, 1.0)
         return self.device.peak_flops[precision] * share
 
-    def product(self, rows: float, inner: float, columns: float, precision: str) -> float:
-        """Seconds of [rows, inner] × [inner, columns]."""
+    def product(self, rows: float, inner: float, columns: float, precision: str, count: float = 1) -> float:
+        """Seconds of `count` products [rows, inner] × [inner, columns] at once."""
         if min(rows, inner, columns) <= 0:
             return 0.0
         rate, units = self.rate(precision), self.device.multiprocessors
         if units is None:
-            return 2 * rows * inner * columns / rate
+            return 2 * count * rows * inner * columns / rate
         best = math.inf
         for height, width, share in TILES:
-            tiles = math.ceil(rows / height) * math.ceil(columns / width)
+            tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
             waves = tiles / units
             waves += 0.5 * (math.ceil(waves) - waves)  # half: kernels split the inner dim to fill the last wave
             best = min(best, waves * units * height * width / share)
         seconds = 2 * best * (inner + START) / rate
-        moved = (rows * inner + inner * columns + rows * columns) * (1 if precision in ("fp8", "nvfp4") else 2)
+        moved = count * (rows * inner + inner * columns + rows * columns) * (1 if precision in ("fp8", "nvfp4") else 2)
         return max(seconds, self.pass_over(moved))
 
     def attention(self, queries: float, keys: float, size: float, precision: str, *, causal: bool = True) -> float:

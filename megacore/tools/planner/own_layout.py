@@ -15,10 +15,11 @@ from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import fullest_rank, largest_part
 from megacore.tools.planner.profile import Profile, profile, unexplained
+from megacore.tools.planner.routing import Routing
 from megacore.tools.planner.run_cost import cost_lines
 from megacore.tools.planner.search import Candidate, replace_config
 from megacore.tools.planner.step_time import predict
-from megacore.tools.planner.workload import setting_of
+from megacore.tools.planner.workload import routed, setting_of
 from megacore.tools.settings.ds_config import check_ds_config
 from megacore.tools.settings.validation import check, unexchanged
 
@@ -82,20 +83,29 @@ def changes(config: Config) -> Iterator[Change]:
 
 
 def step_report(
-    config: Config, device: DeviceSpec, cluster: Cluster, run_folder: str | None, tokens: float | None, price: float | None
+    config: Config,
+    device: DeviceSpec,
+    cluster: Cluster,
+    run_folder: str | None,
+    tokens: float | None,
+    price: float | None,
+    routing: Routing | None = None,
 ) -> str:
     """The predicted step and its terms, and what the whole run costs, as lines. Raises `ConfigError`."""
     constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
     if run_folder is not None:
         constants, ran, seconds = calibrate(constants, run_folder, device, cluster)
         source = f"calibrated by {seconds:.4g} s a step of {run_folder}, {ran.world} ranks and {ran.global_batch} sequences"
-    setting = setting_of(config)
+    setting = routed(setting_of(config), routing)
     found = predict(setting, device, cluster, constants)
     speed = setting.global_batch * setting.seq / found.step
     lines = [f"\npredicted     {found.step:.4g} s a step, {speed:,.0f} tokens/s on {device.name} over {cluster.name}; {source}"]
     for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
+    if setting.mixture is not None:
+        load = "balanced" if routing is None else f"{setting.mixture.busiest:.2f} times the mean on the busiest rank, as that run logged"
+        lines.append(f"experts' load {load}")
     lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants, cluster)]
     train = config.train
     tokens = train.samples_through(train.steps) * train.seq_len if tokens is None else tokens

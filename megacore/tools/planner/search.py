@@ -8,6 +8,8 @@ Nothing is sampled: all combinations that divide are counted.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from math import prod
 from typing import Any
 
 from megacore.config.parallel import CHUNKS
@@ -24,8 +26,9 @@ from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.memory import RankMemory, fullest_rank, optimizer_bytes, rank_memory
 from megacore.tools.planner.parameters import held_by, rank_parameters
 from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.routing import Routing
 from megacore.tools.planner.step_time import Prediction, Predictor
-from megacore.tools.planner.workload import setting_of
+from megacore.tools.planner.workload import Setting, routed, setting_of
 from megacore.tools.settings.derive import BUCKET_MIB, PART_MIB
 from megacore.tools.settings.ds_config import check_ds_config
 from megacore.tools.settings.validation import check
@@ -40,6 +43,7 @@ HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 l
 SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
 
 KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
+OF_EXPERTS = ("expert", "expert_tensor")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Candidate:
         """The settings that make this layout of any config with the same model and batch."""
         train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
         found = {f"parallel.{key}": getattr(parallel, key) for key in KEYS if parallel.context > 1 or key != "context_method"}
+        found |= {f"parallel.{key}": getattr(parallel, key) for key in OF_EXPERTS if self.config.model.num_experts is not None}
         found |= {"train.micro_batch_size": train.micro_batch_size, "train.recompute": train.recompute}
         found |= {"train.offload_activations": train.offload_activations, "engine.kind": engine.kind}
         found |= {"engine.shard_optimizer": engine.shard_optimizer}
@@ -110,7 +115,9 @@ class Candidate:
         recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
         offload = ", offload" if train.offload_activations else ""
         context = f" × context {parallel.context} ({context_method_of(self.config)})" if parallel.context > 1 else ""
-        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}"
+        sizes = self.config.expert_sizes
+        experts = f", expert {sizes['ep']} × expert_tensor {sizes['etp']}" if self.config.model.num_experts is not None else ""
+        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}{experts}"
         return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
 
 
@@ -125,10 +132,21 @@ class Found:
     least: Candidate | None = None  # what needs least, if nothing fits
 
 
-def search(config: Config, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:
-    """Every layout of `config`'s model and global batch on `world` devices, predicted."""
-    peak = world * device.peak_flops[config.train.precision]
-    predict = Predictor(device, cluster, profile)
+def search(
+    config: Config,
+    world: int,
+    device: DeviceSpec,
+    cluster: Cluster,
+    profile: Profile,
+    memory_gib: float,
+    routing: Routing | None = None,
+) -> Found:
+    """Every layout of `config`'s model and global batch on `world` devices, predicted; of experts with a load that was logged."""
+    peak, predictor = world * device.peak_flops[config.train.precision], Predictor(device, cluster, profile)
+
+    def predict(setting: Setting) -> Prediction:
+        return predictor(routed(setting, routing))
+
     every = [Candidate(layout, predict(setting_of(layout)), peak) for layout in map(partitioned, layouts(config, world, cluster))]
     found = fitting(every, memory_gib)
     if found.fit:
@@ -193,8 +211,10 @@ def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
             for context, method in contexts(config, world // tensor // pipeline):
                 data = world // tensor // pipeline // context
                 sequence = tensor > 1 and train.seq_len // context % tensor == 0
-                for schedule, chunks in schedules(pipeline, model.num_layers):
-                    parallel = dict(zip(KEYS, (tensor, pipeline, context, method, data, sequence, schedule, chunks), strict=True))
+                axes = tensor, pipeline, context, method, data, sequence
+                every = product(schedules(pipeline, model.num_layers), expert_ranks(config, tensor, context * data))
+                for (schedule, chunks), experts in every:
+                    parallel = dict(zip(KEYS, (*axes, schedule, chunks), strict=True)) | experts
                     for micro in MICROBATCHES:
                         if train.global_batch_size % (micro * data):
                             continue
@@ -241,6 +261,14 @@ def contexts(config: Config, ranks: int) -> Iterator[tuple[int, str]]:
         if config.train.seq_len // context < SHORTEST_PART:
             return
         yield from ((context, method) for method in (METHODS if own == "auto" else (own,)))
+
+
+def expert_ranks(config: Config, tensor: int, token_ranks: int) -> list[dict[str, Any]]:
+    """How many ranks may divide the experts, and one expert: as many as attention's tensor ranks, or none."""
+    if config.model.num_experts is None:
+        return [{}]
+    sizes = product(divisors(config.model.num_experts), sorted({1, tensor}))
+    return [dict(zip(OF_EXPERTS, pair, strict=True)) for pair in sizes if token_ranks * tensor % prod(pair) == 0]
 
 
 def engines(token_ranks: int) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import CONTEXT, largest_part, optimizer_bytes
 from megacore.tools.planner.parameters import parameters
 from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.routing import Routing
 from megacore.tools.planner.run_cost import cost_lines
 from megacore.tools.planner.search import Candidate, Found, lost, search
 
@@ -20,7 +21,7 @@ MOST_DEVICES = 2**20
 
 def report(
     config: Config, command: str, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float | None,
-    tokens: float | None, price: float | None,
+    tokens: float | None, price: float | None, routing: Routing | None = None,
 ) -> tuple[Found, float]:  # fmt: skip
     """Searches, and prints what it finds, behind `command`: the config's path and overrides. Returns it with the GiB of a device.
     Raises `ConfigError` if nothing fits."""
@@ -32,7 +33,7 @@ def report(
     if config.train.precision not in device.peak_flops:
         wrong = f"the {config.train.precision} peak of {device.name} is not known"
         raise ConfigError("--device", wrong, f"train.precision one of {', '.join(device.peak_flops)}")
-    found = search(config, world, device, cluster, profile, limit)
+    found = search(config, world, device, cluster, profile, limit, routing)
     if not found.fit:
         batch = config.train.global_batch_size
         if not found.counted:

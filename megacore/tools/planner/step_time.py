@@ -5,7 +5,7 @@ The slowest stage of the pipeline sets the pace. Its time for a microbatch, forw
 - products: each by its shape and precision (`operations.Machine.product`);
 - attention: fused, by its operations; otherwise also by its scores' passes through memory;
 - passes: what norms, activations, residuals, gradient sums and the loss read from and write to memory;
-- tensor and context collectives, as far as nothing hides them;
+- tensor and context collectives, and exchanges of experts' rows, as far as nothing hides them;
 - or the host's, if it needs longer to start the work than the device to do it.
 
 The step has as many of these as microbatches, and then
@@ -105,10 +105,12 @@ class Predictor:
         totals = [seconds[own] for own in held]
         slowest = max(range(s.pipeline), key=totals.__getitem__)
         m, work = s.microbatches, works[held[slowest]]
-        terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context")}
+        named = ("products", "attention", "passes", "tensor", "context", *(("experts",) if s.mixture else ()))
+        terms = {name: m * work.term(name) for name in named}
         terms["launch"] = m * totals[slowest] - sum(terms.values())
         terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
-        gather, reduce = _data(s, machine, parameters)
+        sums = _sums(s, parameters, list(works))
+        gather, reduce = (sum(seconds) for seconds in zip(*(_data(s, machine, *own) for own in sums), strict=True))
         forward, backward = times[held[slowest]]
         # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
         rounds = 1.0 if s.schedule in V_SHAPED else ((s.chunks - 1) * min(s.pipeline, m) + 1) / s.chunks
@@ -118,8 +120,8 @@ class Predictor:
             terms["data"] = m * (max(0.0, gather - hidden_gather) + max(0.0, gather + reduce - hidden_reduce))
         else:
             terms["data"] = max(0.0, gather - hidden_gather) + max(0.0, reduce - hidden_reduce)
-        divided = (s.shard_size or s.data * s.context) if s.zero else 1
-        terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * parameters / divided) + _matrices(s, machine)
+        state = sum(own / (min(s.shard_size or size, size) if s.zero else 1) for own, size, _ in sums)
+        terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * state) + _matrices(s, machine)
         terms["host"] = profile.step_host
         terms["stragglers"] = profile.jitter * math.sqrt(2 * math.log(s.world)) * sum(terms.values())
         return Prediction(terms)
@@ -159,9 +161,18 @@ def _rank_parameters(s: Setting, held: Sequence[tuple[int, int, int]]) -> list[f
     return [s.block_parameters * blocks + n * s.vocabulary_parameters for (blocks, _, _), n in zip(held, ends, strict=True)]
 
 
-def _data(s: Setting, machine: Machine, parameters: float) -> tuple[float, float]:
-    """Seconds to gather the fullest rank's parameters over the data ranks, and to sum its gradients."""
-    size, stride = s.data * s.context, s.tensor
+def _sums(s: Setting, parameters: float, held: Sequence[Any]) -> list[tuple[float, int, int]]:
+    """The fullest rank's parameters by whom gradients are summed with: how many, over how many ranks that are so far apart."""
+    size = s.data * s.context
+    if s.mixture is None:
+        return [(parameters, size, s.tensor)]
+    of_experts = max(blocks for blocks, _, _ in held) * s.mixture.share * s.expert_parameters
+    apart = s.mixture.ranks * s.mixture.parts
+    return [(parameters - of_experts, size, s.tensor), (of_experts, size * s.tensor // apart, apart)]
+
+
+def _data(s: Setting, machine: Machine, parameters: float, size: int, stride: int) -> tuple[float, float]:
+    """Seconds to gather the fullest rank's parameters over ranks with other tokens, and to sum its gradients."""
     if size == 1:
         return 0.0, 0.0
     gradients, weights = parameters * s.gradient_bytes, parameters * s.element

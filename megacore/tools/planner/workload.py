@@ -3,7 +3,7 @@
 A `Setting` can be made from a config (`setting_of`) or from a row of a public table, so that both are predicted by the same code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megacore.config.implied import attention_of, compiles, reshards
@@ -19,6 +19,7 @@ from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.planner.operations import ACTIVATION_BYTES
 from megacore.tools.planner.parameters import rank_parameters
+from megacore.tools.planner.routing import Routing
 from megacore.tools.planner.traffic import Transfer
 from megacore.tools.settings.ds_settings import ds_settings
 
@@ -29,6 +30,21 @@ class OwnRank:
 
     layers: tuple[tuple[LayerCost, int], ...]  # in runs of equal ones
     parameters: int
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model, and the ranks that divide them."""
+
+    experts: int
+    chosen: int  # of a token
+    ffn: int  # features of one
+    shared: int = 0  # features of those that all tokens go through
+    share: float = 1.0  # of the blocks, those with experts
+    ranks: int = 1  # that hold other experts (ep)
+    parts: int = 1  # ranks that hold parts of the same (etp)
+    copies: bool = True  # each rank with a part is sent the rows; else one of them is, and they gather
+    busiest: float = 1.0  # rows of the rank that has most, as a part of the mean
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ class Setting:
     # Of a model of the user's own, what was measured of each rank's layers, and the bytes of the largest message between stages.
     own: tuple[OwnRank, ...] = ()
     own_message: int = 0
+    mixture: Mixture | None = None  # of some blocks in place of the feed-forward layer
     # Of whole matrices that an optimizer updates: the operations of the rank that has most, and what it sends and receives.
     matrix_operations: float = 0.0
     matrix_transfers: tuple[Transfer, ...] = ()
@@ -113,10 +130,29 @@ class Setting:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
+    def active_weights(self) -> float:
+        """Parameters of feed-forward layers that a token goes through, the mean of blocks."""
+        if self.mixture is None:
+            return self.ffn_weights
+        m = self.mixture
+        active = (3 if self.gated else 2) * self.hidden * (m.chosen * m.ffn + m.shared)
+        return self.ffn_weights + m.share * (active - self.ffn_weights)
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of the experts of a block that has some, on a rank."""
+        m = self.mixture
+        return 0.0 if m is None else (3 if self.gated else 2) * self.hidden * m.ffn * m.experts / (m.ranks * m.parts)
+
+    @property
     def block_parameters(self) -> float:
-        """Parameters of one block on a rank: matrices only."""
-        attention = self.hidden * (2 * self.attention_size + 2 * self.kv_size) / self.tensor
-        return attention + self.ffn_weights / self.tensor
+        """Parameters of one block on a rank: matrices only; the mean of blocks."""
+        attention, dense = self.hidden * (2 * self.attention_size + 2 * self.kv_size), float(self.ffn_weights)
+        if (m := self.mixture) is None:
+            return attention / self.tensor + dense / self.tensor
+        shared = (3 if self.gated else 2) * self.hidden * m.shared
+        replaced = m.share * (self.expert_parameters + self.hidden * m.experts)
+        return (attention + dense + m.share * (shared - dense)) / self.tensor + replaced
 
     @property
     def vocabulary_parameters(self) -> float:
@@ -149,7 +185,7 @@ def matrices_of(config: Config) -> dict[str, Any]:
 
 
 def setting_of(config: Config) -> Setting:
-    """The setting of a resolved config. Raises `ConfigError` if it has experts."""
+    """The setting of a resolved config, whose experts have a balanced load. Raises `ConfigError` for those of a user's own model."""
     refuse_experts(config)
     config = partitioned(config)
     own = config.model.source is not None
@@ -186,15 +222,33 @@ def setting_of(config: Config) -> Setting:
         gradient_bytes=gradient_bytes(config),
         own=own_ranks(config) if own else (),
         own_message=largest_message(config) if own else 0,
+        mixture=mixture_of(config),
         **matrices_of(config),
     )
 
 
 def refuse_experts(config: Config) -> None:
-    """Raises `ConfigError` for what is not predicted of a model with experts: a step's time."""
-    if config.model.num_experts is not None:
-        wrong = "how long a step with experts takes is not predicted"
-        raise ConfigError("model.num_experts", wrong, "launch/plan.py without --search or --device with --cluster, or null")
+    """Raises `ConfigError` for what is not predicted of a user's own model with experts: a step's time."""
+    if config.model.num_experts is not None and config.model.source is not None:
+        wrong = "how long a step with experts takes is not predicted of a model of your own"
+        raise ConfigError("model.source", wrong, "launch/plan.py without --search or --device with --cluster, or null")
+
+
+def mixture_of(config: Config) -> Mixture | None:
+    """The experts of a config's model."""
+    model, sizes = config.model, config.expert_sizes
+    if model.num_experts is None:
+        return None
+    ffn, share = resolved(model.expert_ffn_size), sum(map(model.has_experts, range(model.num_layers))) / model.num_layers
+    chosen, shared = model.experts_per_token, model.shared_experts * ffn
+    return Mixture(model.num_experts, chosen, ffn, shared, share, sizes["ep"], sizes["etp"])
+
+
+def routed(s: Setting, routing: Routing | None) -> Setting:
+    """The same with the load that a run logged."""
+    if s.mixture is None or routing is None:
+        return s
+    return replace(s, mixture=replace(s.mixture, busiest=routing.busiest(s.mixture.ranks)))
 
 
 def gradient_bytes(config: Config) -> float:

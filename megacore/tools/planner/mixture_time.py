@@ -1,0 +1,56 @@
+"""What a mixture of experts takes of a block's microbatch on the rank whose experts have most rows: products of groups of rows, passes
+through memory, and exchanges with the other ranks that hold experts."""
+
+from dataclasses import replace
+
+from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.workload import Setting
+
+
+def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
+    """Forward and backward of router and experts, without those that all tokens share: these are a feed-forward layer."""
+    m, p, e = s.mixture, machine.profile, s.element
+    assert m is not None
+    own = s.tokens / s.tensor  # tensor ranks divide the tokens before they send them
+    sent, held = own * m.chosen, m.experts / m.ranks
+    rows, size, features = sent * m.parts * m.busiest, m.ranks * m.parts, m.ffn / m.parts
+    shapes = (s.hidden, (2 if s.gated else 1) * features), (features, s.hidden)  # (inner, columns)
+    routing = machine.product(own, s.hidden, m.experts, s.precision)
+    forward_products = sum(machine.product(rows / held, i, c, s.precision, held) for i, c in shapes)
+    backward_products = sum(
+        machine.product(rows / held, c, i, s.precision, held) + machine.product(i, rows / held, c, s.precision, held) for i, c in shapes
+    )
+    width = features * (3 if s.gated else 2)
+    arranged = 4 * rows * s.hidden if size > 1 else 0.0  # what comes is sorted by expert, and back
+    moved = p.passes * (p.compiled_passes if s.compiled else 1.0) * e * ((own + 2 * sent) * s.hidden + arranged + rows * width)
+    one = machine.links.exchange(e * rows * s.hidden, size)
+    if not m.copies:
+        between = machine.links.exchange(e * rows / m.parts * s.hidden, m.ranks, m.parts)
+        one = between + machine.collective(1.0, e * rows * s.hidden, m.parts)
+    counts = machine.links.exchange(8.0 * m.experts * m.parts, size)
+    beside = shared_seconds(s, machine) if machine.device.overlaps else 0.0  # rows travel while the shared experts compute
+    forward = {"products": routing + forward_products, "passes": machine.pass_over(moved)}
+    backward = {
+        "products": 2 * routing + backward_products,
+        "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.expert_parameters),
+    }
+    forward["experts"], backward["experts"] = counts + one + max(0.0, one - beside), 2 * one
+    if size > 1:
+        forward["host"], backward["host"] = 3 * p.call_host, 2 * p.call_host
+    if s.recompute in ("full", "half"):
+        again = 1.0 if s.recompute == "full" else 0.5
+        backward = {name: seconds + again * forward.get(name, 0.0) for name, seconds in backward.items()}
+    return forward, backward
+
+
+def shared_seconds(s: Setting, machine: Machine) -> float:
+    """The forward of the experts that all tokens share."""
+    assert s.mixture is not None
+    features = s.mixture.shared / s.tensor
+    up = machine.product(s.tokens, s.hidden, (2 if s.gated else 1) * features, s.precision)
+    return up + machine.product(s.tokens, features, s.hidden, s.precision)
+
+
+def without_mixture(s: Setting, ffn: int) -> Setting:
+    """The same with a plain feed-forward layer in every block."""
+    return replace(s, ffn=ffn, mixture=None)

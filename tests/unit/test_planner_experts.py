@@ -1,0 +1,143 @@
+"""The planned step of a mixture of experts: what ranks with experts wait for each other, whose rows are most, and the search over them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_rows import read
+from launch import plan as script
+from megacore.errors import ConfigError
+from megacore.tools.choices.meta_watch import MetaWatch
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.dry_run.fake import as_on_its_device, playing
+from megacore.tools.planner.devices import read_cluster, read_device
+from megacore.tools.planner.memory import communicators_of, rank_memory
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.routing import read_routing
+from megacore.tools.planner.search import search
+from megacore.tools.planner.step_time import Prediction, predict
+from megacore.tools.planner.workload import Mixture, Setting, routed, setting_of
+from megacore.tools.settings.load import load
+from tests.training import write_config
+
+LARGE = Setting(layers=8, hidden=4096, ffn=8192, heads=32, kv_heads=8, head_size=128, vocab=32000, seq=4096, gated=True, data=16, zero=1,
+                global_batch=64, mixture=Mixture(64, 4, 2048, ranks=8))  # fmt: skip
+MODEL = {"num_experts": 8, "expert_ffn_size": 64, "shared_experts": 1, "first_dense": 1, "bias": False, "activation": "swiglu",
+         "num_layers": 2, "hidden_size": 64, "num_heads": 4}  # fmt: skip
+
+
+def step(setting: Setting, **mixture: float) -> Prediction:
+    """On two machines of eight H100."""
+    assert setting.mixture is not None
+    changed = replace(setting, mixture=replace(setting.mixture, **mixture))  # type: ignore[arg-type]
+    return predict(changed, read_device("h100"), read_cluster("dgx_h100"), profile("megacore"))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write_config(tmp_path, "unused", model=MODEL, train={"precision": "bf16", "global_batch_size": 16})
+
+
+def test_an_exchange_between_machines_is_dearer_than_within(path: str) -> None:
+    """As a ring's gather it cost hardly more: each link would carry what here one port carries alone."""
+    alone, within, between = (step(LARGE, ranks=ranks).terms["experts"] for ranks in (1, 8, 16))
+    assert alone == 0 and between > 2 * within > 0
+
+
+def test_shared_experts_hide_what_travels_meanwhile() -> None:
+    """The rows' way there, in forward; nothing else runs while they come back."""
+    alone, beside, long = (step(LARGE, ranks=8, shared=features).terms["experts"] for features in (0, 128, 2**16))
+    assert long < beside < alone
+    assert long == pytest.approx(step(LARGE, ranks=8, shared=2**20).terms["experts"]) and long > alone / 2
+
+
+def test_the_busiest_rank_decides() -> None:
+    """All ranks wait for it in every block: its rows are multiplied, moved and received."""
+    balanced, uneven = step(LARGE), step(LARGE, busiest=2.0)
+    for term in ("products", "passes", "experts"):
+        assert uneven.terms[term] > 1.1 * balanced.terms[term], term
+    assert uneven.terms["attention"] == balanced.terms["attention"]
+
+
+def test_small_groups_share_the_device() -> None:
+    """Products of experts run at once: one by one, 64 small ones would leave most of the device idle."""
+    many = replace(LARGE, mixture=Mixture(256, 4, 512, ranks=1))
+    few = replace(LARGE, mixture=Mixture(8, 4, 512, ranks=1))
+    assert step(many).terms["products"] < 2 * step(few).terms["products"]
+
+
+def logged(folder: Path, loads: list[float]) -> str:
+    """A run's records, of which the first half is of a router that knew nothing."""
+    early, late = ({f"expert_load/blocks.1.{i}": load for i, load in enumerate(own)} for own in ([8.0] + [0.0] * 7, loads))
+    found = folder / "metrics.jsonl"
+    found.write_text("".join(json.dumps({"step": n, **own}) + "\n" for n, own in enumerate((early, late), 1)))
+    return str(found)
+
+
+def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neighbours are on one rank: a busy expert beside an idle one costs nothing."""
+    metrics = logged(tmp_path, [2.0, 0.0, 1, 1, 1.5, 1.5, 0.5, 0.5])
+    routing = read_routing(metrics, 8)
+    assert [routing.busiest(ranks) for ranks in (1, 2, 4, 8)] == [1.0, 1.0, 1.5, 2.0]
+    setting = setting_of(partitioned(load(path, ["parallel.expert=4"], 4).config))
+    assert setting.mixture == Mixture(8, 2, 64, 64, 0.5, ranks=4)
+    found = routed(setting, routing).mixture
+    assert found is not None and found.busiest == 1.5
+    command = ["--config", path, "--world", "4", "--device", "h100", "--cluster", "dgx_h100", "parallel.expert=4"]
+    assert script.run([*command, "--routing", metrics]) == 0
+    assert "1.50 times the mean on the busiest rank" in capsys.readouterr().out
+    (tmp_path / "dense.jsonl").write_text('{"step": 1}\n')
+    for wrong, experts, said in ((metrics, 16, "loads of 8 experts"), (f"{tmp_path}/dense.jsonl", 8, "no load"), ("no", 8, "cannot read")):
+        with pytest.raises(ConfigError, match=f"--routing: .*{said}"):
+            read_routing(wrong, experts)
+
+
+def test_the_search_divides_experts(path: str) -> None:
+    """A tenth of a billion weights of experts: whole on a device, with their state, they do not fit; and a run takes what is found."""
+    wide = ["model.expert_ffn_size=65536", "model.ffn_size=64", "model.shared_experts=0", "train.global_batch_size=2"]
+    config = load(path, wide, 1).config
+    found = search(config, 2, read_device("h100"), read_cluster("dgx_h100"), profile("megacore"), 1.3)
+    plain = [c for c in found.fit if c.config.engine.kind == "native" and not c.config.engine.shard_optimizer]
+    assert plain and all(c.config.expert_sizes["ep"] * c.config.expert_sizes["etp"] == 2 for c in plain)
+    assert {(c.config.parallel.expert, c.config.parallel.expert_tensor) for c in plain} == {(1, 2), (2, 1)}
+    best = plain[0]
+    assert rank_memory(partitioned(load(path, [*wide, *best.overrides()], 2).config)) == rank_memory(best.config)
+
+
+ROW = {
+    "source_id": "made up", "framework": "Megatron-Bridge", "hardware": "H100-80GB", "interconnect": "", "n_gpus": "16", "model": "x",
+    "arch": "moe", "mlp": "swiglu", "params_b": "", "layers": "4", "hidden": "2048", "ffn": "6144", "heads": "32", "kv_heads": "4",
+    "seq": "4096", "vocab": "1000", "experts": "128", "topk": "8", "moe_ffn": "768", "tp": "2", "pp": "1", "vp": "", "cp": "", "ep": "8",
+    "etp": "", "dp": "8", "zero": "1", "sp": "", "mbs": "1", "gbs": "16", "precision": "bf16", "recompute": "", "schedule": "",
+    "step_time_s": "1", "mem_gib": "", "status": "ok", "note": "", "engine": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        ({}, Mixture(128, 8, 768, ranks=8, parts=2, copies=False)),
+        ({"etp": "1", "model": "llama4-maverick-400b"}, Mixture(128, 8, 768, 768, 0.5, ranks=8, parts=1, copies=False)),
+        ({"ep": "16"}, None),  # with two parts each, 32 ranks
+        ({"topk": ""}, None),
+        ({"arch": "moe-mla"}, None),
+    ],
+)
+def test_rows_of_mixtures_are_read(cells: dict[str, str], found: Mixture | None, tmp_path: Path) -> None:
+    """Experts are divided as attention is, unless the row says otherwise; what cannot be is left out with its reason."""
+    row = ROW | cells
+    (tmp_path / "rows.csv").write_text("\n".join((",".join(row), ",".join(row.values()))) + "\n")
+    rows, skipped = read(tmp_path / "rows.csv")
+    assert [row.setting.mixture for row in rows] == ([] if found is None else [found]) and len(skipped) == (found is None)
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "parallel.expert=4", "parallel.expert=2 parallel.context=2", "parallel.expert=8 parallel.expert_tensor=1"]
+)
+def test_a_rank_has_as_many_communicators_as_planned(layout: str, path: str) -> None:
+    """Each takes memory; groups of the same ranks share one."""
+    config = partitioned(load(path, ["parallel.tensor=2", *layout.split()], 8).config)
+    with playing(as_on_its_device(config), 0, MetaWatch()) as mesh:
+        assert communicators_of(config) == [sum(group is not None for group in mesh.communicators.values())]
