@@ -89,7 +89,17 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path
     assert script.run([*command, "--routing", metrics]) == 0
     assert "1.50 times the mean on the busiest rank" in capsys.readouterr().out
     (tmp_path / "dense.jsonl").write_text('{"step": 1}\n')
-    for wrong, experts, said in ((metrics, 16, "loads of 8 experts"), (f"{tmp_path}/dense.jsonl", 8, "no load"), ("no", 8, "cannot read")):
+    (tmp_path / "odd.jsonl").write_text(
+        '["expert_load/"]\n{"expert_load/": 1, "expert_load/blocks.1.x": 1, "expert_load/blocks.1.0": null}\n'
+    )
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        read_routing(metrics, None)
+    for wrong, experts, said in (
+        (f"{tmp_path}/odd.jsonl", 8, "no load"),
+        (metrics, 16, "loads of 8 experts"),
+        (f"{tmp_path}/dense.jsonl", 8, "no load"),
+        ("no", 8, "cannot read"),
+    ):
         with pytest.raises(ConfigError, match=f"--routing: .*{said}"):
             read_routing(wrong, experts)
 

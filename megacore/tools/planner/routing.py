@@ -38,21 +38,23 @@ class Routing:
 def read_routing(path: str, experts: int | None) -> Routing:
     """The loads in the second half of a run's metrics.jsonl. Raises `ConfigError`."""
     right = "the metrics.jsonl of a run with experts"
+    if experts is None:
+        raise ConfigError("--routing", "the model has no experts", "a config with model.num_experts")
     try:
         lines = read_text(Path(path)).splitlines()
-        records = [json.loads(line) for line in lines if LOAD in line]
+        records = [record for line in lines if LOAD in line and isinstance(record := json.loads(line), dict)]
     except (OSError, ValueError) as error:
         raise ConfigError("--routing", f"cannot read {path}: {error}", right) from None
     steps = []
     for record in records[len(records) // 2 :]:
         blocks: dict[str, dict[int, float]] = {}
         for name, load in record.items():
-            if name.startswith(LOAD) and isinstance(load, int | float) and load >= 0:
-                block, _, number = name.removeprefix(LOAD).rpartition(".")
+            block, _, number = name.removeprefix(LOAD).rpartition(".")
+            if name.startswith(LOAD) and number.isdecimal() and isinstance(load, int | float) and load >= 0:
                 blocks.setdefault(block, {})[int(number)] = float(load)
         steps.append(tuple(tuple(loads[i] for i in sorted(loads)) for loads in blocks.values()))
     counts = {len(loads) for step in steps for loads in step}
     if counts != {experts}:
         has = "no load of single experts" if not counts else f"loads of {', '.join(map(str, sorted(counts)))} experts"
-        raise ConfigError("--routing", f"{path} has {has}", right if experts is None else f"loads of model.num_experts {experts}")
+        raise ConfigError("--routing", f"{path} has {has}", f"loads of model.num_experts {experts}")
     return Routing(tuple(steps))
