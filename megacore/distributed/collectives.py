@@ -211,7 +211,8 @@ class _GatherTokens(torch.autograd.Function):
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     """Divides ``[tokens, …]`` that all ranks of a group hold among them, for work that each does on its own tokens. If they do not divide,
     zeros follow them."""
-    return _ScatterTokens.apply(F.pad(x, (0, 0, 0, -len(x) % group.size)), group)
+    missing = -len(x) % group.size  # a pad of none would copy
+    return _ScatterTokens.apply(F.pad(x, (0, 0, 0, missing)) if missing else x, group)
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:

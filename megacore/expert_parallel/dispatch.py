@@ -28,6 +28,7 @@ class Route:
     sent: tuple[int, ...] = ()  # rows to each rank of the group, and from each
     received: tuple[int, ...] = ()
     arrangement: Tensor | None = None  # what comes, by expert
+    back: Tensor | None = None  # its inverse
 
 
 def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
@@ -51,7 +52,8 @@ def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
     numbers = torch.arange(come.shape[1], device=chosen.device).repeat(group.size)
     numbers = numbers.repeat_interleave(come.flatten(), output_size=sum(received))
     arrangement = numbers.argsort(stable=True)
-    return Route(chosen, slots, counts, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), arrangement)
+    ways = arrangement, slots_of(arrangement, 1).flatten()
+    return Route(chosen, slots, counts, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), *ways)
 
 
 def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -74,7 +76,7 @@ def send(rows: Tensor, route: Route) -> tuple[Tensor, Work]:
 
 def arrange(rows: Tensor, route: Route) -> Tensor:
     """Rows that have come, sorted by expert."""
-    return rows if route.arrangement is None else _Gather.apply(rows, route.arrangement, route.arrangement.argsort())
+    return rows if route.arrangement is None else _Gather.apply(rows, route.arrangement, route.back)
 
 
 def give_back(rows: Tensor, route: Route) -> Tensor:
@@ -82,7 +84,7 @@ def give_back(rows: Tensor, route: Route) -> Tensor:
     if route.arrangement is None:
         return rows
     waiting: list[Work] = []
-    rows = _Gather.apply(rows, route.arrangement.argsort(), route.arrangement)
+    rows = _Gather.apply(rows, route.back, route.arrangement)
     found = _Exchange.apply(rows, route.group, route.received, route.sent, waiting)
     waiting[0].wait()
     if route.parts == 1:

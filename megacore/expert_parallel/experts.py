@@ -87,7 +87,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grouped_product(grad, weight.mT, ends, implementation=ctx.kernels)
         if ctx.activation is not None:
             (grad_x,) = torch.autograd.grad(inner, x, grad_x)
-        return grad_x, grouped_gradient(grad, inner.detach(), ends, ctx.main, ctx.kernels), *([None] * 4)
+        grad_weight = grouped_gradient(grad, inner.detach(), ends, ctx.main, ctx.kernels) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, *([None] * 4)
 
 
 def grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGradient | None, kernels: Implementation) -> Tensor | None:

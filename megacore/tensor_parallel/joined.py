@@ -20,7 +20,8 @@ class _JoinedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, group: Group, sequence: bool, mains: "Mains"
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight, gate)
+        ctx.wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        ctx.save_for_backward(x if any(ctx.wanted) else None, weight, gate)  # frozen weights need no x
         ctx.group, ctx.sequence, ctx.has_bias, ctx.mains = group, sequence, bias is not None, mains
         x = all_gather(x, group) if sequence else x
         return linear(x, weight, bias), linear(x, gate)
@@ -30,7 +31,7 @@ class _JoinedLinear(torch.autograd.Function):
         x, weight, gate = ctx.saved_tensors
         gathering: Work = Done()
         to_gather = ctx.group if ctx.sequence else SOLO
-        if not any(main is not None and main.waits for main in ctx.mains):
+        if any(ctx.wanted) and not both_wait(ctx.mains):
             (x, gathering), to_gather = all_gather_start(x, to_gather), SOLO
         grad_x = linear(grad, weight.t()).add_(linear(grad_gate, gate.t()))
         if ctx.sequence:
@@ -38,7 +39,7 @@ class _JoinedLinear(torch.autograd.Function):
         else:
             summing = all_reduce_start(grad_x, ctx.group)
         gathering.wait()
-        of_weights = weight_gradients((grad, grad_gate), x, ctx.mains, to_gather)
+        of_weights = weight_gradients((grad, grad_gate), x, ctx.mains, ctx.wanted, to_gather)
         summing.wait()
         return grad_x, of_weights[0], grad.sum(0) if ctx.has_bias else None, of_weights[1], None, None, None
 
@@ -46,11 +47,18 @@ class _JoinedLinear(torch.autograd.Function):
 Mains = tuple[MainGradient | None, MainGradient | None]
 
 
-def weight_gradients(grads: tuple[Tensor, Tensor], x: Tensor, mains: Mains, group: Group) -> tuple[Tensor | None, Tensor | None]:
-    """See `linear.weight_gradient`. If both are for later, x is gathered once then."""
+def both_wait(mains: Mains) -> bool:
+    """Whether the gradients of both weights are for later. That of one alone takes what is gathered for the other."""
+    return all(main is not None and main.waits for main in mains)
+
+
+def weight_gradients(
+    grads: tuple[Tensor, Tensor], x: Tensor, mains: Mains, wanted: tuple[bool, bool], group: Group
+) -> tuple[Tensor | None, ...]:
+    """See `linear.weight_gradient`. If both are for later, x is gathered once then. `wanted`: a frozen weight has none."""
     first, second = mains
-    if first is None or second is None or not first.waits:
-        return weight_gradient(grads[0], x, first), weight_gradient(grads[1], x, second)
+    if first is None or second is None or not both_wait(mains):
+        return tuple(weight_gradient(g, x, main) if want else None for g, main, want in zip(grads, mains, wanted, strict=True))
 
     def add_both(grad: Tensor, other: Tensor, x: Tensor) -> None:
         first.add_product(grad, x)

@@ -158,6 +158,14 @@ def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
     assert torch.allclose(main.total, right) and torch.allclose(y[:3], x[:3] @ weight[1].t(), atol=1e-6)
 
 
+def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as long as each of the two that its layer needs, and its result would be thrown away."""
+    monkeypatch.setattr("megacore.expert_parallel.experts.grouped_outer", None)
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(2, 3, 4)
+    grouped_linear(x, weight, (2, 3, 4), torch.tensor([2, 5])).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad[4], weight[1].sum(0))
+
+
 REFUSED = [
     ("model.num_experts=null model.experts_per_token=3", 1, r"model.experts_per_token: there are no experts"),
     ("model.num_experts=null model.expert_ffn_size=null parallel.expert=2", 2, r"parallel.expert: there are no experts"),

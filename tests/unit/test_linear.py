@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.distributed.communicator import SOLO
+from megacore.distributed.collectives import Done
+from megacore.distributed.communicator import SOLO, Group
+from megacore.tensor_parallel import joined
+from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue, finish_in_turn
 from megacore.tensor_parallel.linear import RowLinear
 
 
@@ -40,3 +43,22 @@ def test_one_rank_adds_a_row_bias_within_the_product(recompute: bool) -> None:
     assert float((y - right).detach().abs().max()) < 1e-12
     grads = [torch.autograd.grad(z, [layer.weight, layer.bias], torch.ones_like(z)) for z in (y, right)]
     assert max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True)) < 1e-12
+
+
+def test_one_of_two_joined_weights_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's gradient, which a schedule leaves for later, takes all ranks' tokens; this one has no product."""
+
+    def gathered(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Done]:
+        return (x if group is SOLO else torch.cat((x, x))), Done()
+
+    monkeypatch.setattr(joined, "all_gather", lambda x, group: gathered(x, group)[0])
+    monkeypatch.setattr(joined, "all_gather_start", gathered)
+    monkeypatch.setattr(joined, "reduce_scatter_start", lambda x, group: (x[: len(x) // 2], Done()))
+    x, weight, gate = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4), torch.randn(2, 4, requires_grad=True)
+    main = MainGradient(torch.zeros(2, 4), WeightGradQueue())
+    y, gates = joined._JoinedLinear.apply(x, weight, None, gate, Group("tp", (0, 1), 0), True, (None, main))
+    with main.deferral.collect() as parts, Called() as called:
+        (y.sum() + gates.sum()).backward()
+    assert called.names.count("mm") == 2
+    list(finish_in_turn(parts))
+    assert torch.allclose(main.total, (2 * x.sum(0)).expand(2, 4))
