@@ -11,7 +11,8 @@ from megacore.distributed.shard import Shard
 from megacore.distributed.topology import Topology
 from megacore.errors import ConfigError
 from megacore.model.gpt import gpt
-from megacore.model.layers import Layers, LayerSpec, check, sharing
+from megacore.model.layers import Layers, LayerSpec, check, losses_of, sharing
+from megacore.model.z_loss import Z_LOSS
 
 
 def layers_of(config: Config) -> Layers:
@@ -27,6 +28,9 @@ def layers_of(config: Config) -> Layers:
         if len(layers) != config.model.num_layers + 2:
             raise ValueError(f"{len(layers)} of them; model.num_layers={config.model.num_layers} counts all but the first and the last")
         check(layers)
+    if config.model.z_loss is not None and Z_LOSS not in losses_of(layers):  # a head of its own would ignore it, and nothing would say so
+        wrong = f"no layer of {source.path} declares the loss {Z_LOSS}"
+        raise ConfigError(f"model.{Z_LOSS}", wrong, "null, or a head whose class megacore.model.z_loss.head_of gives")
     return [SourceSpec(spec.name, spec.kind, spec.arguments, source=source) for spec in layers]
 
 

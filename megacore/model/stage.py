@@ -85,9 +85,13 @@ class Stage(nn.Module):
     def at_step(self, step: int) -> None:
         """Tells modules that have an `at_step`, because a setting of theirs depends on the step, that it is this one. They keep it for
         evaluations behind the step."""
-        for module in (module for layer in self.layers for module in layer.modules()):
-            if (hears := getattr(module, "at_step", None)) is not None:
-                hears(step)
+        for module in self.of_steps:
+            module.at_step(step)
+
+    @cached_property
+    def of_steps(self) -> list[Any]:
+        """Those modules. To ask all of them costs milliseconds, so it is done once."""
+        return [module for layer in self.layers for module in layer.modules() if hasattr(module, "at_step")]
 
     def _register(self, name: str, layer: Layer) -> Layer:
         *rooms, own = name.split(".")

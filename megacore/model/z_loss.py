@@ -9,6 +9,8 @@ from megacore.model.context import Context
 from megacore.model.flow import CROSS_ENTROPY, Loss
 from megacore.model.head import Head
 
+Z_LOSS = "z_loss"
+
 
 class ZLossHead(Head):
     """A head with both losses, computed and differentiated in one go."""
@@ -28,5 +30,5 @@ def head_of(config: Config) -> type[Head]:
 @cache
 def _head_with(coefficient: float) -> type[Head]:
     """A head whose z-loss has this coefficient. Both losses are means over the same targets."""
-    loss = Loss("z_loss", over=CROSS_ENTROPY.over, coefficient=coefficient, sp=CROSS_ENTROPY.sp)
+    loss = Loss(Z_LOSS, over=CROSS_ENTROPY.over, coefficient=coefficient, sp=CROSS_ENTROPY.sp)
     return type("ZLossHead", (ZLossHead,), {"losses": (CROSS_ENTROPY, loss)})

@@ -48,6 +48,13 @@ SOURCES = {
     "plain_weight": edited("        self.index = index", "        self.index, self.gate = index, nn.Linear(3, 3)"),
     "few_layers": f"{RIGHT}\nfrom megacore.model.gpt import gpt\ndef layers(config):\n    return gpt(config, Block)[::2]\n",
     "no_layers": f"{RIGHT}\ndef layers(config):\n    return None\n",
+    "own_head": RIGHT + """
+from megacore.model.gpt import gpt
+from megacore.model.head import Head
+from megacore.model.layers import LayerSpec
+def layers(config):
+    return [*gpt(config, Block)[:-1], LayerSpec("head", Head)]
+""",
     "unread": f"{RIGHT}\nfrom megacore.model.gpt import gpt\nBlock.reads = ('hidden', 'memory')\n",
 }  # fmt: skip
 
@@ -102,6 +109,7 @@ LINES: list[Row] = [
         ("unread", "@unread.py, layers: ValueError: layer blocks.0 reads memory, which no layer before it writes"),
         ("plain_weight", "@plain_weight.py: gate.weight of block 0 does not say which part of the whole tensor it is (a layer of "),
     )),
+    ("plan", source("own_head", "model.z_loss=0.1"), "config error: model.z_loss: no layer of @own_head.py declares the loss z_loss (null, or "),
     ("plan", source("content", "--device", "h100"), "config error: --device: the layers of model.source do not run on tensors without"),
     ("plan", source("content", "--search", "--world", "8"), "config error: --search: the layers of model.source do not run on tensors "),
     ("plan", source("content", "parallel.schedule=auto", "parallel.pipeline=2"),
