@@ -109,7 +109,7 @@ LINES: list[Row] = [
         ("unread", "@unread.py, layers: ValueError: layer blocks.0 reads memory, which no layer before it writes"),
         ("plain_weight", "@plain_weight.py: gate.weight of block 0 does not say which part of the whole tensor it is (a layer of "),
     )),
-    ("plan", source("own_head", "model.z_loss=0.1"), "config error: model.z_loss: no layer of @own_head.py declares the loss z_loss (null, or "),
+    ("plan", source("own_head", "model.z_loss=0.1"), "config error: model.z_loss: no layer of @own_head.py declares the loss z_loss"),
     ("plan", source("content", "--device", "h100"), "config error: --device: the layers of model.source do not run on tensors without"),
     ("plan", source("content", "--search", "--world", "8"), "config error: --search: the layers of model.source do not run on tensors "),
     ("plan", source("content", "parallel.schedule=auto", "parallel.pipeline=2"),
