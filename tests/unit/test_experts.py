@@ -181,6 +181,8 @@ REFUSED = [
     ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
     ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),
     ("parallel.expert_tensor=4 parallel.data=4", 4, "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4"),
+    ("model.shared_experts=10000000000000", 1, "model.shared_experts: with model.hidden_size 16 makes a tensor"),
+    ("model.num_experts=1048576 model.expert_ffn_size=268435456", 1, "model.num_experts: with model.hidden_size 16 makes a tensor"),
 ]
 
 

@@ -44,6 +44,9 @@ def check_elements(config: Config) -> None:
     model = config.model
     features = (config.head_size * (model.num_heads + 2 * config.kv_heads), 2 * resolved(model.ffn_size))
     rows = {"num_heads": features[0], "ffn_size": features[1], "vocab_size": model.vocab_size, "max_positions": config.max_positions}
+    if model.num_experts is not None:  # whose weights are one tensor, and those of shared ones another
+        expert = 2 * resolved(model.expert_ffn_size)
+        rows |= {"num_experts": model.num_experts * expert, "shared_experts": model.shared_experts * expert}
     name, largest = max(rows.items(), key=lambda row: row[1])
     if (elements := largest * model.hidden_size) > MOST_ELEMENTS:
         wrong = f"with model.hidden_size {model.hidden_size} makes a tensor of {elements:.3g} elements"
