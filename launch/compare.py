@@ -76,7 +76,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, two or more")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the figure")
-    parser.add_argument("--heat-map", metavar="FILE.png", help="draws what log.statistics has measured: layers over steps; also of one run")
+    parser.add_argument("--heat-map", metavar="FILE.png", help="draws log.statistics and loads of experts; also of one run")
     parser.add_argument("--json", metavar="FILE", help="also writes what is found to a file")
     parser.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="relative difference of losses that counts (1e-5)")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Draws what `log.statistics` has measured: a panel for each run and kind of figure, layers over steps."""
+"""Draws what `log.statistics` has measured, and loads of experts: a panel for each run and kind of figure, layers over steps."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 KINDS = {
     "weight_rms": "RMS of weights", "gradient_rms": "RMS of gradients", "update_rms": "RMS of updates",
     "activation_rms": "RMS of activations", "largest_logit": "largest logit of attention",
+    "expert_load": "load of experts, 1 is the mean",
 }  # fmt: skip
+OWN_ROWS = ("largest_logit", "expert_load")  # kinds whose rows are not those of activations; their colours are linear
 INCHES = 0.13  # of a row
 
 Steps = dict[int, dict[str, float]]  # figures by step, and by layer
@@ -35,12 +37,12 @@ def read_statistics(folder: str) -> dict[str, Steps]:
                 kind, _, what = name.partition("/")
                 if kind in KINDS and isinstance(figure, int | float):
                     found[kind].setdefault(step, {})[what] = figure
+    if not any(found.values()):
+        raise LogError(str(path), "holds no statistics", 'a run with log.statistics={"every": 100}, or one with experts')
     layers = [what for figures in found["activation_rms"].values() for what in figures]
-    if not layers:
-        raise LogError(str(path), "holds no statistics", 'a run with log.statistics={"every": 100}')
-    ends = dict.fromkeys([*layers, *(what for what in next(iter(found["weight_rms"].values())) if "." not in what)])
+    ends = dict.fromkeys([*layers, *(what for what in next(iter(found["weight_rms"].values()), ()) if "." not in what)])
     for kind, steps in found.items():
-        if kind != "largest_logit":
+        if kind not in OWN_ROWS:
             found[kind] = {step: {what: figure for what, figure in figures.items() if what in ends} for step, figures in steps.items()}
     return found
 
@@ -59,7 +61,7 @@ def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
     for column, kind in enumerate(kinds):
         every = [x for found in runs.values() for figures in found[kind].values() for x in figures.values() if np.isfinite(x)]
         above = [x for x in every if x > 0] or [1.0]
-        norm: Normalize = Normalize(min(every), max(every)) if kind == "largest_logit" else LogNorm(min(above), max(above))
+        norm: Normalize = Normalize(min(every), max(every)) if kind in OWN_ROWS else LogNorm(min(above), max(above))
         for row, (name, found) in enumerate(runs.items()):
             axes = panels[row, column]
             image = show(axes, found[kind], norm)
