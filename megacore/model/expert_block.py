@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
             chosen = self.decide(context, first, ranked, chosen)
         route = route_of(chosen, self.router.experts, self.group, self.parts)
         self.router.note(key, route.counts)
-        if self.keeps and self.training:
+        if self.keeps and self.training and torch.is_grad_enabled():
             self.kept[key] = route
         return route
 

@@ -166,6 +166,16 @@ def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> No
     assert x.grad is not None and torch.allclose(x.grad[4], weight[1].sum(0))
 
 
+def test_a_pass_without_gradients_keeps_no_route(configure: Configure) -> None:
+    """Nobody would run it again and take the route: the next microbatch of its key would go the ways of other tokens."""
+    config = configure("train.recompute=full")
+    model, shape = whole_model(config), (config.train.micro_batch_size, config.train.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    with torch.no_grad():
+        model({}, Microbatch(tokens, tokens, 0))
+    assert not any(m.kept for m in model.modules() if isinstance(m, MixtureOfExperts))
+
+
 REFUSED = [
     ("model.num_experts=null model.experts_per_token=3", 1, r"model.experts_per_token: there are no experts"),
     ("model.num_experts=null model.expert_ffn_size=null parallel.expert=2", 2, r"parallel.expert: there are no experts"),
