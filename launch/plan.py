@@ -345,12 +345,13 @@ def warn_of_links(device: DeviceSpec, cluster: Cluster) -> None:
 
 def check_source(config: Config, args: argparse.Namespace) -> None:
     """Raises `ConfigError` if the file of a model of the user's own is wrong, and for what nobody knows of layers that need content."""
-    from megacore.tools.dry_run.own_model import check  # imports torch
+    from megacore.tools.choices.counting import why_uncounted  # imports torch, as the next does
+    from megacore.tools.dry_run.own_model import check
 
     check(config)
     options = ("search", "device", "cluster", "calibrate", "compare_schedules", "plot", "memory_gib")
     if (beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]) and counted_layers(config) is None:
-        wrong = "the layers of model.source do not run on tensors without content: what they do and keep is not known"
+        wrong = f"the layers of model.source do not run on tensors without content: {why_uncounted(config)}"
         raise ConfigError(beside[0], wrong, f"without {', '.join(beside)}")
 
 

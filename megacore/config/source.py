@@ -25,6 +25,7 @@ SETTINGS, BLOCK, LAYERS, MONITORS = "Settings", "Block", "layers", "MONITORS"  #
 RIGHT = f"a Python file with a class {BLOCK}, and a class {SETTINGS} if it has settings: docs/blocks.md"
 MOST_BYTES = 1 << 20
 COPY = "source.py"  # in a run's folder
+RIGHT_DIGEST = f"the file that is meant, which a run's folder keeps as {COPY}, or null for any"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def execute(path: str, digest: object) -> Source:
         raise ConfigError(KEY, f"{path} is not UTF-8 text", RIGHT) from None
     found = hashlib.sha256(text.encode()).hexdigest()
     if digest is not None and digest != found:
-        raise ConfigError(DIGEST, f"{path} has the digest {found}, not {digest}", "the file that is meant, or null for any")
+        raise ConfigError(DIGEST, f"{path} has the digest {found}, not {digest}", RIGHT_DIGEST)
     if (path, found) not in _EXECUTED:
         _EXECUTED[path, found] = executed(path, text, found)
     return _EXECUTED[path, found]

@@ -99,7 +99,9 @@ def all_gather_inside(x: Tensor, group: Group) -> Work:
 
 
 def own_part(x: Tensor, group: Group) -> Tensor:
-    """This rank's `[n, …]` of a replicated `[size · n, …]` (a view)."""
+    """This rank's `[n, …]` of a replicated `[size · n, …]` (a view). Raises `ValueError` if it cannot be divided."""
+    if len(x) % group.size:
+        raise ValueError(f"{len(x)} rows cannot be divided over {group.size} ranks ({group.name})")
     return x if group.size == 1 else x.chunk(group.size)[group.rank]
 
 

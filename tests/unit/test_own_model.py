@@ -9,6 +9,8 @@ import torch
 
 from launch import plan
 from megacore.config import Config
+from megacore.distributed.collectives import own_part
+from megacore.distributed.communicator import Group
 from megacore.distributed.shard import shard_of
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
@@ -64,8 +66,24 @@ def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest
     assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2"]) == 0
     said = capsys.readouterr().out
     assert "memory and what is sent are unknown" in said and "GFLOP" not in said
-    with pytest.raises(ConfigError, match="--plot: the layers of model.source do not run on tensors without content"):
+    line = text[: text.index("assert x.sum")].count("\n") + 1
+    why = rf"{tmp_path}/model.py, line {line}, counting its products: RuntimeError: "  # else nobody knows what to mend
+    assert why in said
+    with pytest.raises(ConfigError, match=f"--plot: the layers of model.source do not run on tensors without content: {why}"):
         plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2", "--plot", str(tmp_path / "a.png")])
+
+
+def test_what_tensor_ranks_cannot_divide_is_named() -> None:
+    """The last of four ranks would find nothing of two heads, and say only that an index is out of range."""
+    with pytest.raises(ValueError, match=r"2 rows cannot be divided over 4 ranks \(tensor\)"):
+        own_part(torch.ones(2, 3), Group("tensor", (0, 1, 2, 3), 0))
+
+
+def test_a_field_may_be_a_tensor(tmp_path: Path) -> None:
+    """Training takes it; without content it was taken for a layer that does not run."""
+    field = "    fields = {'double': lambda samples: torch.from_numpy(samples.tokens * 2)}\n\n"
+    text = forks.documented().replace("class Block(nn.Module):\n", f"class Block(nn.Module):\n{field}")
+    assert counted_layers(with_source(text, tmp_path)) is not None
 
 
 def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,12 +34,24 @@ def counted_layers(config: Config) -> Counted | None:
     A None among them is megacore's own first or last layer. None instead of all if they do not run without content. On one rank, so
     that all layouts count alike.
     """
+    found = _of_config(config)
+    return None if isinstance(found, str) else found
+
+
+def why_uncounted(config: Config) -> str:
+    """Why they do not run without content, for whoever can mend it: the line of the file, and what is wrong there."""
+    found = _of_config(config)
+    assert isinstance(found, str), "they are counted"
+    return found
+
+
+def _of_config(config: Config) -> Counted | str:
     model = config.model.model_dump(mode="json", by_alias=True) | {"dropout": 0.0, "kernels": "eager"}
     return _counted(json.dumps(model), config.train.seq_len)
 
 
 @lru_cache(maxsize=16)
-def _counted(model: str, seq_len: int) -> Counted | None:
+def _counted(model: str, seq_len: int) -> Counted | str:
     config = resolve({"model": json.loads(model), "train": {"seq_len": seq_len, "precision": "fp32"}}, [], "counting", 1).config
     source, layers = source_of(config), layers_of(config)
     assert source is not None
@@ -47,8 +59,8 @@ def _counted(model: str, seq_len: int) -> Counted | None:
         with source.blamed(", counting its products"):
             context, ends = context_of(config, layers), (Embedding, head_of(config))
             return tuple(None if spec.kind in ends else _of_layer(config, layers, i, context) for i, spec in enumerate(layers))
-    except UserError:
-        return None
+    except UserError as error:
+        return error.wrong
 
 
 def context_of(config: Config, layers: Layers) -> Context:
@@ -57,7 +69,7 @@ def context_of(config: Config, layers: Layers) -> Context:
     if config.model.position == "rope":
         where = (config.head_size, config.model.rope_theta, torch.float32, META, config.model.rope_scaling, config.model.rotary_share)
         tables = rope_tables(np.arange(seq_len), *where)
-    more = {name: torch.from_numpy(of(Samples(zeros, zeros))).to(META) for name, of in fields_of(layers).items()}
+    more = {name: torch.from_numpy(np.ascontiguousarray(of(Samples(zeros, zeros)))).to(META) for name, of in fields_of(layers).items()}
     tokens = torch.from_numpy(zeros).to(META)
     batch = Microbatch(tokens, tokens, more=more)
     return Context(1, seq_len, tables, alone(config).tp, False, 0.0, 0, kernels="eager", batch=batch)

@@ -10,6 +10,7 @@ from megacore.config import Config
 from megacore.distributed.axes import AXES
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.tools.choices.counting import why_uncounted
 from megacore.tools.planner.parameters import parameters, rank_parameters
 
 
@@ -22,7 +23,8 @@ def report(config: Config) -> None:
     """Prints what follows from the parameters alone."""
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(f"parameters    {parameters(config):,}, of the layers of {config.model.source}")
-    console.print("FLOPs, bubble, memory and what is sent are unknown: the layers do not run on tensors without content")
+    console.print("FLOPs, bubble, memory and what is sent are unknown: the layers do not run on tensors without content:")
+    console.print(why_uncounted(config))
     table, layers = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False), stage_layers(config)
     axis = next(axis.name for axis in AXES if axis.layers)
     for name in (axis, "layers", "parameters"):
