@@ -9,7 +9,7 @@ import pytest
 
 from megacore.errors import UserError
 from megacore.tools.sweep import local, price
-from megacore.tools.versus.contenders import matched, opponent, read_contender
+from megacore.tools.versus.contenders import check_alike, matched, opponent, read_contender
 from megacore.tools.versus.verdict import Curve, compare, interval, t_quantile
 from tests.conftest import Refused
 from tests.forks import written
@@ -88,6 +88,12 @@ def test_both_do_the_same_work(fork: str) -> None:
     assert wide.tokens == idea.tokens and wide.config.model.ffn_size > 64
     large = matched(idea.changed("train", steps=1000), small.changed("train", steps=1000), "steps")
     assert (large.flops or 0.0) * large.tokens == pytest.approx((idea.flops or 0.0) * 1000 * idea.tokens / 4, rel=0.001)
+    late = small.changed("train", steps=1000).changed("optim", decay_steps=600, schedule="wsd")
+    late = matched(idea.changed("train", steps=1000), late, "steps")
+    assert late.config.optim.decay_steps == pytest.approx(0.6 * late.config.train.steps, abs=1), "the same part of the run"
+    for section, key, value in (("data", "packing", "best_fit"), ("train", "batch_ramp", [[2, 2]])):
+        with pytest.raises(UserError, match=f"my_model has {section}.{key} "):  # other samples in each step
+            check_alike(idea, small.changed(section, **{key: value}), "none")
     with pytest.raises(UserError, match="no feed-forward size gives gpt the .* operations a token of my_model"):
         matched(idea, small.changed("model", num_layers=40), "ffn")
 

@@ -11,6 +11,7 @@ from typing import Any
 from megacore.config import Config
 from megacore.config.experts import ExpertSettings
 from megacore.config.model import ModelConfig
+from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
 from megacore.tools.choices.flops import model_flops
 from megacore.tools.planner.parameters import parameters
@@ -21,8 +22,8 @@ Sections = dict[str, dict[str, Any]]
 FFN = 8  # of which, times the tensor ranks, a feed-forward size is a multiple
 CLOSE = 0.02  # two models do as much work a token if their operations differ by no larger part
 ALIKE = (  # what both must have, or their losses say nothing about the idea
-    *("data.train", "data.valid", "data.tokenizer", "data.document_mask", "model.vocab_size"),
-    *("train.seq_len", "train.global_batch_size", "train.precision", "train.seed"),
+    *("data.train", "data.valid", "data.tokenizer", "data.document_mask", "data.packing", "model.vocab_size"),
+    *("train.seq_len", "train.global_batch_size", "train.batch_ramp", "train.precision", "train.seed"),
 )
 
 
@@ -119,9 +120,11 @@ def matched(idea: Contender, other: Contender, how: str) -> Contender:
         raise ConfigError("--match", f"the operations of {name} cannot be counted", "--match none: as many steps of each")
     if how == "steps":
         ratio = wanted / has
-        warmup = round(other.config.optim.warmup_steps * ratio)
-        found = other.changed("train", steps=max(1, round(other.config.train.steps * ratio)))
-        return found.changed("optim", warmup_steps=warmup)
+        optim = other.config.optim
+        phases = {"warmup_steps": round(optim.warmup_steps * ratio)}
+        if other.sections.get("optim", {}).get("decay_steps") is not None:
+            phases["decay_steps"] = max(1, round(resolved(optim.decay_steps) * ratio))
+        return other.changed("train", steps=max(1, round(other.config.train.steps * ratio))).changed("optim", **phases)
     multiple = FFN * other.config.parallel.tensor
     size = other.config.model.ffn_size or multiple
     larger = other.changed("model", ffn_size=size + multiple).flops
