@@ -114,15 +114,30 @@ class GatedDeltaNet(nn.Module):
         forget, write = -rate.exp() * F.softplus(forget.to(wide) + rest), write.to(wide).sigmoid()
         first = torch.zeros_like(write) if places is None else (places == 0).to(wide).expand_as(write)
         parts = F.normalize(q, dim=-1) * self.head**-0.5, F.normalize(k, dim=-1), v, forget, write, first
-        size = min(self.size, q.shape[3])
-        chunks = Chunks(*(F.pad(part, (0, 0, 0, -part.shape[3] % size)).unflatten(3, (-1, size)) for part in parts))
-        since, whole = chunks.since_run()
-        begin, end = self.states(whole, sequences, None if kept is None else kept[1])
-        y = chunks.read(after(begin[:, :, :, None], since)).flatten(3, 4)[:, :, :, : q.shape[3]]
+        y, end = self.recur(parts, sequences, None if kept is None else kept[1])
         if context.cache is not None:
             context.cache.keep(self, tokens, tail.clone(), end)
         y = self.norm(y.to(x.dtype)) * F.silu(gate)
         return self.output(y.flatten(2, 3).transpose(1, 2).flatten(2).flatten(0, 1))
+
+    def recur(self, parts: tuple[Tensor, ...], sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What tokens read, ``[batch, heads, runs, tokens, head]``, and the state behind all. `parts`: those of `Chunks`, not in chunks."""
+        length = parts[0].shape[3]
+        size = min(self.size, length)
+        chunks = Chunks(*(F.pad(part, (0, 0, 0, -length % size)).unflatten(3, (-1, size)) for part in parts))
+        since, whole = chunks.since_run()
+        begin, end = self.states(whole, sequences, kept)
+        return chunks.read(after(begin[:, :, :, None], since)).flatten(3, 4)[:, :, :, :length], end
+
+    def plain_recur(self, parts: tuple[Tensor, ...], sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same as the recurrence is written, token by token: the proof compares with it."""
+        assert len(sequences.own) == 1 and kept is None
+        state, read = parts[0].new_zeros(*parts[0].shape[:2], self.head, self.head), []
+        for q, k, v, forget, write, first in zip(*(part.squeeze(2).unsqueeze(3).unbind(2) for part in parts), strict=True):
+            state = state * forget.exp() * (1 - first)
+            state = state + k.mT @ (write * (v - k @ state))
+            read.append(q @ state)
+        return torch.stack(read, 3).flatten(2, 3)[:, :, None], state
 
     def mixed(self, x: Tensor, places: Tensor | None, sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         """A sum over each feature's last tokens, of its own document; and the last of all tokens, to keep.

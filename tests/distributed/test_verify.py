@@ -110,6 +110,15 @@ def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
     assert not bf16(workers, "tests.faults.tensor:bias_added_on_every_rank").holds
 
 
+def test_a_plain_version_of_an_operation_is_compared(tmp_path: Path, workers: ProofWorkers) -> None:
+    """The reference shares a fork's code: a mistake in chunks of a recurrence would be on both sides, but for the method beside it."""
+    hybrid, wrong = ROOT / "configs/forks/hybrid.json", tmp_path / "hybrid.py"
+    wrong.write_text(hybrid.with_suffix(".py").read_text().replace("* decay[..., -1:, :].mT).mT", "* decay[..., -1:, :].mT).mT * 1.001"))
+    options = Options(str(hybrid), ["model.chunk=4", "model.num_layers=2"], [parse("one")])
+    assert prove(options, workers=workers).holds
+    assert not prove(replace(options, overrides=[*options.overrides, f"model.source={wrong}"]), workers=workers).holds
+
+
 @contextlib.contextmanager
 def muon_moves_too_far() -> Iterator[None]:
     """Muon's update is a fifth too large."""
