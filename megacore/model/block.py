@@ -94,12 +94,14 @@ class Block(Layer):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
-        x, h = self.attend(x, context)
+        x, h = self.behind_attention(x, self.attention(self.norm1(x), context), context)
         return context.add(x, self.feed_forward(h), self.scale, self.index, "feed_forward")
 
-    def attend(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """What attention adds to, and the norm of that, which the feed-forward layer reads."""
-        branch = self.attention(self.norm1(x), context)
+    def behind_attention(self, x: Tensor, branch: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What attention's result is added to, with it, and the norm of that, which the feed-forward layer reads.
+
+        Attention is no part of it: where it ends a compiled graph, each function around it would begin one more.
+        """
         if context.dropout == 0.0 and self.scale == 1.0:  # the next norm then computes the sum
             h, x = self.norm2(branch, x)
             return x, h

@@ -88,7 +88,7 @@ class ExpertBlock(Block):
 
     def forward(self, x: Tensor, context: Context) -> Any:
         """``[tokens, hidden]`` → the same, and the sums of its losses."""
-        x, h = self.attend(x, context)
+        x, h = self.behind_attention(x, self.attention(self.norm1(x), context), context)
         y, *losses = self.feed_forward(h, context)
         return context.add(x, y, self.scale, self.index, "feed_forward"), *losses
 

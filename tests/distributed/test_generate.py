@@ -106,7 +106,7 @@ def test_every_prompt_has_texts_of_its_own(pool: Any, checkpoint: Path) -> None:
 
 def test_prompts_may_stand_in_files(pool: Any, tmp_path: Path) -> None:
     """In lines, or as JSON, whatever the model: the same texts as typed; and as lines of JSON, with prompts and seeds."""
-    raw = {"model": SIZES, "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
+    raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
     several = ["--checkpoint", str(training.write_weights(tmp_path, resolve(raw, [], "test", 1).config)), *SEVERAL]
     (tmp_path / "p.txt").write_text("\n".join((PROMPTS[0], "", PROMPTS[1])) + "\n")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": PROMPTS[0], "id": 3}, PROMPTS[1])))
@@ -169,7 +169,7 @@ def test_prompts_of_any_length_are_divided(pool: Any, model: str, method: str) -
 def transfers_seen() -> dict[str, int]:
     """How many transfers of a text's generation the watchdog's record has, by link."""
     place = place_from_environment()
-    raw = {"model": SIZES, "train": {"seq_len": 24}, "parallel": {"pipeline": 3}}
+    raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "parallel": {"pipeline": 3}}
     config = settled_alone(resolve(raw, [], "test", place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     recorder = FlightRecorder()

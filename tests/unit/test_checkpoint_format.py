@@ -128,6 +128,8 @@ def others_of(key: str, value: Any) -> list[Any]:
         return [2 * value, value / 2 if isinstance(value, float) else value // 2, 0.5]
     if key == "rope_scaling":
         return [None, {"type": "ntk", "factor": 3.0}, {"type": "linear", "factor": 3.0}]
+    if key == "window_schedule":
+        return [[[1, 4]]]
     choices = get_args(ModelConfig.model_fields[key].annotation)
     if value is None and not any(isinstance(choice, str) for choice in choices):
         return [2]

@@ -131,7 +131,8 @@ def _of_experts(config: Config, groups: Collection[frozenset[str]]) -> int:
         return 0
     known = {ranks_along(group, 0, config.sizes) for group in groups}
     found = {ranks_along(product, 0, config.expert_sizes) for product in (("edp",), ("ep",), ("etp",), ("ep", "etp"))}
-    return len({ranks for ranks in (*found, ranks_along(("cp", "tp"), 0, config.sizes)) if len(ranks) > 1} - known)
+    same_samples = [axis.name for axis in AXES if not (axis.layers or axis.samples)]  # routers count over them
+    return len({ranks for ranks in (*found, ranks_along(same_samples, 0, config.sizes)) if len(ranks) > 1} - known)
 
 
 def besides(memory: RankMemory, communicators: Sequence[int]) -> Besides:
