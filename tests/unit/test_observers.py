@@ -168,7 +168,7 @@ PATCHES = "megacore.tools.choices.torch_patches"  # the one module that may repl
 KNOWN = {
     PATCHES: 1,  # imports mock
     "megacore.tools.verify.trace": 2,  # a head's logits and loss are methods, which no hook shows
-    "megacore.tools.verify.reference": 1,  # the reference's own model computes its loss in plain code
+    "megacore.tools.verify.reference": 2,  # its own model computes the loss, and whatever has a plain version, in plain code
     "megacore.model.layers": 1,  # gives a layer what its class declares, which is no method
 }
 
