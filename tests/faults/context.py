@@ -89,7 +89,7 @@ def loss_times_context() -> Any:
 
 @fault("context ranks drop out with one another's masks", "cp2", FIRST, RING, "model.dropout=0.1")
 def masks_of_the_first_rank() -> Any:
-    return patch(context.Context, "_runs", lambda self, offset, tokens: iter([(slice(0, tokens), offset)]))
+    return patch(context.Context, "runs", lambda self, offset, tokens: iter([(slice(0, tokens), offset)]))
 
 
 @fault(

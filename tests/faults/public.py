@@ -60,13 +60,13 @@ def padding_learned() -> Any:
     "model.dropout=0.1",
 )
 def masks_wrong_in_combination() -> Any:
-    right = context.Context._runs
+    right = context.Context.runs
 
     def forgotten(self: Any, offset: int, tokens: int) -> Any:
         divided = self.sequences is not None and self.sequences.group.size > 1
         return right(self, 0 if divided else offset, tokens)
 
-    return patch(context.Context, "_runs", forgotten)
+    return patch(context.Context, "runs", forgotten)
 
 
 @fault(
