@@ -191,8 +191,8 @@ def rope_offset_by_rank() -> Any:
 
     def rolled(self: Any, device: torch.device) -> None:
         compute_on(self, device)
-        if self.rope is not None:
-            self.rope = tuple(table.roll(-self.group.rank * len(table) // self.group.size, 0) for table in self.rope)
+        rank, ranks = self.group.rank, self.group.size
+        self.rope = tuple(tuple(table.roll(-rank * len(table) // ranks, 0) for table in pair) for pair in self.rope)
 
     return patch(stage.Stage, "compute_on", rolled)
 
