@@ -66,10 +66,10 @@ def settings_plain(words: Iterable[str]) -> Iterator[str]:
             yield word
         elif typed[2]:
             yield word[2:]
-        elif (value := next(rest, None)) is not None:
-            yield f"{typed[1]}={value}"
+        elif (value := next(rest, None)) is None:
+            raise ConfigError(typed[1], "has no value", f"{typed[1]}=VALUE")
         else:
-            yield word
+            yield f"{typed[1]}={value}"
 
 
 def count(text: str) -> int:

@@ -20,6 +20,7 @@ CONFIGS: list[Row] = [
     ("plan", ("--config", ""), "config error: --config: cannot read : No such file"),
     ("plan", ("--config", "@latin.json"), "@latin.json is not UTF-8 text"),
     ("plan", ("--config", "@deep.json"), "config error: --config: @deep.json cannot be read"),
+    ("pretrain", config("--train.steps"), "config error: train.steps: has no value (train.steps=VALUE)"),
     ("pretrain", config("train.steps=1" + "0" * 23), "is not valid: input should be less than or equal to 9007199254740992"),
     ("pretrain", config(f"train.steps={2**53}", "train.global_batch_size=1024"), "samples cannot be counted in 64 bits (at most"),
     ("pretrain", config(f"model.hidden_size={HUGE}"), "equal to 1048576 (a whole number above 0 and at most 1,048,576)"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import Config
-from megacore.tools.monitoring.tags import tagged
+from megacore.tools.monitoring.tags import tagged, unmatched
 from megacore.train.logs import Monitor
 
 
@@ -17,13 +17,14 @@ class Board(Monitor):
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Removes what was written of `first_step` and later steps. `say` gets the one line about a failure."""
-        self.say, self.patterns = say, config.log.figures
+        self.say, self.patterns, self.seen = say, config.log.figures, set[str]()
         self.hook = threading.excepthook
         threading.excepthook = self._hear
         self._try(lambda: self._open(folder / "tensorboard", first_step))
 
     def record(self, figures: dict[str, Any]) -> None:
         """Writes the numbers among a step's figures."""
+        self.seen |= figures.keys()
         if self.writer is not None:
             self._try(lambda: self._add(figures))
 
@@ -34,6 +35,8 @@ class Board(Monitor):
             self.say = lambda line: None
         if writer is not None:
             self._try(writer.close)
+            if self.seen and (unused := unmatched(self.seen, self.patterns)):
+                self.say(f"WARNING: log.figures: no figure of this run is named by {' '.join(unused)}")
         if threading.excepthook == self._hear:
             threading.excepthook = self.hook
 
