@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megacore.distributed.mesh import Mesh
+from megacore.pipeline.partition import Partition
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
@@ -29,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"norm": "rmsnorm", "position": "rope", "bias": False, "attention_every": 3, "chunk": 3},
 }
 OPTIM = {"speedrun": {"kind": "muon"}}
+ONE: tuple[int, list[str]] = (1, [])
 LAYOUTS = {
     "pp4": (4, ["parallel.pipeline=4"]),
     "zb_v, sequence": (4, ["parallel.pipeline=2", "parallel.schedule=zb_v", "parallel.tensor=2", "parallel.sequence=true"]),
@@ -59,31 +61,43 @@ def config_of(folder: Path, fork: str, *edits: tuple[str, str]) -> str:
     )
 
 
-def trained(config_path: str, overrides: list[str], lost: str = "") -> Found:
+def trained(config_path: str, overrides: list[str], partition: Partition, lost: str) -> Found:
     """Some steps. `lost`: every cut loses the gradient of what layers hand on under this name."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
+    config = settled_alone(load(config_path, overrides, place.world_size).config.with_partition(partition))
     with gradient_dropped(lost) if lost else contextlib.nullcontext():
         return train(config, Mesh(config, place, torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
-    """`alone(fork)`: what one process finds, which each fork computes once."""
+def run(pool: Any) -> Callable[..., list[Found]]:
+    """`run(layout, config_path, lost="")`: what its ranks find. Where to cut is found here, once a config: each rank would count the
+    products of all layers, which takes longer than the steps."""
 
-    @cache
-    def found(fork: str) -> Found:
-        (one,) = pool.run(1, trained, config_of(tmp_path_factory.mktemp(fork), fork), [])
-        return one
+    def found(layout: tuple[int, list[str]], config_path: str, lost: str = "") -> list[Found]:
+        ranks, overrides = layout
+        partition = settled_alone(load(config_path, overrides, ranks).config).partition
+        return pool.run(ranks, trained, config_path, overrides, partition, lost)
 
     return found
 
 
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """`config_path(fork)`: a fork as it is, written once."""
+    return cache(lambda fork: config_of(tmp_path_factory.mktemp(fork), fork))
+
+
+@pytest.fixture(scope="module")
+def alone(run: Any, config_path: Callable[[str], str]) -> Callable[[str], Found]:
+    """`alone(fork)`: what one process finds, which each fork computes once."""
+    return cache(lambda fork: run(ONE, config_path(fork))[0])
+
+
 @pytest.mark.parametrize(("fork", "name"), CASES)
-def test_every_layout_is_one_process(pool: Any, alone: Callable[[str], Found], tmp_path: Path, fork: str, name: str) -> None:
+def test_every_layout_is_one_process(run: Any, config_path: Any, alone: Callable[[str], Found], fork: str, name: str) -> None:
     """A tensor that is lost at a cut, tokens of a neighbour that are not seen, a number that ranks share and each changes."""
-    ranks, overrides = LAYOUTS[name]
-    assert apart(pool.run(ranks, trained, config_of(tmp_path, fork), overrides), alone(fork)) < TOLERANCE
+    assert apart(run(LAYOUTS[name], config_path(fork)), alone(fork)) < TOLERANCE
 
 
 BY_PLACE = (
@@ -121,28 +135,27 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted_mistakes_are_caught(pool: Any, alone: Callable[[str], Found], tmp_path: Path, mistake: str) -> None:
+def test_planted_mistakes_are_caught(run: Any, alone: Callable[[str], Found], tmp_path: Path, mistake: str) -> None:
     """In the forks' own seams; one process computes the same with and without them."""
     fork, edit, name = MISTAKES[mistake]
     one, wrong = alone(fork), config_of(tmp_path, fork, edit)
-    assert apart(pool.run(1, trained, wrong, []), one) < TOLERANCE
-    assert apart(pool.run(LAYOUTS[name][0], trained, wrong, LAYOUTS[name][1]), one) > 1e-6
+    assert apart(run(ONE, wrong), one) < TOLERANCE
+    assert apart(run(LAYOUTS[name], wrong), one) > 1e-6
 
 
 @pytest.mark.parametrize(("fork", "lost"), [("speedrun", "first"), ("vision", "patches")])
 def test_a_tensor_whose_gradient_is_lost_at_a_cut_is_caught(
-    pool: Any, alone: Callable[[str], Found], tmp_path: Path, fork: str, lost: str
+    run: Any, config_path: Any, alone: Callable[[str], Found], fork: str, lost: str
 ) -> None:
     """The planted fault, of a skip or an encoder's: forward is right, and so is every gradient of the last stage."""
-    config = config_of(tmp_path, fork)
-    assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], lost), alone(fork)) > 1e-6
+    assert apart(run(LAYOUTS["pp4"], config_path(fork), lost), alone(fork)) > 1e-6
 
 
-def test_adapters_in_the_norm_twice_are_caught(pool: Any, alone: Callable[[str], Found], tmp_path: Path) -> None:
+def test_adapters_in_the_norm_twice_are_caught(run: Any, alone: Callable[[str], Found], tmp_path: Path) -> None:
     """The planted fault: a factor that both tensor ranks hold counts on each. No weight or gradient is wrong before the first update."""
     twice = ('(replicated(where["group"], partial=sequence),)', '(type(along := replicated(where["group"]))(along.axis, 0, 1),)')
     right = alone("lora").figures[0]
     for edits, fits in (((), True), ((twice,), False)):
-        (loss, norm), *_ = pool.run(2, trained, config_of(tmp_path, "lora", *edits), ["parallel.tensor=2"])[0].figures
+        (loss, norm), *_ = run((2, ["parallel.tensor=2"]), config_of(tmp_path, "lora", *edits))[0].figures
         assert abs(loss / right[0] - 1) < TOLERANCE
         assert (abs(norm / right[1] - 1) < TOLERANCE) is fits

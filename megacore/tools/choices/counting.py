@@ -90,9 +90,9 @@ def _of_layer(config: Config, layers: Layers, number: int, context: Context) -> 
         return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
 
     with FlopCounterMode(display=False) as forward:
-        given()
+        found = given()
     # Each backward has a forward of its own: a loss writes its gradient over the logits, so there is no second one.
-    counts = [forward.get_total_flops(), _backward(given(), inputs), _backward(given(), [*inputs, *parameters])]
+    counts = [forward.get_total_flops(), _backward(found, inputs), _backward(given(), [*inputs, *parameters])]
     products, of_inputs, both = (count / context.seq_len for count in counts)
     return Flops(products, both, both - of_inputs)
 
