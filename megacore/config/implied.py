@@ -24,7 +24,7 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
         return model.attention
     if attends_in_parts(config):
         return "sdpa"
-    longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.head_size)
+    longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.attended_size)
     return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megacore.config.experts import ExpertSettings
+from megacore.config.latent import LatentSettings
 from megacore.section import Count, Epsilon, Factor, Fraction, Positions, Rows, Section, Share, Width
 
 
@@ -62,7 +63,7 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(disc
 LastStep = Annotated[Count, Field(title="last step")]
 
 
-class ModelConfig(ExpertSettings):
+class ModelConfig(ExpertSettings, LatentSettings):
     block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
     source: str | None = Field(
         None, min_length=1, description="a file of your own with the model's settings and blocks, which is executed; see docs/blocks.md"

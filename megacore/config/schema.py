@@ -257,6 +257,12 @@ class Config(Section):
         return resolved(self.model.head_size)
 
     @property
+    def attended_size(self) -> int:
+        """Features of a head as attention's kernels take it: of query and key, or of the value if they are more."""
+        model = self.model
+        return self.head_size if model.kv_rank is None else max(model.plain_size + self.head_size, model.value_size)
+
+    @property
     def residual_scale(self) -> float:
         """The factor on what each half of a block adds to the residual: `model.residual_scale`, by depth with `model.base_layers`."""
         model = self.model

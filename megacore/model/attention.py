@@ -28,99 +28,26 @@ from megacore.tensor_parallel.joined import GatedColumnLinear, gated
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
-class Attention(nn.Module):
-    """Attention between a column-parallel layer, which makes queries, keys and values, and a row-parallel one.
+class CausalAttention(nn.Module):
+    """Attention of queries to keys and values, however a subclass makes them: the formula, or in parts."""
 
-    The logical qkv weight is ``[kv_heads, group + 2, head, hidden]``: for each key/value head its `group` query heads,
-    then its key, then its value. It is split along kv_heads, so a tensor rank holds whole groups
-    (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
-    """
-
-    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, index: int = 0) -> None:
+    def __init__(self, config: Config, queries: int, index: int = 0) -> None:
+        """`queries`: query heads that share a key/value head."""
         super().__init__()
-        model = config.model
-        self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
-        self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
+        model, window = config.model, config.model.window_of(index)
+        self.queries, self.scale = queries, resolved(model.attention_scale)
         self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
-        self.rotates, window = model.rotates(index), model.window_of(index)
         self.windowed, self.index, self.model = window is not None, index, model
         self.scoring = None if window is None and model.attention_cap is None else Scoring(window, model.attention_cap)
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
-        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
-        heads = (config.kv_heads, self.queries + 2, config.head_size)
-        named = (("q", 0, self.queries), ("k", self.queries, self.queries + 1), ("v", self.queries + 1, self.queries + 2))
-        dims: dict[str, Any] = {"batch": (0, 1), "rows": (2,), "columns": (3,), "heads": (0, 1)}
-        matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), **dims) for n, *at in named)
-        width = model.num_heads * config.head_size
-        gates = width if model.attention_gate == "elementwise" else model.num_heads
-        self.gated = model.attention_gate is not None
-        self.qkv: Any = (partial(GatedColumnLinear, gates=gates) if self.gated else ColumnLinear)(
-            model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
-        )
-        self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
-        each = model.qk_norm and model.qk_norm_heads == "each"
-        self.query_norm = HeadNorm(config, group, dtype, device) if each else None
-        self.key_norm = HeadNorm(config, group, dtype, device) if each else None
-        self.heads_norm = AllHeadsNorm(config, group, dtype, device) if model.qk_norm and not each else None
-        heads_of_all = Shard((model.num_heads,), (split(group, 0),))
-        self.sinks = new_parameter(heads_of_all, dtype, device) if model.attention_sinks else None
-        # ZeRO-3 frees the norms' weights outside of their layers; the kernel takes them as they are.
-        self.folds = config.engine.kind != "deepspeed" and not model.norm_offset
+        self.sinks: Tensor | None = None
         if compiles(config):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
             self.attend_parts = torch.compiler.disable(self.attend_parts)  # type: ignore[method-assign]
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
-        # [batch, seq, kv heads, queries + 2, head]
-        qkv, gates = self.qkv.both(x) if self.gated else (self.qkv(x), None)
-        qkv = qkv.view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
-        tables = ((context.window_rope if self.windowed else None) or context.rope) if self.rotates else None
-        if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
-            q, k, v = (
-                x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
-                for x in self.heads(qkv.flatten(0, 1)[None], tables)
-            )
-        else:
-            q, k, v = self.heads(qkv, tables)
-        if context.watch is not None:
-            context.watch.attends(self, q, k, context)
-        if context.cache is not None:
-            y = context.cache.attend(self, q, k, v)
-        elif context.sequences is not None:
-            y = self.attend_parts(q, k, v, context.sequences)
-        elif self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
-            y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = self.attend(q, k, v)
-        y = y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size)
-        return self.output(y if gates is None else gated(y, gates))
 
     def at_step(self, step: int) -> None:
         """See `Stage.at_step`: the window of that step."""
         if self.windowed and self.model.window_schedule:
             self.scoring = Scoring(self.model.window_of(self.index, step), self.model.attention_cap)
-
-    def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.
-
-        A Triton kernel norms and rotates in one pass over memory. Without rotation they are views, but for queries that share a key:
-        their heads are not equally far apart, so they are copied.
-        """
-        if tables is not None and self.query_norm is None and self.heads_norm is None:
-            return rope_qkv(qkv, *tables, implementation=self.kernels)
-        if tables is not None and self.folds and self.heads_norm is None and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0]):
-            assert self.query_norm is not None and self.key_norm is not None
-            norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
-            return rope_qkv(qkv, *tables, norms=norms, implementation=self.kernels)
-        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.heads_norm is not None:
-            q, k = self.heads_norm(q, k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if tables is not None:
-            q, k = (rope(t, *tables, implementation=self.kernels) for t in (q, k))
-        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
@@ -165,3 +92,85 @@ class Attention(nn.Module):
     def kind(self, x: Tensor) -> str:
         """How attention is computed where `x` is."""
         return self.kinds["cpu" if x.device.type == "cpu" else "cuda"]
+
+
+class Attention(CausalAttention):
+    """Attention between a column-parallel layer, which makes queries, keys and values, and a row-parallel one.
+
+    The logical qkv weight is ``[kv_heads, group + 2, head, hidden]``: for each key/value head its `group` query heads,
+    then its key, then its value. It is split along kv_heads, so a tensor rank holds whole groups
+    (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
+    """
+
+    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, index: int = 0) -> None:
+        model = config.model
+        super().__init__(config, model.num_heads // config.kv_heads, index)
+        self.head_size, self.rotates = config.head_size, model.rotates(index)
+        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
+        heads = (config.kv_heads, self.queries + 2, config.head_size)
+        named = (("q", 0, self.queries), ("k", self.queries, self.queries + 1), ("v", self.queries + 1, self.queries + 2))
+        dims: dict[str, Any] = {"batch": (0, 1), "rows": (2,), "columns": (3,), "heads": (0, 1)}
+        matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), **dims) for n, *at in named)
+        width = model.num_heads * config.head_size
+        gates = width if model.attention_gate == "elementwise" else model.num_heads
+        self.gated = model.attention_gate is not None
+        self.qkv: Any = (partial(GatedColumnLinear, gates=gates) if self.gated else ColumnLinear)(
+            model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
+        )
+        self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
+        each = model.qk_norm and model.qk_norm_heads == "each"
+        self.query_norm = HeadNorm(config, group, dtype, device) if each else None
+        self.key_norm = HeadNorm(config, group, dtype, device) if each else None
+        self.heads_norm = AllHeadsNorm(config, group, dtype, device) if model.qk_norm and not each else None
+        heads_of_all = Shard((model.num_heads,), (split(group, 0),))
+        self.sinks = new_parameter(heads_of_all, dtype, device) if model.attention_sinks else None
+        # ZeRO-3 frees the norms' weights outside of their layers; the kernel takes them as they are.
+        self.folds = config.engine.kind != "deepspeed" and not model.norm_offset
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        # [batch, seq, kv heads, queries + 2, head]
+        qkv, gates = self.qkv.both(x) if self.gated else (self.qkv(x), None)
+        qkv = qkv.view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
+        tables = ((context.window_rope if self.windowed else None) or context.rope) if self.rotates else None
+        if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
+            q, k, v = (
+                x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
+                for x in self.heads(qkv.flatten(0, 1)[None], tables)
+            )
+        else:
+            q, k, v = self.heads(qkv, tables)
+        if context.watch is not None:
+            context.watch.attends(self, q, k, context)
+        if context.cache is not None:
+            y = context.cache.attend(self, q, k, v)
+        elif context.sequences is not None:
+            y = self.attend_parts(q, k, v, context.sequences)
+        elif self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
+            y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = self.attend(q, k, v)
+        y = y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size)
+        return self.output(y if gates is None else gated(y, gates))
+
+    def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.
+
+        A Triton kernel norms and rotates in one pass over memory. Without rotation they are views, but for queries that share a key:
+        their heads are not equally far apart, so they are copied.
+        """
+        if tables is not None and self.query_norm is None and self.heads_norm is None:
+            return rope_qkv(qkv, *tables, implementation=self.kernels)
+        if tables is not None and self.folds and self.heads_norm is None and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0]):
+            assert self.query_norm is not None and self.key_norm is not None
+            norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
+            return rope_qkv(qkv, *tables, norms=norms, implementation=self.kernels)
+        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.heads_norm is not None:
+            q, k = self.heads_norm(q, k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if tables is not None:
+            q, k = (rope(t, *tables, implementation=self.kernels) for t in (q, k))
+        return q, k, v

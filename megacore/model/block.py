@@ -23,6 +23,7 @@ from megacore.kernels.swiglu import swiglu
 from megacore.model.activations import geglu, relu2
 from megacore.model.attention import Attention
 from megacore.model.context import Context
+from megacore.model.latent_attention import LatentAttention
 from megacore.model.layers import Layer
 from megacore.model.norm import Norm
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -84,7 +85,8 @@ class Block(Layer):
         # Each block adds twice to the residual. The scale keeps the residual's variance from growing with depth (GPT-2).
         output_std = 0.0 if model.zero_init else model.init_std / (2 * (model.base_layers or model.num_layers)) ** 0.5
         self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
-        self.attention = Attention(config, group, dtype, device, output_std, index)
+        attention = Attention if model.kv_rank is None else LatentAttention
+        self.attention = attention(config, group, dtype, device, output_std, index)
         self.norm2 = Norm(model, group, config.parallel.sequence, dtype, device)
         self.feed_forward = self.make_feed_forward(config, mesh, dtype, device, output_std)
 

@@ -59,6 +59,7 @@ SAVES = "train.steps=4 checkpoint.every=1"
 MUP = "model.parametrization=mup"
 TENSOR, PIPELINE, DATA, CONTEXT = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.context=2"
 FSDP = f"{DATA} engine.kind=fsdp"
+LATENT = "model.bias=false model.position=rope model.kv_rank=8 model.plain_size=8 model.value_size=8"
 EXPERTS = "model.bias=false model.num_experts=4"
 MUON = "optim.kind=muon train.precision=fp64"
 
@@ -113,6 +114,10 @@ CASES: dict[str, Case] = {
     "model.base_width": numbers(64, f"{MUP} model.base_width=16"),
     "model.base_head_size": numbers(16, f"{MUP} model.base_width=16"),
     "model.base_layers": numbers(4, f"{MUP} model.base_width=16"),
+    "model.kv_rank": numbers(12, LATENT),
+    "model.q_rank": numbers(8, LATENT),
+    "model.plain_size": numbers(12, LATENT),
+    "model.value_size": numbers(12, LATENT),
     "model.num_experts": numbers(4, "model.bias=false"),
     "model.experts_per_token": numbers(1, EXPERTS),
     "model.expert_ffn_size": numbers(8, EXPERTS),

@@ -24,8 +24,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "speedrun": {"norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False, "window": 5, "valued": 2},
     "multi_token": {"position": "rope"},
     "lora": {"num_kv_heads": 2, "adapt": ["*.attention.*", "blocks.[134].feed_forward.*"], "rank": 3},
-    "latent_attention": {"norm": "rmsnorm", "position": "rope"}
-    | {"head_size": 4, "q_rank": 20, "kv_rank": 12, "plain_size": 6, "value_size": 7},
     "vision": {"norm": "rmsnorm", "position": "rope", "patches": 4, "patch_size": 3, "sight_layers": 2},
     "hybrid": {"norm": "rmsnorm", "position": "rope", "bias": False, "attention_every": 3, "chunk": 3},
 }
@@ -38,12 +36,11 @@ LAYOUTS = {
     "cp2": (2, ["parallel.context=2"]),
     "fsdp": (2, ["parallel.data=2", "engine.kind=fsdp"]),
     "sharded": (2, ["parallel.data=2", "engine.shard_optimizer=true"]),
-    "ring, tp2": (4, ["parallel.context=2", "parallel.context_method=ring", "parallel.tensor=2"]),
     "ulysses, sequence": (4, ["parallel.context=2", "parallel.context_method=ulysses", "parallel.tensor=2", "parallel.sequence=true"]),
 }
-ATTENDS = ("ring, tp2", "ulysses, sequence")  # these forks' own attention has one way, which "cp2" is
+ATTENDS = ("ulysses, sequence",)  # these forks' own attention has one way, which "cp2" is
 MIXED = {"zb_v, sequence", "interleaved, tp2", "ulysses, sequence", "fsdp"}  # each axis once
-HAVE = {"speedrun": {*LAYOUTS} - {*ATTENDS}, "multi_token": {*LAYOUTS} - {*ATTENDS}, "latent_attention": {*LAYOUTS} - {"pp4"}}
+HAVE = {"speedrun": {*LAYOUTS} - {*ATTENDS}, "multi_token": {*LAYOUTS} - {*ATTENDS}}
 HAVE |= {"hybrid": MIXED, "vision": MIXED, "lora": MIXED | {"sharded"}}
 CASES = [(fork, name) for fork, own in HAVE.items() for name in LAYOUTS if name in own]
 
@@ -110,7 +107,6 @@ ROLLED = (
     'wanted = batch["targets"].roll(-1, 1).index_fill(1, torch.tensor(batch["targets"].shape[1] - 1), IGNORED)\n        '
     "return self.loss(x, wanted, ",
 )
-SHARED = ("enter_tensor_parallel(shared, context.group, context.sequence)", "shared")
 ALONE = ("runs_in_order(whole.movedim(2, 0), sequences)", "runs_in_order(whole.movedim(2, 0).detach(), sequences)")
 ANEW = ("torch.stack([every[:, :, i : i + back] for i in at], 2)", "torch.stack([before for i in at], 2)")
 IN_TURN = ("before[run.start // length] for run in sequences.own", "before[i] for i in range(len(sequences.own))")
@@ -128,9 +124,7 @@ MISTAKES = {
     "a share of what each rank has of a number": ("speedrun", ("partial=True),), fill=0.5)", "),), fill=0.5)"), "zb_v, sequence"),
     "tokens that are not seen as parts": ("speedrun", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
     "targets that are rolled by each rank": ("multi_token", ROLLED, "cp2"),
-    "a shared key of which each rank's heads have a gradient": ("latent_attention", SHARED, "interleaved, tp2"),
     "an adapter's factor of own tokens as if of all": ("lora", ("partial=sequence", "partial=False"), "zb_v, sequence"),
-    "latents of own tokens as if of all": ("latent_attention", ('partial=where["sequence"]', "partial=False"), "zb_v, sequence"),
 }
 
 

@@ -88,7 +88,14 @@ FSDP: dict[str, tuple[int, list[str]]] = {
 }
 MIXTURE = ["model.num_experts=4", "model.expert_ffn_size=24", "model.first_dense=1", "model.shared_experts=1", "model.bias=false",
            "model.router_balance=sequence", "model.router_bias_rate=0.01"]  # fmt: skip
+LATENTS = ["model.bias=false", "model.position=rope", "model.norm=rmsnorm", "model.q_rank=24", "model.kv_rank=12", "model.plain_size=12"]
 EXPERTS: dict[str, tuple[int, list[str]]] = {
+    "experts 2, latents, sequence 2, pipeline 2, split backwards": (
+        8,
+        [*LATENTS, "model.value_size=10", "parallel.expert=2", "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2",
+         "parallel.schedule=zb_v", "train.precision=bf16"],
+    ),
+    "experts 2, latents, context 2": (4, [*LATENTS, "parallel.expert=2", "parallel.context=2", "parallel.context_method=ring"]),
     "experts 4, tensor 2 of their own, tokens split, sharded": (
         8,
         ["parallel.expert=4", "parallel.tensor=2", "parallel.expert_tensor=1", "parallel.sequence=true", "engine.shard_optimizer=true"],

@@ -1,4 +1,4 @@
-"""configs/forks/latent_attention.py: its attention is that of transformers' DeepSeek-V3, and its texts need only the latents."""
+"""Latent attention is that of transformers' DeepSeek-V3, and its texts need only the latents."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
+from megacore.model.stage import whole_model
+from megacore.tools.choices.flops import attention_flops, projection_weights
 from megacore.tools.settings.load import load
 from megacore.tools.text.cache import KeyValueCache
 from tests import training
-from tests.forks import ROOT, perturbed
+from tests.forks import perturbed
 from tests.peers import widened
 from tests.unit.test_generate import worst_logits
 
-FORK = ROOT / "configs/forks/latent_attention.py"
 LATENT = {"head_size": 6, "q_rank": 20, "kv_rank": 12, "plain_size": 10, "value_size": 7}  # no two alike
-SIZES = {"source": str(FORK), "norm": "rmsnorm", "position": "rope", "bias": False, "num_layers": 2, **LATENT}
+SIZES = {"norm": "rmsnorm", "position": "rope", "bias": False, "num_layers": 2, **LATENT}
 TOLERANCE = 1e-10  # fp64, relative to the largest element
 BATCH, TOKENS = 3, 16
 
@@ -34,7 +36,7 @@ def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Te
     deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     model, turned, plain = config.model, LATENT["head_size"], LATENT["plain_size"]
     sizes = {"hidden_size": model.hidden_size, "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_heads}
-    latent = {"q_lora_rank": model.q_rank, "kv_lora_rank": model.kv_rank, "v_head_dim": model.value_size}  # type: ignore[attr-defined]
+    latent = {"q_lora_rank": model.q_rank, "kv_lora_rank": model.kv_rank, "v_head_dim": model.value_size}
     heads = {"qk_nope_head_dim": plain, "qk_rope_head_dim": turned, "attn_implementation": "eager"}
     settings = deepseek.DeepseekV3Config(**sizes, **latent, **heads)
     theirs = deepseek.DeepseekV3Attention(settings, 0)
@@ -47,7 +49,7 @@ def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Te
         "kv_a_layernorm": weights["latent.norm"],
         "kv_b_proj": weights["key_value.weight"].flatten(0, 1),
         "o_proj": weights["output.weight"],
-        "q_proj" if model.q_rank is None else "q_b_proj": q,  # type: ignore[attr-defined]
+        "q_proj" if model.q_rank is None else "q_b_proj": q,
     }
     if "query_latent.weight" in weights:
         named |= {"q_a_proj": weights["query_latent.weight"], "q_a_layernorm": weights["query_latent.norm"]}
@@ -101,3 +103,31 @@ def test_of_a_token_only_the_latent_and_the_shared_key_are_kept(tmp_path: Path) 
     with torch.no_grad():
         stage({}, Microbatch(torch.zeros(1, 5, dtype=torch.int64)), cache)
     assert sum(x.nbytes for kept in cache._layers.values() for x in kept) == 2 * 11 * (12 + 6) * 8
+
+
+@pytest.mark.parametrize("q_rank", [20, None])
+def test_operations_are_counted(tmp_path: Path, q_rank: int | None) -> None:
+    """A plan, stages and an MFU by the operations of plain attention, whose matrices are others."""
+    config = config_of(tmp_path, q_rank=q_rank)
+    attention: Any = whole_model(config, "meta").inner[0].attention
+    assert projection_weights(config) == sum(p.numel() for p in attention.parameters() if p.dim() > 1)
+    assert attention_flops(config, causal=False) == 2 * config.train.seq_len * config.model.num_heads * (16 + 7)
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"kv_rank": None}, "model.q_rank: keys and values have no latent (null, or model.kv_rank=512)"),
+    ({"kv_rank": None, "q_rank": None, "value_size": 128}, "model.plain_size: keys and values have no latent (128, or model.kv_rank=512)"),
+    ({"num_kv_heads": 2}, "model.num_kv_heads: with model.kv_rank each of 4 heads has a key of its own (4 or null)"),
+    ({"window": 4}, "model.window: latent attention does not go with 4 (null, or model.kv_rank=null)"),
+    ({"bias": True}, "model.bias: latent attention does not go with true (false, or model.kv_rank=null)"),
+    ({"position": "learned"}, "model.position: latent attention does not go with learned (rope, or model.kv_rank=null)"),
+    ({"plain_size": 2**36}, "model.plain_size: with model.hidden_size 32 makes a tensor of"),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), REFUSED)
+def test_what_it_has_not_is_refused(tmp_path: Path, model: dict[str, object], said: str) -> None:
+    """A window, or a size of the latent's, that would do nothing in silence."""
+    with pytest.raises(ConfigError) as refused:
+        config_of(tmp_path, **model)
+    assert said in str(refused.value)

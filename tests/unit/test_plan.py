@@ -362,6 +362,7 @@ def test_peaks_are_exact_or_unknown() -> None:
 HARDWARE = {
     "gpt_tiny": (1, 2),
     "moe_tiny": (1, 2),
+    "latent_tiny": (1, 2),
     "shakespeare_char": (1, 2),
     "finetune_gpt2": (1, 8),
     "finetune_chat": (1, 16),
@@ -372,6 +373,7 @@ HARDWARE = {
     "llama_8b": (8, 80),
     "gpt_175b": (96, 80),
     "gpt_1t": (512, 80),
+    "deepseek_v3": (2048, 80),
 }
 
 

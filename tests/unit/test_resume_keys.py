@@ -33,6 +33,7 @@ REFUSED = """
 model: block source_digest num_layers hidden_size num_heads num_kv_heads head_size ffn_size vocab_size norm activation position
     max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
+    q_rank kv_rank plain_size value_size
     num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores router_normalised router_scale
     expert_groups groups_per_token router_bias_rate
     norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap

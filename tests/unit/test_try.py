@@ -144,7 +144,7 @@ def test_a_run_that_diverges(fork: str, tmp_path: Path, capfd: pytest.CaptureFix
     (("@my_model.py", "--seeds", "1000"), "config error: --seeds: 1000 are more than anybody needs (at most 100)"),
     (("@my_model.py", "--report"), "config error: --report: runs/try_my_model holds no comparison yet (first the runs)"),
     (("@my_model.py", "--against", "@other.json"), "--against: my_model has train.seq_len 16, and other 32 (the same in both)"),
-    (("@other.json",), "config error: --against: other is the plain model itself: it has no model.source and no experts (another config)"),
+    (("@other.json",), "config error: --against: other is the plain model: it has no model.source, experts or latents (another config)"),
     (("@my_model.py", "model.ffn_sise=1"), "config error: my_model: model.ffn_sise: unknown key (did you mean model.ffn_size?)"),
     (("@my_model.py", "--report", "--dry-run"), "config error: --report: stands beside --dry-run (one of the two)"),
     (("@my_model.py", "data.train=@gone"), "data error: trial my_model,rate=0.5,seed=0: @gone.bin: missing"),

@@ -24,7 +24,26 @@ def attention_flops(config: Config, causal: bool) -> float:
     Grouping key/value heads changes neither, because every query head still meets s keys. What windows mask is not counted; it is the
     mean of all blocks.
     """
-    return 4 * config.train.seq_len * config.attention_sizes[0] * (0.5 if causal else 1.0) * window_share(config)
+    return 4 * config.train.seq_len * attended_features(config) * (0.5 if causal else 1.0) * window_share(config)
+
+
+def attended_features(config: Config) -> float:
+    """Features of all heads: the mean of keys' and values', which latent attention has of two sizes."""
+    model = config.model
+    own = config.attention_sizes[0]
+    return own if model.kv_rank is None else model.num_heads * (config.head_size + model.plain_size + model.value_size) / 2
+
+
+def projection_weights(config: Config) -> float:
+    """Weights of attention's products with them in a block."""
+    model, (a, k) = config.model, config.attention_sizes
+    h, heads = model.hidden_size, model.num_heads
+    if model.kv_rank is None:
+        return h * (2 * a + 2 * k + {None: 0, "headwise": heads, "elementwise": a}[model.attention_gate])
+    queries = heads * (config.head_size + model.plain_size)
+    of_queries = h * queries if model.q_rank is None else model.q_rank * (h + queries)
+    latent = h * (model.kv_rank + config.head_size) + model.kv_rank * heads * (model.plain_size + model.value_size)
+    return of_queries + latent + heads * model.value_size * h
 
 
 def window_share(config: Config) -> float:
@@ -45,15 +64,15 @@ def seen_pairs(length: int, window: int | None) -> int:
 def block_flops(config: Config, causal: bool) -> float:
     """Forward operations of one transformer block.
 
-    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two or, with a gate (swiglu), three
-    feed-forward products, 2·h for each gate of attention, and `attention_flops`. Norms, activations and residuals are not products, and
-    not counted. Of experts those that a token goes through count, and the router; then it is the mean of all blocks.
+    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h for each gate of attention (or what latents take, see
+    `projection_weights`), 2·h·f for each of the two or, with a gate (swiglu), three feed-forward products, and `attention_flops`.
+    Norms, activations and residuals are not products, and not counted. Of experts those that a token goes through count, and the
+    router; then it is the mean of all blocks.
     """
-    h, (a, k) = config.model.hidden_size, config.attention_sizes
+    h = config.model.hidden_size
     f, routed = active_features(config)
     ffn_products = 3 if config.model.gated else 2
-    gates = {None: 0, "headwise": config.model.num_heads, "elementwise": a}[config.model.attention_gate]
-    return 2 * h * (a + 2 * k + gates + routed) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+    return 2 * projection_weights(config) + 2 * h * routed + ffn_products * 2 * h * f + attention_flops(config, causal)
 
 
 def active_features(config: Config) -> tuple[float, float]:
@@ -94,7 +113,7 @@ def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
     """
     windows = Counter(config.model.window_of(block) for block in range(config.model.num_layers))
     pairs = sum(count * seen_pairs(n, window) for n in lengths for window, count in windows.items())
-    return 12 * config.attention_sizes[0] * pairs
+    return int(12 * attended_features(config) * pairs)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def context_method_of(config: Config, device: str | None = None) -> Method:
     if method != "auto":
         return method
     heads, kv_heads, element = config.model.num_heads // t, config.kv_heads // t, ELEMENT_BYTES[train.precision]
-    sizes = train.seq_len, heads, kv_heads, config.head_size
+    sizes = train.seq_len, heads, kv_heads, config.attended_size
     own = Divided(config.parallel.context, t, config.rank_tokens, *sizes, element)
     found = rates(device or ("cpu" if train.device == "cpu" else DEVICE), train.precision)
     return fastest(own, found, again=train.recompute == "full", exchanges=unexchanged(config) is None)

@@ -24,7 +24,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import LogicalMatrix, TensorSlice, logical_name, overlap, relative, shard_of
 from megacore.engine.stepper import OptimizerStep
-from megacore.model.attention import Attention
+from megacore.model.attention import CausalAttention
 from megacore.model.choose import layers_of
 from megacore.model.context import Context
 from megacore.model.flow import Flow
@@ -76,7 +76,7 @@ class Named:
             for tensor, flow in spec.declared("writes").items():
                 figure = spec.name if tensor == "hidden" else f"{spec.name}.{tensor}"
                 self.flows[spec.name, tensor] = len(self.flows), figure, flow
-        attentions = [name for name, module in model.named_modules() if isinstance(module, Attention)]
+        attentions = [name for name, module in model.named_modules() if isinstance(module, CausalAttention)]
         self.attentions = {} if compiles(config) else {name: number for number, name in enumerate(attentions)}
 
     def figures(self, sums: Sequence[float], largest: Sequence[float]) -> dict[str, float]:
@@ -149,7 +149,7 @@ class Statistics(Monitor, Observer):
         """Takes the largest logit of this rank's queries. Collective over context ranks, which give their keys."""
         number = self.named.attentions.get(self.names.get(attention, ""))
         if self.forward and number is not None:
-            assert isinstance(attention, Attention)
+            assert isinstance(attention, CausalAttention)
             self.largest[number].clamp_(min=largest_logit(q, k, attention.scale, context))
 
     @torch.no_grad()

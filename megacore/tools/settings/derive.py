@@ -22,6 +22,7 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if model.head_size is None and model.hidden_size % model.num_heads == 0:
         derived["model.head_size"] = model.hidden_size // model.num_heads
     if model.attention_scale is None and (head_size := model.head_size or derived.get("model.head_size")):
+        head_size += 0 if model.kv_rank is None else model.plain_size
         derived["model.attention_scale"] = head_size**-0.5 * ((model.base_head_size or head_size) / head_size) ** 0.5
     if model.qkv_bias is None:
         derived["model.qkv_bias"] = model.bias

@@ -18,6 +18,7 @@ from megacore.optimizers.rule import AVERAGE, RULES
 from megacore.records import LARGEST
 from megacore.tools.settings.derive import chunks_of
 from megacore.tools.settings.experts import check_experts, divides
+from megacore.tools.settings.latent import check_latent
 
 RAMP = "train.batch_ramp"
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
@@ -47,6 +48,10 @@ def check_elements(config: Config) -> None:
     if model.num_experts is not None:  # whose weights are one tensor, and those of shared ones another
         expert = 2 * resolved(model.expert_ffn_size)
         rows |= {"num_experts": model.num_experts * expert, "shared_experts": model.shared_experts * expert}
+    if model.kv_rank is not None:
+        widest = model.num_heads * (model.plain_size + max(config.head_size, model.value_size))
+        rows |= {"q_rank": model.q_rank or 0, "kv_rank": model.kv_rank + config.head_size}
+        rows |= {"plain_size": widest * max(model.q_rank or 0, model.kv_rank, model.hidden_size) // model.hidden_size}
     name, largest = max(rows.items(), key=lambda row: row[1])
     if (elements := largest * model.hidden_size) > MOST_ELEMENTS:
         wrong = f"with model.hidden_size {model.hidden_size} makes a tensor of {elements:.3g} elements"
@@ -162,6 +167,7 @@ def check_model(config: Config) -> None:
         raise ConfigError("parallel.pipeline", f"{parallel.pipeline} stages are more than any run has", f"at most {MOST_STAGES}")
     check_context(config)
     check_experts(config)
+    check_latent(config)
     if parallel.sequence and config.rank_tokens % parallel.tensor:
         divides("train.seq_len", train.seq_len // parallel.context, "parallel.tensor", parallel.tensor)
     if model.kernels == "triton" and train.precision == "fp64":
@@ -186,8 +192,9 @@ def check_context(config: Config) -> None:
 def unexchanged(config: Config) -> str | None:
     """Why a tensor rank's heads cannot be dealt to the context ranks, in a few words; None if they can."""
     parallel = config.parallel
-    if config.head_size % 2:
-        return f"ulysses takes heads in halves, and model.head_size {config.head_size} is odd"
+    if config.attended_size % 2:
+        key = "model.head_size" if config.model.kv_rank is None else "their size"
+        return f"ulysses takes heads in halves, and {key} {config.attended_size} is odd"
     heads, kv_heads = config.model.num_heads // parallel.tensor, config.kv_heads // parallel.tensor
     if heads % parallel.context:
         return f"ulysses cannot deal {heads} heads of a tensor rank to {parallel.context} context ranks"

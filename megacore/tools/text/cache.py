@@ -157,7 +157,7 @@ class DividedCache(KeyValueCache):
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `KeyValueCache`; no rank has all."""
-        raise ConfigError("parallel.context", "text is written with an attention of your own on one context rank", "1")
+        raise ConfigError("parallel.context", "text is written with latent attention, or one of your own, on one context rank", "1")
 
     def state(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
         """See `KeyValueCache`; a prompt's padding would be in it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from megacore.config import Config
 from megacore.config.experts import ExpertSettings
+from megacore.config.latent import LatentSettings
 from megacore.config.model import ModelConfig
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
@@ -85,19 +86,20 @@ def read_contender(path: str, overrides: Sequence[str]) -> Contender:
 
 
 def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contender:
-    """Whom the idea is compared with: `gpt`, which is the plain model with the idea's config, without source and experts; or another
-    fork or config. Raises `UserError`."""
+    """Whom the idea is compared with: `gpt`, which is the plain model with the idea's config, without source, experts and latents; or
+    another fork or config. Raises `UserError`."""
     if against != "gpt":
         other = read_contender(against, overrides)
         return other if other.name != idea.name else replace(other, name=f"{other.name} (against)")
     sections = copy.deepcopy(idea.sections)
     model = sections["model"]
-    plain = ModelConfig.model_fields.keys() - ExpertSettings.model_fields.keys() - {"source", "source_digest"}
+    others = ExpertSettings.model_fields.keys() | LatentSettings.model_fields.keys() | {"source", "source_digest"}
+    plain = ModelConfig.model_fields.keys() - others
     sections["model"] = model = {key: value for key, value in model.items() if key in plain}
     for key in ("expert", "expert_tensor"):
         sections.get("parallel", {}).pop(key, None)
     if model == idea.sections["model"]:
-        raise ConfigError("--against", f"{idea.name} is the plain model itself: it has no model.source and no experts", "another config")
+        raise ConfigError("--against", f"{idea.name} is the plain model: it has no model.source, experts or latents", "another config")
     return Contender("gpt", sections)
 
 

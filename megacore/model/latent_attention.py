@@ -10,29 +10,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
-from megacore.config.model import ModelConfig
-from megacore.context_parallel.attention import attend
 from megacore.distributed.collectives import enter_tensor_parallel
-from megacore.distributed.communicator import SOLO
-from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, replicated, shard_of
-from megacore.distributed.topology import Topology
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, replicated
 from megacore.kernels.layernorm import rms_norm
-from megacore.model.block import Block as Usual
+from megacore.model.attention import CausalAttention
 from megacore.model.context import Context
 from megacore.model.own_attention import keys_and_values, rotated
-from megacore.section import Count
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
-
-
-class Settings(ModelConfig):  # `head_size` is the features of a query, and of the shared key, that turn
-    q_rank: Count | None = Field(64, description="features of the queries' latent; null: queries are made of the hidden states")
-    kv_rank: Count = Field(32, description="features of the latent of keys and values")
-    plain_size: Count = Field(16, description="features of a head's query and key that do not turn")
-    value_size: Count = Field(16, description="features of a head's value")
 
 
 def per_head(name: str, start: int, stop: int) -> LogicalMatrix:
@@ -60,22 +49,24 @@ class Latent(nn.Module):
         return rms_norm(latent, self.norm, self.eps, implementation=self.kernels), beside
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(CausalAttention):
     """Causal attention of heads that share a latent of each token's keys and values, and the part of a key that turns."""
 
-    def __init__(self, config: Config, std: float, where: dict[str, Any]) -> None:
-        super().__init__()
-        model, turned = config.model, config.head_size
-        q_rank, kv_rank, plain, value = (getattr(model, name) for name in ("q_rank", "kv_rank", "plain_size", "value_size"))
-        self.query_sizes, self.key_value_sizes, self.scale = [plain, turned], [plain, value], (plain + turned) ** -0.5
+    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, index: int = 0) -> None:
+        super().__init__(config, 1, index)
+        model, turned, rank, heads = config.model, config.head_size, config.model.kv_rank, config.model.num_heads
+        assert rank is not None
+        plain, value = model.plain_size, model.value_size
+        self.query_sizes, self.key_value_sizes = [plain, turned], [plain, value]
+        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         made: dict[str, Any] = {"bias": False, "init_std": model.init_std, **where}
-        self.query_latent = None if q_rank is None else Latent(config, q_rank, 0, where)
+        self.query_latent = None if model.q_rank is None else Latent(config, model.q_rank, 0, where)
         whole = (per_head("q", 0, plain + turned),)
-        self.query = ColumnLinear(q_rank or model.hidden_size, (model.num_heads, plain + turned), matrices=whole, **made)
-        self.latent = Latent(config, kv_rank, turned, where)
+        self.query = ColumnLinear(model.q_rank or model.hidden_size, (heads, plain + turned), matrices=whole, **made)
+        self.latent = Latent(config, rank, turned, where)
         both = per_head("k", 0, plain), per_head("v", plain, plain + value)
-        self.key_value = ColumnLinear(kv_rank, (model.num_heads, plain + value), matrices=both, **made)
-        self.output = RowLinear(model.num_heads * value, model.hidden_size, bias=False, init_std=std, **where)
+        self.key_value = ColumnLinear(rank, (heads, plain + value), matrices=both, **made)
+        self.output = RowLinear(heads * value, model.hidden_size, bias=False, init_std=output_std, **where)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
@@ -95,18 +86,23 @@ class LatentAttention(nn.Module):
         if context.start == 0:
             k, v = heads(self.key_value(latent), sum(self.key_value_sizes)).split(self.key_value_sizes, -1)
             k = torch.cat((k, shared.expand(-1, k.shape[1], -1, -1)), -1)
-            y = self.attend(torch.cat((q, turned), -1), k, v, context)
+            y = self.attend_padded(torch.cat((q, turned), -1), k, v, context)
         else:  # the text's next tokens
             y = self.absorbed(q, turned, *kept)
         return self.output(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Attention to keys and values of their own. All are padded to one size, which kernels that keep no scores ask for."""
+    def attend_padded(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Attention to keys and values of their own, all padded to one size, which kernels that keep no scores ask for."""
+        if context.watch is not None:
+            context.watch.attends(self, q, k, context)
         size, value = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-        q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+        if context.sequences is not None or self.kind(q) == "sdpa":
+            q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
         if context.sequences is not None:  # over context ranks, or within documents
-            return attend(q, k, v, context.sequences, self.scale)[..., :value]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[..., :value]
+            return self.attend_parts(q, k, v, context.sequences)[..., :value]
+        if self.selective and self.kind(q) != "sdpa":  # see `Attention`
+            return checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        return self.attend(q, k, v)[..., :value]
 
     def absorbed(self, q: Tensor, turned: Tensor, latents: Tensor, shared: Tensor, behind: Tensor) -> Tensor:
         """Attention to latents ``[batch, 1, all tokens, rank]``, as if they were keys and values of one head that all queries share."""
@@ -114,13 +110,3 @@ class LatentAttention(nn.Module):
         q, k = torch.cat((q @ to_key, turned), -1), torch.cat((latents, shared), -1)
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, latents))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=behind >= 0, scale=self.scale) @ to_value.transpose(1, 2)
-
-
-class Block(Usual):
-    """A GPT's block with this attention."""
-
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(index, config, mesh, dtype, device)
-        where = {"group": mesh.tp, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
-        usual = shard_of(self.attention.output.weight)
-        self.attention = LatentAttention(config, usual.init_std or 0.0, where)  # type: ignore[assignment]
