@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"window": 4}, "model.window: latent attention does not go with 4 (null, or model.kv_rank=null)"),
     ({"bias": True}, "model.bias: latent attention does not go with true (false, or model.kv_rank=null)"),
     ({"position": "learned"}, "model.position: latent attention does not go with learned (rope, or model.kv_rank=null)"),
-    ({"plain_size": 2**36}, "model.plain_size: with model.hidden_size 32 makes a tensor of"),
+    ({"value_size": 2**44}, "model.value_size: with model.hidden_size 32 makes a tensor of"),
 ]
 
 

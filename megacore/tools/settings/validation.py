@@ -51,7 +51,7 @@ def check_elements(config: Config) -> None:
     if model.kv_rank is not None:
         widest = model.num_heads * (model.plain_size + max(config.head_size, model.value_size))
         rows |= {"q_rank": model.q_rank or 0, "kv_rank": model.kv_rank + config.head_size}
-        rows |= {"plain_size": widest * max(model.q_rank or 0, model.kv_rank, model.hidden_size) // model.hidden_size}
+        rows |= {"value_size": widest * max(model.q_rank or 0, model.kv_rank, model.hidden_size) // model.hidden_size}
     name, largest = max(rows.items(), key=lambda row: row[1])
     if (elements := largest * model.hidden_size) > MOST_ELEMENTS:
         wrong = f"with model.hidden_size {model.hidden_size} makes a tensor of {elements:.3g} elements"
