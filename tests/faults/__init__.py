@@ -25,7 +25,7 @@ class Fault:
     layout: str
     found: str  # what the check says first, without figures
     overrides: tuple[str, ...] = ()
-    check: str = "verify"  # verify, resume, rollback, trained, samples, plan or sums
+    check: str = "verify"  # verify, resume, rollback, trained, samples, plan, sums or formula
     precision: str = "fp64"  # verify's
 
     @property

@@ -12,6 +12,7 @@ from megacore.data.samples import SampleStream
 from megacore.files import ROOT
 from megacore.pipeline.generators import build
 from megacore.tools.schedules.validate import validate
+from megacore.tools.settings.load import load
 from megacore.tools.verify.coverage import Epoch, Leg
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain
@@ -40,6 +41,7 @@ from tests.faults import (
 )
 from tests.pool import Pool
 from tests.rollback import went_back
+from tests.unit.test_experts import MODEL, other_than_plain
 
 # The modules enter their faults as they are imported; here they are in one order, whichever module imports another.
 FAULTS.sort(key=lambda fault: fault.plant.__module__)
@@ -73,6 +75,10 @@ class Checks:
         if fault.check == "samples":
             with planted(plant):
                 return epoch_read()
+        if fault.check == "formula":
+            path = training.write_config(Path(self.folder.name), "unused", model=MODEL, train={"precision": "fp64"})
+            with planted(plant):
+                return other_than_plain(load(path, list(fault.overrides)).config)
         if fault.check == "plan":
             with planted(plant):
                 return validated(fault)
@@ -97,7 +103,6 @@ class Checks:
         for beginning in (f"{fault.layout} parts first in ", f"{fault.layout}: "):
             first = first.removeprefix(beginning)
         return re.sub(r", step \d+: .* off on .*", "", first)
-
 
     def resumed(self, fault: Fault, folder: str, plant: str | None) -> str:
         """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
@@ -171,8 +176,8 @@ What a proof is worth is what it catches. These are {total} mistakes that people
 alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
 bit by bit with one that is not, {rollback} by a run that goes back around bad batches and is compared bit by bit with one that
 starts there, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
-{samples} by the proof of `launch/samples.py`, {plan} by the validation of plans, {sums} by sums of random gradients, of which
-rounding must explain what they lack. The same checks are silent on the code as it is.
+{formula} by the plain formula of a mixture, {samples} by the proof of `launch/samples.py`, {plan} by the validation of plans,
+{sums} by sums of random gradients, of which rounding must explain what they lack. The same checks are silent on the code as it is.
 
 ```bash
 python -m tests.faults                 # plants all of them, prints what caught each (three minutes on two cores)
@@ -185,9 +190,7 @@ and a part of the others each time, and hold the table to the catalogue. A layou
 `--precision bf16`; all others in fp64. [proof.md](proof.md) says what the proof exercises, and what only the tests do.
 
 A mistake with a reference, to a repository and a number, happened there in public.
-Some that happened there cannot happen here: counts of a router that a recomputed pass doubles (torchtitan PR 1593) would
-change nothing, since only their ratios are used; and megacore has no heads for further tokens (Megatron-LM issue 1532), and no fp8.
-Not planted are some of experts (Megatron-LM PR 5956 and issue 1628, Automodel issue 1408).
+Some that happened there cannot happen here: megacore has no heads for further tokens (Megatron-LM issue 1532), and no fp8.
 
 | mistake | layout | caught by | what it says first |
 |---|---|---|---|
