@@ -216,6 +216,24 @@ def gradient_unwritten() -> Any:
     return patch(experts, "grouped_outer", unwritten)
 
 
+BIASED = (*EXPERTS, "model.router_bias_rate=0.02")
+ROUTED = "routers choose other experts than on one process: first blocks.1.feed_forward"
+
+
+@fault("a router adds the bias of every tensor rank, which all hold it", "tp2", ROUTED, *BIASED)
+def bias_by_its_copies() -> Any:
+    def ranked(self: router.Router, scores: Tensor) -> Tensor:
+        assert self.bias is not None
+        return scores.detach() + self.sequence_ranks.size * self.bias.value
+
+    return patch(router.Router, "ranked", ranked)
+
+
+@fault("… in bf16, where experts may be chosen that are as good", "tp2", ROUTED, *BIASED, precision="bf16")
+def bias_by_its_copies_in_bf16() -> Any:
+    return bias_by_its_copies()
+
+
 @fault("gates of experts on other ranks have no gradient (transformers PR 48687)", "ep2",
        "module blocks.3.feed_forward.router, gradient of its weight, microbatch 0, backward", *EXPERTS)  # fmt: skip
 def gates_of_others_without_gradient() -> Any:

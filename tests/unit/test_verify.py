@@ -242,6 +242,17 @@ def test_bf16_has_a_cap_that_one_process_cannot_lift() -> None:
     assert bounds.of(found["figure"]) == pytest.approx(0.015)
 
 
+def test_another_expert_of_as_good_a_score_is_bf16_s_and_no_other() -> None:
+    """A bound on gradients of few elements would let a router choose an expert of half the score."""
+    bounds = Bounds("bf16", 4, {}, {})
+    tie = Difference("routing", 1, "blocks.1.feed_forward", 0, 0.01)
+    assert 0.02 < bounds.of(tie) < 0.03, "where one process has no near tie"
+    bounds.explain([tie])
+    assert bounds.of(tie) == pytest.approx(0.03)
+    bounds.explain([replace(tie, relative=0.9)])
+    assert bounds.of(tie) == bounds.gradient < 0.25
+
+
 def test_rounding_is_pytorch_s() -> None:
     values = torch.randn(10_000) * torch.logspace(-20, 20, 10_000)
     values[:3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])  # ties

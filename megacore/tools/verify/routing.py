@@ -59,6 +59,7 @@ class Choices:
         own, other = (ranked.gather(1, experts).sort(dim=1)[0] for experts in (chosen, right))
         differ = (chosen.sort(dim=1)[0] != right.sort(dim=1)[0]).any(1)
         if differ.any():
-            apart = (own - other)[differ].abs().amax().double().clamp(min=TIED)
+            larger = torch.maximum(own.abs(), other.abs()).clamp(min=torch.finfo(own.dtype).tiny)
+            apart = ((own - other).abs() / larger)[differ].amax().double().clamp(min=TIED)
             self.apart[name] = torch.maximum(self.apart.get(name, apart), apart)
         return right

@@ -2,7 +2,7 @@
 
 import math
 
-from megacore.tools.verify.compare import Difference
+from megacore.tools.verify.compare import ROUTING, Difference
 from megacore.tools.verify.replay import EXACT
 
 # fp64 rounds to 1e-16. Some thousand terms summed in another order, through a few blocks and three updates, stay well below this.
@@ -63,6 +63,8 @@ class Bounds:
         explained = BF16_FACTOR * self.explained.get((kind, difference.step), BF16_ULP)
         if kind == "figure":
             return min(explained, FIGURES * self.typical)
+        if kind == ROUTING:  # a score errs by as much as the logit that it is made of, which is a few at most
+            return min(max(explained, self.typical), self.gradient)
         cap = self.gradient * (1 + FEW / math.sqrt(self.sizes.get(difference.name, 1)))
         if kind == "adam_m":
             cap *= self.cancelled.get((difference.step, difference.name), 1.0)
