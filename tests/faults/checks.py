@@ -177,7 +177,8 @@ alone, in the running code, and must be caught: {verify} by `launch/verify.py`, 
 bit by bit with one that is not, {rollback} by a run that goes back around bad batches and is compared bit by bit with one that
 starts there, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
 {formula} by the plain formula of a mixture, {samples} by the proof of `launch/samples.py`, {plan} by the validation of plans,
-{sums} by sums of random gradients, of which rounding must explain what they lack. The same checks are silent on the code as it is.
+{sums} by sums of random gradients, of which rounding must explain what they lack.
+The same checks are silent on the code as it is.
 
 ```bash
 python -m tests.faults                 # plants all of them, prints what caught each (three minutes on two cores)
