@@ -16,7 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from benchmarks.training import Training
-from benchmarks.wire import Wire
+from benchmarks.wire import EXPERTS, Wire
 from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
@@ -25,7 +25,7 @@ from megacore.pipeline.schedule import Action, Op, Plan
 from megacore.tools.planner.traffic import Transfer
 from megacore.tools.schedules.simulate import Span, Timeline, simulate
 
-COMMUNICATION = ("tp", "cp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
+COMMUNICATION = ("tp", "cp", EXPERTS, "dp", "pp", "tied", "loss", "norm")  # by group, as a `Wire` names them
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that observers hear of

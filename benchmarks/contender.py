@@ -36,12 +36,13 @@ PEERS = {
     "products": ("benchmarks.peers.products", "ProductsLoop"),
 }
 STAGES = {"two-stages": 2, "four-stages": 4}
-KINDS = ("megacore", *STAGES, *PEERS)
+BY_PART = "megacore-by-part"
+KINDS = ("megacore", BY_PART, *STAGES, *PEERS)
 
 
 def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list[float]], Callable[[], float | None], dict[str, Any]]:
-    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage. What the last step's loss
-    was, by this rank's microbatches, if it has any. And what a run settled on by itself."""
+    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage; for `BY_PART` its
+    parts too. What the last step's loss was, by this rank's microbatches, if it has any. And what a run settled on by itself."""
     if kind in STAGES:
         stages = [LoneStage(path, overrides, index, STAGES[kind]) for index in range(STAGES[kind])]
         return lambda: [seconds for stage in stages for seconds in stage.measure()], lambda: None, {}
@@ -50,6 +51,11 @@ def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list
     if kind == "megacore":
         training = Training(config, join(config, place))
         return lambda: [training.step()], training.loss, {"train.compile": training.config.train.compile}
+    if kind == BY_PART:
+        from benchmarks.layer_parts import ByPart
+
+        by_part = ByPart(config, place)
+        return by_part.turn, by_part.training.loss, {}
     module, name = PEERS[kind]
     loop = getattr(import_module(module), name)(config)
     return lambda: [loop.step()], loop.loss, {}

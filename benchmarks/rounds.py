@@ -32,6 +32,7 @@ class Contender:
     checkout: Path = ROOT  # whose benchmarks and megacore it runs
     settings: str = OWN
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of its own
+    config: str | None = None  # a file of its own
     process: dict[str, Any] | None = None  # what its processes must turn out to have set (`benchmarks.peers.process`), if that matters
 
 
@@ -95,7 +96,7 @@ class Processes(Workers):
 
     def __init__(self, contender: Contender, config: str, limit: float) -> None:
         self.contender, self.limit = contender, limit  # seconds for a turn
-        command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
+        command = [contender.python, "-m", "benchmarks.contender", contender.kind, contender.config or config, *contender.overrides]
         command += ["--settings", contender.settings]
         path = os.pathsep.join([str(contender.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment: dict[str, str | None] = {

@@ -29,7 +29,17 @@ COLLECTIVES = (
     ("all_gather", ("all_gather_single", "all_gather_into_tensor"), 0),
     ("reduce_scatter", ("reduce_scatter_single", "reduce_scatter_tensor"), 1),
 )
-COUNTED = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 0, "all_to_all": 0, "shift": 0, "send": 0}  # by its largest tensor
+COUNTED = {
+    "all_reduce": 0,
+    "all_gather": 1,
+    "reduce_scatter": 0,
+    "all_to_all": 0,
+    "exchange": 0,
+    "shift": 0,
+    "send": 0,
+}  # by its largest tensor
+EXPERTS = "experts"  # the groups that rows travel over to experts and back
+OF_GROUPS = {"shard": "dp", "replicate": "dp", "dp×cp": "dp", "edp": "dp", "ep": EXPERTS, "etp": EXPERTS, "ep×etp": EXPERTS}
 SUMS = {"loss": "loss", "optimizer step": "norm"}  # what is summed in a phase
 
 
@@ -65,7 +75,7 @@ class Wire(Observer, AbstractContextManager["Wire"]):
     def transfers(self) -> list[Transfer]:
         """What was sent, in the planner's terms, sorted."""
         keys = sorted(self.elements)
-        return [Transfer(key[0], key[1], key[2], self.elements[key], key[3], self.calls[key]) for key in keys]
+        return [Transfer(*key[:3], self.elements[key], key[3], self.calls[key], stays=key[1] == "exchange") for key in keys]
 
     def __enter__(self) -> "Wire":
         self.mesh.observers.append(self)
@@ -124,7 +134,7 @@ class Wire(Observer, AbstractContextManager["Wire"]):
     def _name(self, group: Group, operation: str) -> str:
         if self.sums and operation == "all_reduce":
             return self.sums
-        return "dp" if group.name in ("shard", "replicate", "dp×cp") else group.name
+        return OF_GROUPS.get(group.name, group.name)
 
     def _count(self, name: str, operation: str, size: int, tensor: Tensor) -> None:
         key = (name, operation, size, tensor.element_size())

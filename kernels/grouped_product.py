@@ -40,7 +40,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: 
         return _product(x, weight, ends)
     y = x.new_empty(len(x), weight.shape[1])
     for own, matrix in zip(spans(ends, len(x)), weight, strict=True):
-        y[own] = (widened(x[own]) @ widened(matrix).t()).to(x.dtype)
+        multiply(x[own], matrix.t(), y[own])
     return y
 
 
@@ -55,7 +55,7 @@ def grouped_outer(grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, *, 
     if use_triton("grouped_outer", implementation, grad=grad, x=x, ends=ends):
         return _outer(grad, x, ends, total)
     for part, own in zip(total, spans(ends, len(x)), strict=True):
-        part.copy_(widened(grad[own]).t() @ widened(x[own]))
+        multiply(grad[own].t(), x[own], part)
     return total
 
 
@@ -63,6 +63,15 @@ def spans(ends: Tensor, rows: int) -> Iterator[slice]:
     """The rows of each group. It waits for the device; on `meta`, where nobody knows, all groups have as many."""
     stops = [rows * (i + 1) // len(ends) for i in range(len(ends))] if ends.is_meta else ends.tolist()
     return (slice(*pair) for pair in pairwise([0, *stops]))
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Writes ``a · b`` to `out`, without a copy where it is the product's dtype."""
+    a, b = widened(a), widened(b)
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from benchmarks import documents, mup, optimizers, predicted, throughput
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
+from benchmarks.layer_parts import LAYERS, PARTS, ByPart, LayerParts
 from benchmarks.throughput import hardware_flops_per_token
 from benchmarks.training import Training
 from megacore.context_parallel import attention
@@ -146,6 +147,23 @@ def test_every_moment_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(watch.totals()) == {"other": 20.0, "forward": 20.0, "tp": 10.0}
     assert watch.mean_of(Op.FORWARD, 1) == 30.0 and watch.mean_of(Op.FORWARD, 0) == 0.0
     assert watch.between(0, 5) == 50.0 == sum(watch.totals().values())
+
+
+def test_every_part_of_a_mixture_is_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part whose calls have another name than the benchmark knows would go into the rest, and so would its backward."""
+    small = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 16, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "shared_experts": 1, "first_dense": 1}
+    train = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32", "device": "cpu"}
+    config = resolve({"model": small | experts | {"router_z_loss": 0.1}, "train": train}, [], "small", 1).config
+    monkeypatch.setattr("benchmarks.breakdown.perf_counter", partial(next, count()))  # type: ignore[call-overload]
+    by_part = ByPart(config, RankInfo())
+    found = dict(zip(PARTS, by_part.turn()[1:], strict=True))
+    assert all((seconds > 0) == (part not in ("exchange", "communication")) for part, seconds in found.items())
+    with monkeypatch.context() as patch:  # of a backward that is not charged
+        patch.setattr(LayerParts, "_charge_backward", lambda *_: None)
+        less = dict(zip(PARTS, by_part.turn()[1:], strict=True))
+    assert all(less[part] < found[part] for part in LAYERS if found[part])
+    by_part.training.mesh.close()
 
 
 def test_utilisation_needs_a_peak() -> None:
