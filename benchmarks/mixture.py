@@ -56,14 +56,14 @@ def measure(args: argparse.Namespace, layout: str, dense: str, say: Callable[[st
     own = (*args.overrides, "train.device=cpu", *wanted.overrides())
     plain = tuple(override for override in own if not override.startswith("parallel.expert"))
     config = load(args.config, [*own], wanted.world).config
-    shared = {"ranks": wanted.world, "threads": threads_of(layout)}
+    place: dict[str, Any] = {"ranks": wanted.world, "threads": threads_of(layout)}
     tokens = config.train.global_batch_size * config.train.seq_len
     running = [
-        Contender(MIXTURE, BY_PART, tokens, own, **shared),
-        Contender(DENSE, BY_PART, tokens, plain, config=dense, **shared),
+        Contender(MIXTURE, BY_PART, tokens, own, **place),
+        Contender(DENSE, BY_PART, tokens, plain, config=dense, **place),
     ]
     if args.before is not None:
-        running.append(Contender(BEFORE, BY_PART, tokens, own, checkout=args.before, **shared))
+        running.append(Contender(BEFORE, BY_PART, tokens, own, checkout=args.before, **place))
     found = race(running, args.config, args.rounds, say)
     models = {}
     for name, record in found.records.items():
@@ -105,6 +105,7 @@ def main(argv: list[str]) -> None:
         "parameters": {MIXTURE: idea.parameters, DENSE: dense.parameters},
         "dense feed-forward features": dense.config.model.ffn_size,
         "rounds": args.rounds,
+        **({} if args.before is None else {"before": machine.commit(args.before)}),
         "layouts": {},
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -120,6 +121,7 @@ def main(argv: list[str]) -> None:
             f"{name}, {layout}": {part: 1e3 * seconds for part, seconds in own["parts"].items()}
             for layout, result in report["layouts"].items()
             for name, own in result["models"].items()
+            if name != BEFORE
         }
         stacked_bars(args.output.with_suffix(".png"), bars, "milliseconds of a step", report["machine"]["processor"])
 
