@@ -71,6 +71,7 @@ def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Te
 def test_attention_and_gradients_are_those_of_transformers(tmp_path: Path, q_rank: int | None) -> None:
     """A head's features in another order, a norm on the wrong latent, a key that each head has of its own, a scale without the part that
     turns."""
+    pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")  # what it imports must not see `widened`'s types
     config = config_of(tmp_path, q_rank=q_rank)
     stage = perturbed(config, 0.2)
     attention: Any = stage.inner[0].attention

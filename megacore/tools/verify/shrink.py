@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megacore.config.engine import Compression
 from megacore.config.optim import OptimGroup
 from megacore.config.schema import MASK, resolved
 from megacore.data.indexed import IndexedTokens
+from megacore.errors import ConfigError
 from megacore.pipeline.partition import stage_layers
 from megacore.tools.choices.flops import head_cost, layer_cost
 from megacore.tools.choices.partition import partitioned
@@ -56,7 +58,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     tensor = math.lcm(*(layout.size("tensor") for layout in layouts))
     (micro_batch, seq_len), count = tokens_of(user, layouts), microbatches(user, layouts)
     small: dict[str, dict[str, Any]] = {
-        "model": sizes(user, tensor, seq_len, precision) | experts(user, layouts),
+        "model": sizes(user, tensor, seq_len, precision) | experts(user, layouts) | latents(user),
         "train": {
             "steps": steps,
             "seq_len": seq_len,
@@ -178,6 +180,15 @@ def experts(user: Config, layouts: list[Layout]) -> dict[str, Any]:
     }
 
 
+def latents(user: Config) -> dict[str, Any]:
+    """Small latents, and a head's features of as many sizes."""
+    model = user.model
+    if model.kv_rank is None:
+        return {}
+    small = {"kv_rank": 6, "plain_size": 6, "value_size": 5} | ({} if model.q_rank is None else {"q_rank": 10})
+    return {key: min(getattr(model, key), size) for key, size in small.items()}
+
+
 def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
     """With mup, another base than the model's width, if the user has another; it has as many heads."""
     base, factor = user.model.base_width, 1 if user.model.base_width == user.model.hidden_size else 2
@@ -198,8 +209,9 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
     written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
     for key in [key for key in written if defaults[key] is None and key not in UNDERIVED]:
         rest = {k: v for k, v in written.items() if k != key}
-        if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
-            written = rest
+        with suppress(ConfigError):  # the others need it
+            if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
+                written = rest
     return sections_of(written)
 
 
