@@ -13,7 +13,7 @@ from megacore.config import Config
 from megacore.config.parallel import CHUNKS
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES as OPTIMIZERS
-from megacore.tools.settings.load import Resolved, flatten, load
+from megacore.tools.settings.load import Resolved, flatten, load, smallest_world
 
 Load = Callable[..., Resolved]
 
@@ -384,6 +384,4 @@ def test_shipped_configs_load() -> None:
     files = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
     assert files
     for file in files:
-        parallel = json.loads(file.read_text()).get("parallel", {})
-        data = parallel.get("data", "auto")
-        load(str(file), [], parallel.get("tensor", 1) * parallel.get("pipeline", 1) * (1 if data == "auto" else data))
+        load(str(file), [], smallest_world(str(file), []))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,13 @@ def with_others(config: Config, raw: dict[str, Any], origins: dict[str, str]) ->
 
 
 def smallest_world(path: str, overrides: list[str]) -> int:
-    """The number of ranks that the config asks for, with one data rank if it leaves their number open."""
+    """The number of ranks that the config asks for, with one data rank if it leaves their number open, or the fewest that experts need."""
     raw = read(path)
     apply(overrides, raw)
     parallel = validate(raw).parallel
-    return parallel.ranks_besides_data * (1 if parallel.data == "auto" else parallel.data)
+    experts = parallel.expert * (parallel.expert_tensor or parallel.tensor)
+    fewest = experts // gcd(experts, parallel.context * parallel.tensor)
+    return parallel.ranks_besides_data * (fewest if parallel.data == "auto" else parallel.data)
 
 
 def read(path: str) -> dict[str, Any]:
