@@ -118,9 +118,10 @@ def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pyte
     with calls_of(monkeypatch, parameters.Parameter, "named") as named, calls_of(monkeypatch, LayerSpec, "build") as built:
         assert parameters.parameters(config) == sum(prod(shard.global_shape) for shard in parameter_shards(config).values()) and not named
     assert len(built) <= 6, "three layers for each"
-    few = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=12"]).config
-    whole = [(name, shard_of(parameter).global_shape) for name, parameter in whole_model(few, "meta").named_parameters()]
-    assert [(name, shard.global_shape) for name, shard in parameter_shards(few).items()] == whole
+    for more in ([], ["model.num_experts=4", "model.bias=false", "model.first_dense=2", "model.experts_every=3"]):
+        few = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=12", *more]).config
+        whole = [(name, shard_of(parameter).global_shape) for name, parameter in whole_model(few, "meta").named_parameters()]
+        assert [(name, shard.global_shape) for name, shard in parameter_shards(few).items()] == whole, "with experts in some blocks"
 
 
 def test_the_fullest_states_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:

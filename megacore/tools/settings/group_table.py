@@ -30,19 +30,21 @@ def group_table(config: Config) -> str:
 
 
 def parameter_shards(config: Config) -> dict[str, Shard]:
-    """The placement on one process of every trained parameter of a config's model, by name. Of megacore's own blocks, which differ in
-    their names alone, one is built."""
-    model, alike = config.model, config.model.source is None
-    built = config.model_copy(update={"model": model.model_copy(update={"num_layers": 1})}) if alike else config
+    """The placement on one process of every trained parameter of a config's model, by name. Of megacore's own blocks one with experts
+    and one without are built, where there are both: others differ from these in their names alone."""
+    model, built = config.model, config
+    if model.source is None:
+        kinds = [model.has_experts(i) for i in range(model.num_layers)]
+        of = [kinds.index(kind) for kind in kinds]  # the first block that is alike
+        built = config.model_copy(update={"model": model.model_copy(update={"num_layers": max(of) + 1})})
     shards = {name: shard_of(parameter) for name, parameter in whole_model(built, "meta").named_parameters() if parameter.requires_grad}
-    block = [name for name in shards if alike and name.startswith("blocks.0.")]
-    found: dict[str, Shard] = {}
-    for name, shard in shards.items():
-        if block and name == block[0]:
-            found |= {own.replace(".0.", f".{i}.", 1): shards[own] for i in range(model.num_layers) for own in block}
-        elif name not in block:
-            found[name] = shard
-    return found
+    if model.source is not None:
+        return shards
+    parts = {first: [name for name in shards if name.startswith(f"blocks.{first}.")] for first in {*of}}
+    blocks = {own.replace(f".{first}.", f".{i}.", 1): shards[own] for i, first in enumerate(of) for own in parts[first]}
+    begin = next((i for i, name in enumerate(shards) if name.startswith("blocks.")), len(shards))
+    ends = [(name, shard) for name, shard in shards.items() if not name.startswith("blocks.")]
+    return dict(ends[:begin]) | blocks | dict(ends[begin:])
 
 
 def folded(names: Iterable[str]) -> list[str]:
