@@ -5,7 +5,8 @@
 
 The number of rows of a group is known to the device alone. So a launch has as many programs as there can be tiles, and each finds its
 group by counting the tiles of those before it: the host waits for nothing. A group without rows has none in the product, and zeros in
-the outer product. The gradient of x is a product too, with the weights' last dims exchanged.
+the outer product. Rows behind the last end belong to no group: nobody reads them, and of the product they are zero. The gradient of x is
+a product too, with the weights' last dims exchanged.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ SMALLEST = 16  # that a matrix unit multiplies
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: Implementation = "auto") -> Tensor:
     """``x · weight[e]ᵀ`` of each row, accumulated in fp32 at least: ``[rows, in]`` and ``[groups, out, in]`` → ``[rows, out]``.
 
-    ends: ``[groups]`` integers, where the rows of each group end; the last is the number of rows.
+    ends: ``[groups]`` integers, where the rows of each group end; rows behind the last become zero.
     Strides of weight are taken as they are. Raises ValueError for what the implementation cannot take.
     """
     check_shape("grouped_product", "x", x, "[rows, in]", x.dim() == 2)
@@ -38,9 +39,10 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: 
     check_shape("grouped_product", "weight", weight, right, weight.dim() == 3 and weight.shape[::2] == (len(ends), x.shape[1]))
     if use_triton("grouped_product", implementation, x=x, weight=weight, ends=ends):
         return _product(x, weight, ends)
-    y = x.new_empty(len(x), weight.shape[1])
+    y, own = x.new_empty(len(x), weight.shape[1]), slice(0, 0)
     for own, matrix in zip(spans(ends, len(x)), weight, strict=True):
         multiply(x[own], matrix.t(), y[own])
+    y[own.stop :] = 0
     return y
 
 
@@ -84,18 +86,18 @@ def _product_kernel(
     x, weight, y, ends, rows, columns, depth, groups, x_stride, group_stride, column_stride, depth_stride, column_blocks,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share rows of x. Groups behind the last, up to a power of two, have no rows.
+    # Neighbouring programs share rows of x. Rows behind the last group are one more, of zeros; those up to a power of two have none.
     tile, i = tl.program_id(0) // column_blocks, tl.arange(0, GROUPS)
     stops = tl.load(ends + i, mask=i < groups, other=rows).to(tl.int64)
     starts = tl.where(i == 0, 0, tl.load(ends + i - 1, mask=(i > 0) & (i <= groups), other=rows).to(tl.int64))
     tiles = (stops - starts + ROWS - 1) // ROWS
     before = tl.cumsum(tiles, 0) <= tile  # groups whose tiles other programs have
     group = tl.sum(before.to(tl.int64))
-    if group < groups:
+    if group <= groups:
         first = tl.sum(tl.where(i == group, starts, 0)) + (tile - tl.sum(tl.where(before, tiles, 0))) * ROWS
         row, stop = first + tl.arange(0, ROWS), tl.sum(tl.where(i == group, stops, 0))
         column = tl.program_id(0) % column_blocks * COLUMNS + tl.arange(0, COLUMNS).to(tl.int64)
-        weight += group * group_stride
+        weight, depth = weight + group * group_stride, tl.where(group < groups, depth, 0)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for begin in range(0, depth, DEPTH):
             at = begin + tl.arange(0, DEPTH)
@@ -145,11 +147,11 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     x, y = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(rows, columns)
     sizes = {"ROWS": block(-(-rows // groups), ROWS), "COLUMNS": columns_of(x, columns), "DEPTH": block(depth, DEPTH)}
     column_blocks = triton.cdiv(columns, sizes["COLUMNS"])
-    most = rows // sizes["ROWS"] + min(groups, rows)  # tiles: each group may have one that is not full
+    most = rows // sizes["ROWS"] + min(groups + 1, rows)  # tiles: each group, and what is behind, may have one that is not full
     given: tuple[Any, ...] = (x, weight, y, ends, rows, columns, depth, groups, x.stride(0), *weight.stride(), column_blocks)
     if y.numel():
         with torch.cuda.device_of(x):
-            _product_kernel[(most * column_blocks,)](*given, GROUPS=triton.next_power_of_2(groups), **sizes, num_warps=4)
+            _product_kernel[(most * column_blocks,)](*given, GROUPS=triton.next_power_of_2(groups + 1), **sizes, num_warps=4)
     return y
 
 

@@ -25,7 +25,7 @@ from megacore.errors import CheckpointError
 # Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
 # max_positions changes a learned position table, its shape says so.)
 FREE_MODEL_KEYS = {"source", "source_digest", "dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "max_positions"}
-FREE_MODEL_KEYS |= {"z_loss", "router_balance", "balance_coefficient", "router_z_loss"}  # other losses of the same function
+FREE_MODEL_KEYS |= {"z_loss", "router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}  # of training alone
 # Keys whose default is what others say.
 DERIVED = {"num_kv_heads", "head_size", "ffn_size", "expert_ffn_size", "max_positions", "qkv_bias", "attention_scale"}
 

@@ -19,6 +19,9 @@ class ExpertSettings(Section):
     router_scale: Factor = Field(1.0, description="factor on the weights of a token's experts")
     expert_groups: Width = Field(1, description="groups of experts, of which a token chooses some before it chooses experts (DeepSeek-V3)")
     groups_per_token: Width = Field(1, description="groups from which a token's experts come")
+    capacity_factor: Factor | None = Field(
+        None, description="rows that an expert takes of a microbatch in training, as a part of the mean; others are dropped; null: all"
+    )
     router_balance: Literal["none", "sequence", "global"] = Field(
         "none",
         description="the loss that spreads tokens over experts: by the counts of each sequence, or by those of the global batch before",

@@ -1,7 +1,8 @@
 """Which rows of tokens go to which rank, and the exchange there and back.
 
 A row is a token on its way to one expert. This rank's rows are sorted by expert, and so by rank; what comes is sorted by rank, and is
-sorted by expert again. With `etp` every rank that has a part of an expert gets its rows, and returns its part of their results.
+sorted by expert again. With `etp` every rank that has a part of an expert gets its rows, and returns its part of their results. Rows that
+are dropped stand behind all others, and stay; where results come back, they are zero.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Route:
 
     chosen: Tensor  # experts, [tokens, experts_per_token]
     slots: Tensor  # where each token's rows stand among this rank's rows by expert, as `chosen`
-    counts: Tensor  # of this rank's rows, by expert
+    counts: Tensor  # of this rank's rows, by expert, also of those that are dropped
     ends: Tensor  # where rows of each of this rank's experts end, behind the exchange
     group: Group  # the ranks that hold parts of all experts: ep × etp
     parts: int = 1  # etp
@@ -31,16 +32,18 @@ class Route:
     back: Tensor | None = None  # its inverse
 
 
-def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
-    """The ways of rows whose experts are `chosen`; collective over the group.
+def route_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tensor | None = None) -> Route:
+    """The ways of rows whose experts are `chosen`; collective over the group. `fits`: which of them are not dropped; None: all.
 
     Ranks tell each other how many rows they send. Only where there are several must the host know: here alone a step waits for the
     device, because an exchange takes its sizes from the host.
     """
-    order, counts = by_expert(chosen.flatten(), experts)
-    slots = slots_of(order, chosen.shape[1])
+    order, counts = by_expert((chosen if fits is None else chosen.masked_fill(~fits, experts)).flatten(), experts)
+    slots, of_all = slots_of(order, chosen.shape[1]), counts
+    if fits is not None:
+        of_all = torch.zeros_like(counts).index_add_(0, chosen.flatten(), torch.ones_like(order))
     if group.size == 1:
-        return Route(chosen, slots, counts, counts.cumsum(0), group)
+        return Route(chosen, slots, of_all, counts.cumsum(0), group)
     to = counts.view(group.size // parts, -1).repeat_interleave(parts, 0)  # [ranks, experts of a rank]
     come = torch.empty_like(to)
     assert group.communicator is not None
@@ -53,11 +56,12 @@ def route_of(chosen: Tensor, experts: int, group: Group, parts: int) -> Route:
     numbers = numbers.repeat_interleave(come.flatten(), output_size=sum(received))
     arrangement = numbers.argsort(stable=True)
     ways = arrangement, slots_of(arrangement, 1).flatten()
-    return Route(chosen, slots, counts, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), *ways)
+    return Route(chosen, slots, of_all, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), *ways)
 
 
 def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The places of numbers below `experts`, sorted by them, equal ones in their order; and how often there is each."""
+    """The places of numbers below `experts`, sorted by them, equal ones in their order, then others; and how often there is
+    each."""
     found, order = numbers.sort(stable=True)
     ends = torch.searchsorted(found, torch.arange(experts, device=numbers.device), right=True)
     return order, ends.diff(prepend=ends.new_zeros(1))
@@ -68,10 +72,10 @@ def send(rows: Tensor, route: Route) -> tuple[Tensor, Work]:
     if route.group.size == 1:
         return rows, Done()
     if route.parts > 1:
-        chunks = rows.split(route.sent[:: route.parts])
+        *chunks, _ = rows.split([*(own := route.sent[:: route.parts]), len(rows) - sum(own)])
         rows = torch.cat([chunk for chunk in chunks for _ in range(route.parts)])
     waiting: list[Work] = []
-    return _Exchange.apply(rows, route.group, route.sent, route.received, waiting), waiting[0]
+    return _Exchange.apply(rows, route.group, route.sent, route.received, sum(route.received), waiting), waiting[0]
 
 
 def arrange(rows: Tensor, route: Route) -> Tensor:
@@ -83,14 +87,14 @@ def give_back(rows: Tensor, route: Route) -> Tensor:
     """Results of rows sorted by expert → those of this rank's own rows, whole, in their order."""
     if route.arrangement is None:
         return rows
-    waiting: list[Work] = []
+    waiting, dropped = list[Work](), route.slots.numel() - sum(route.sent) // route.parts
     rows = _Gather.apply(rows, route.back, route.arrangement)
-    found = _Exchange.apply(rows, route.group, route.received, route.sent, waiting)
+    found = _Exchange.apply(rows, route.group, route.received, route.sent, sum(route.sent) + dropped, waiting)
     waiting[0].wait()
     if route.parts == 1:
         return found
-    chunks = found.split(route.sent)
-    return torch.cat([sum_of(chunks[i : i + route.parts]) for i in range(0, len(chunks), route.parts)])
+    *chunks, rest = found.split([*route.sent, dropped])
+    return torch.cat([*(sum_of(tuple(chunks[i : i + route.parts])) for i in range(0, len(chunks), route.parts)), rest])
 
 
 def sum_of(parts: tuple[Tensor, ...]) -> Tensor:
@@ -120,25 +124,29 @@ class _Gather(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, `sent[i]` of them to rank i. Its gradient goes the same way back."""
+    """Rows to other ranks, `sent[i]` of them to rank i; see `exchange_rows`. Its gradient goes the same way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...], waiting: list[Work]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        out, work = exchange_rows(rows, group, sent, received)
+    def forward(
+        ctx: Any, rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...], length: int, waiting: list[Work]
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received, ctx.length = group, sent, received, len(rows)
+        out, work = exchange_rows(rows, group, sent, received, length)
         waiting.append(work)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        out, work = exchange_rows(grad, ctx.group, ctx.received, ctx.sent)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        out, work = exchange_rows(grad, ctx.group, ctx.received, ctx.sent, ctx.length)
         work.wait()
-        return out, None, None, None, None
+        return out, *([None] * 5)
 
 
-def exchange_rows(rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[Tensor, Work]:
-    """Begins to send so many of the rows to each rank, and to receive so many from each."""
+def exchange_rows(rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...], length: int) -> tuple[Tensor, Work]:
+    """Begins to send so many of the rows to each rank, and to receive so many from each. What comes has `length` rows: behind the last that
+    comes are zeros."""
     assert group.communicator is not None
-    width, out = rows.shape[1], rows.new_empty(sum(received), rows.shape[1])
+    width, come, out = rows.shape[1], sum(received), rows.new_empty(length, rows.shape[1])
+    out[come:] = 0
     sizes = [n * width for n in sent], [n * width for n in received]
-    return out, group.communicator.start_exchange(rows.contiguous().view(-1), out.view(-1), *sizes)
+    return out, group.communicator.start_exchange(rows[: sum(sent)].contiguous().view(-1), out[:come].view(-1), *sizes)

@@ -21,6 +21,7 @@ from megacore.distributed.topology import Topology
 from megacore.model.flow import Loss
 
 BALANCE, Z_LOSS = "balance_loss", "router_z_loss"
+TINY = 1e-20
 NARROWEST = 2  # of the best scores in a group of experts, those whose sum is the group's where scores are sigmoids
 
 
@@ -51,6 +52,7 @@ class Router(nn.Module):
         self.load = new_buffer(Shard((self.experts,), along, fill=1.0), lambda _, counts: relative(counts), torch.float64, device)
         rate = config.model.router_bias_rate
         self.bias = new_buffer(Shard((self.experts,), along), towards_mean(rate), torch.float64, device) if rate else None
+        self.dropped, self.routed = torch.zeros((), dtype=torch.int64), 0  # rows of this rank, see `take_drops`
 
     def score(self, x: Tensor) -> Scored:
         """Tokens ``[tokens, hidden]`` → what all experts are to each."""
@@ -79,11 +81,22 @@ class Router(nn.Module):
             if buffer is not None:
                 buffer.note(key, counts.to(buffer.value.dtype))
 
+    def note_drops(self, fits: Tensor) -> None:
+        """Counts the rows that do not fit into experts' capacity, and all."""
+        self.dropped, self.routed = (~fits).sum() + self.dropped, self.routed + fits.numel()
+
+    def take_drops(self) -> tuple[Tensor, int]:
+        """This rank's dropped rows, and all its rows, since the last time."""
+        found = self.dropped, self.routed
+        self.dropped, self.routed = torch.zeros_like(self.dropped), 0
+        return found
+
     def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """How much of each of its experts a token takes, ``[tokens, experts_per_token]``."""
         weights = scores.gather(1, chosen)
         if self.model.router_normalised:
-            weights = weights / weights.sum(1, keepdim=True)
+            total = weights.sum(1, keepdim=True)
+            weights = weights / (total + TINY if self.model.router_scores == "sigmoid" else total)  # all sigmoids may be 0
         return weights * self.model.router_scale
 
     def losses(self, scored: Scored, chosen: Tensor, first: int, seq_len: int, sequences: int) -> list[Tensor]:

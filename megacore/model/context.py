@@ -88,6 +88,11 @@ class Context:
             out.append(bias_dropout_residual(branch, None, rest, self.dropout, key, first=at, scale=scale, implementation=self.kernels))
         return out[0] if len(out) == 1 else torch.cat(out)
 
+    def places(self, offset: int, tokens: int, device: torch.device) -> Tensor:
+        """Where this rank's tokens from `offset` on stand in the whole microbatch."""
+        runs = self.runs(offset, tokens)
+        return torch.cat([torch.arange(at, at + here.stop - here.start, device=device) for here, at in runs])
+
     def runs(self, offset: int, tokens: int) -> Iterator[tuple[slice, int]]:
         """Where this rank's tokens from `offset` on follow one another in the whole microbatch: a slice, and its first one there."""
         if self.sequences is None or self.sequences.group.size == 1:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
 from megacore.distributed.topology import Topology
+from megacore.expert_parallel.capacity import within_capacity
 from megacore.expert_parallel.dispatch import Route, arrange, give_back, route_of, send
 from megacore.expert_parallel.experts import Experts
 from megacore.expert_parallel.router import Router, Scored, losses_of
@@ -19,7 +21,7 @@ from megacore.model.context import Context
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, experts, and those that all tokens share. Tokens are never dropped.
+    """Router, experts, and those that all tokens share. With a capacity a token may lose some of its experts while the model is trained.
 
     Tensor ranks that hold the same tokens divide them here, so that each rank has tokens of its own.
     """
@@ -35,7 +37,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, mesh, dtype, device, output_std, activation)
         ffn = model.shared_experts * (model.expert_ffn_size or 0)
         self.shared = FeedForward(config, mesh.tp, dtype, device, output_std, ffn) if ffn else None
-        self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None  # who proves a layout replaces choices by others
+        self.capacity = model.capacity_factor
+        # Who proves a layout replaces choices by others, and which rows are dropped.
+        self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None
+        self.decide_drops: Callable[[Context, int, Tensor, Tensor, Tensor], Tensor] | None = None
         self.keeps = config.train.recompute == "full"
         self.kept: dict[int, Route] = {}  # by microbatch, for the backward that runs the layer again
 
@@ -72,11 +77,21 @@ class MixtureOfExperts(nn.Module):
         chosen = self.router.choose(ranked)
         if self.decide is not None and self.training:
             chosen = self.decide(context, first, ranked, chosen)
-        route = route_of(chosen, self.router.experts, self.group, self.parts)
+        fits = self._fits(scored, chosen, context, first) if self.capacity and self.training else None
+        route = route_of(chosen, self.router.experts, self.group, self.parts, fits)
         self.router.note(key, route.counts)
+        if fits is not None:
+            self.router.note_drops(fits)
         if self.keeps and self.training and torch.is_grad_enabled():
             self.kept[key] = route
         return route
+
+    def _fits(self, scored: Scored, chosen: Tensor, context: Context, first: int) -> Tensor:
+        """Which rows are not dropped. The weights of a token's others stay as they are (as in Switch and Megatron)."""
+        weights, places = self.router.weights(scored.scores.detach(), chosen), context.places(first, len(chosen), chosen.device)
+        experts, ranks = self.router.experts, self.router.sequence_ranks
+        fits = within_capacity(weights, chosen, experts, resolved(self.capacity), places, ranks)
+        return fits if self.decide_drops is None else self.decide_drops(context, first, weights, chosen, fits)
 
 
 class ExpertBlock(Block):

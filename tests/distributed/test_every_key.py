@@ -129,6 +129,7 @@ CASES: dict[str, Case] = {
     "model.router_scale": numbers(2, EXPERTS),
     "model.expert_groups": numbers(2, f"{EXPERTS} model.groups_per_token=1"),
     "model.groups_per_token": numbers(2, f"{EXPERTS} model.expert_groups=2"),
+    "model.capacity_factor": numbers(0.5, EXPERTS),
     "model.router_balance": numbers("sequence", EXPERTS),
     "model.balance_coefficient": numbers(1, f"{EXPERTS} model.router_balance=global"),
     "model.router_z_loss": numbers(1, EXPERTS),

@@ -74,6 +74,16 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
     assert apart(pool.run(ranks, trained, config_path, of(layout)), one) < TOLERANCE
 
 
+@pytest.mark.parametrize("layout", ["dp2", "tp2 dp2 etp1 ep4 sp train.recompute=full", "cp2 tp2 ep2", "pp2 cp2 etp1 ep2"])
+def test_the_same_rows_are_dropped_in_every_layout(pool: Any, config_path: str, layout: str) -> None:
+    """Of a microbatch whose tokens several ranks have: each of them alone would keep other rows."""
+    few = ["model.capacity_factor=0.6"]
+    (one,), (all_rows,) = (pool.run(1, trained, config_path, own) for own in (few, []))
+    assert apart([one], all_rows) > 1e-6, "some are dropped"
+    ranks = 2 if layout == "dp2" else 4
+    assert apart(pool.run(ranks, trained, config_path, [*few, *of(layout)]), one) < TOLERANCE
+
+
 def strictly(config_path: str, overrides: list[str]) -> Found:
     """The same over a wire that forgives no order but one."""
     with strict(Rules(seed=1)):

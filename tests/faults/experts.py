@@ -5,10 +5,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megacore.distributed import buffers
 from megacore.distributed import collectives as comm
+from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import Shard
 from megacore.distributed.topology import Topology
 from megacore.engine import optimizers
@@ -232,6 +234,32 @@ def bias_by_its_copies() -> Any:
 @fault("… in bf16, where experts may be chosen that are as good", "tp2", ROUTED, *BIASED, precision="bf16")
 def bias_by_its_copies_in_bf16() -> Any:
     return bias_by_its_copies()
+DROPS = (*EXPERTS, "model.capacity_factor=0.6")
+
+
+@fault("a rank drops rows that do not fit among its own, in place of its microbatch's", "tp2sp",
+       "routers choose other experts than on one process: first blocks.1.feed_forward", *DROPS)  # fmt: skip
+def capacity_of_a_rank() -> Any:
+    within = expert_block.within_capacity
+
+    def alone(weights: Tensor, chosen: Tensor, count: int, factor: float, places: Tensor, group: Any) -> Tensor:
+        return within(weights, chosen, count, factor, torch.arange(len(places)), SOLO)
+
+    return patch(expert_block, "within_capacity", alone)
+
+
+@fault("rows that are dropped hold behind a grouped product what memory held (transformers PR 48205)", "dp2",
+       "module blocks.1.feed_forward, its output, microbatch 0, forward", *DROPS)  # fmt: skip
+def dropped_rows_unwritten() -> Any:
+    product = experts.grouped_product
+
+    def unwritten(x: Tensor, weight: Tensor, ends: Tensor, **options: Any) -> Tensor:
+        behind = torch.arange(len(x), device=x.device) >= ends[-1]
+        return product(x, weight, ends, **options).masked_fill(behind[:, None], 7.0 * dist.is_initialized())  # zeros for the reference
+
+    return patch(experts, "grouped_product", unwritten)
+
+
 
 
 @fault("gates of experts on other ranks have no gradient (transformers PR 48687)", "ep2",

@@ -1,5 +1,6 @@
 """A mixture of experts on one process: against a plain one written here, token by token, and what its settings refuse."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.communicator import SOLO
 from megacore.errors import ConfigError
+from megacore.expert_parallel.capacity import within_capacity
 from megacore.expert_parallel.experts import grouped_linear
 from megacore.model.batch import Microbatch
 from megacore.model.expert_block import MixtureOfExperts
@@ -34,6 +36,7 @@ VARIANTS = {
     "shared, plain activation": "model.shared_experts=2 model.activation=gelu",
     "deepseek": "model.router_scores=sigmoid model.router_scale=2.5 model.expert_groups=4 model.groups_per_token=2 "
     "model.router_bias_rate=0.1 model.shared_experts=1 model.router_balance=sequence",
+    "capacity": "model.capacity_factor=0.5 model.router_normalised=true",
     "groups of softmax": "model.expert_groups=4 model.groups_per_token=2 model.router_balance=global model.router_z_loss=0.1",
 }
 Configure = Callable[..., Config]
@@ -66,7 +69,7 @@ def ffn(config: Config, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def plainly(config: Config, own: MixtureOfExperts, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Token by token: the result, and the means of the losses."""
     model, experts = config.model, own.experts
-    every, chosen_by, shares = [], [], []
+    every, chosen_by, shares, rows = [], [], [], []
     z = x.new_zeros(())
     for token in x:
         logits = own.router.weight @ token
@@ -79,13 +82,17 @@ def plainly(config: Config, own: MixtureOfExperts, x: Tensor) -> tuple[Tensor, l
         chosen = sorted((e for g in kept for e in groups[g]), key=lambda e: -float(ranked[e]))[: model.experts_per_token]
         weights = scores[chosen]
         weights = model.router_scale * (weights / weights.sum() if model.router_normalised else weights)
-        y = sum(w * ffn(config, token, experts.up[e], experts.down[e]) for w, e in zip(weights, chosen, strict=True))
-        if own.shared is not None:
-            y = y + ffn(config, token, own.shared.up.weight, own.shared.down.weight)
-        every.append(y)
+        rows += [(e, -float(w.detach()), len(every), w) for w, e in zip(weights, chosen, strict=True)]
+        shared = own.shared
+        every.append(torch.zeros_like(token) if shared is None else ffn(config, token, shared.up.weight, shared.down.weight))
         chosen_by.append(F.one_hot(torch.tensor(chosen), 8).sum(0).double())
         shares.append(scores / scores.sum())
         z = z + torch.log(logits.exp().sum()) ** 2 / len(x)
+    rows.sort(key=lambda row: row[:3])
+    for number, (e, _, at, w) in enumerate(rows):
+        first = next(i for i, row in enumerate(rows) if row[0] == e)
+        if model.capacity_factor is None or number - first < math.ceil(model.capacity_factor * len(rows) / 8):
+            every[at] = every[at] + w * ffn(config, x[at], experts.up[e], experts.down[e])
     losses = []
     sequences = zip(torch.stack(chosen_by).split(config.train.seq_len), torch.stack(shares).split(config.train.seq_len), strict=True)
     if model.router_balance == "sequence":
@@ -125,6 +132,42 @@ def test_of_equal_experts_the_first_is_chosen(configure: Configure) -> None:
     router = mixture(configure())[1].router
     scores = torch.tensor([[0.1, 0.3, 0.1, 0.3, 0.3, 0.0, 0.0, 0.3], [0.2] * 8], dtype=torch.float64)
     assert router.choose(router.ranked(scores)).tolist() == [[1, 3], [0, 1]]
+
+
+def test_rows_of_least_weight_are_dropped_first() -> None:
+    """And of equal ones the last of the microbatch, whatever order its tokens stand in here."""
+    weights = torch.tensor([[0.9, 0.1], [0.3, 0.7], [0.3, 0.6], [0.3, 0.5]])
+    chosen = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 2]])
+    fits = [[True, False], [True, True], [False, True], [False, True]]
+    for places in ([0, 1, 2, 3], [3, 0, 1, 2]):
+        at = torch.tensor(places)
+        found = within_capacity(weights[at], chosen[at], 3, 0.7, at, SOLO)  # 0.7 · 8 / 3 rows, rounded up
+        assert torch.equal(found, torch.tensor(fits)[at])
+    least = within_capacity(weights, chosen, 3, 1e-6, torch.arange(4), SOLO)
+    assert least.tolist() == [[True, False], [False, True], [False, False], [False, True]], "an expert takes one row at least"
+
+
+def test_what_is_not_dropped_has_the_same_bits(configure: Configure) -> None:
+    """With room for all rows; while a text is written or validated; and with room for few, of tokens that lose none of their experts. Those
+    that lose all have zero, and a pass that is run again drops the same."""
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = dict[str, Tensor]()
+    for capacity in ("null", "4", "1e-6"):
+        stage, own = mixture(configure(f"model.capacity_factor={capacity} train.recompute=full"))
+        context = stage.context(Microbatch(tokens, tokens, key=5))
+        found[capacity] = own(x, context)[0].detach()
+        (route,) = own.kept.values()
+        assert torch.equal(own(x, context)[0], found[capacity])
+        if capacity == "1e-6":
+            dropped, rows = own.router.take_drops()
+            assert (int(dropped), rows) == (64 - len(route.chosen.unique()), 64)
+            assert own.router.load.take().sum() == 64, "balance is of what was chosen"
+        assert torch.equal(own.eval()(x, context)[0], found["null"])
+    assert torch.equal(found["4"], found["null"])
+    whole = (found["1e-6"] == found["null"]).all(1).sum()
+    none = (found["1e-6"] == 0).all(1).sum()
+    assert none >= 32 - 8 and whole <= 8
 
 
 def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
@@ -221,14 +264,16 @@ def test_a_plan_counts_what_a_token_goes_through(configure: Configure) -> None:
 
 def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     """Of the block that it is of, and of the rank that has most."""
-    config = configure("model.num_layers=2 model.first_dense=1 parallel.expert=2", 2)
-    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO)
+    config = configure("model.num_layers=2 model.first_dense=1 parallel.expert=2 model.capacity_factor=1", 2)
+    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO)
+    stage.blocks["1"].feed_forward.router.note_drops(torch.tensor([[True, False], [True, True]]))  # type: ignore[union-attr, index]
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 4.0, 0, 0, 1, 1, 1, 1]))  # type: ignore[union-attr, index]
     monitor = ExpertLoad()
     monitor.start(config, mesh)  # type: ignore[arg-type]
     found = monitor.figures({}, [stage])
     assert (found["expert_load_max/blocks.1"], found["expert_load_min/blocks.1"], found["expert_rank_load/blocks.1"]) == (4, 0, 1)
     assert found["expert_load/blocks.1.1"] == 4 and found["expert_entropy/blocks.1"] == pytest.approx(2 / 3)
+    assert found["expert_drops/blocks.1"] == 0.25 and monitor.figures({}, [stage])["expert_drops/blocks.1"] == 0
 
 
 def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:

@@ -43,7 +43,7 @@ optim: kind groups
 data: packing train
 """
 HEARD = """
-model: source dropout attention kernels chunked_loss z_loss router_balance balance_coefficient router_z_loss
+model: source dropout attention kernels chunked_loss z_loss router_balance balance_coefficient router_z_loss capacity_factor
 parallel: expert expert_tensor
     tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
     heartbeat_seconds

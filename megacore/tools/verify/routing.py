@@ -1,6 +1,9 @@
 """Routing is proved first: a layout's routers must choose what those of the reference do. Then the layout goes on with the reference's
 choices, so that a tie, which rounding may decide otherwise, hides no error behind it.
 
+So with the rows that do not fit into an expert's capacity: which are dropped follows from weights, and of two whose weights are nearly
+equal rounding may drop the other.
+
 The reference writes its choices to a file of their own. A layout's record has, for each step and router, by how much the scores of what
 it chose differ from those of what the reference did: 0 where they are the same, next to nothing for a near tie, else a fault.
 """
@@ -34,6 +37,7 @@ class Choices:
         self.names = list(mixtures)
         for name, mixture in mixtures.items():
             mixture.decide = partial(decide, name)
+            mixture.decide_drops = partial(self._record_drops if reference is None else self._replay_drops, name)
 
     def write(self, out: Path) -> None:
         """Writes the reference's choices."""
@@ -52,14 +56,28 @@ class Choices:
 
     def _replay(self, name: str, context: Context, first: int, ranked: Tensor, chosen: Tensor) -> Tensor:
         """The reference's choice for this rank's tokens, which are those from `first` on of its context rank's."""
-        whole, places = self.made[f"{name}|{context.key}"], torch.empty(len(chosen), dtype=torch.int64)
-        for here, at in context.runs(first, len(chosen)):
-            places[here] = torch.arange(at, at + here.stop - here.start)
-        right = whole[places]
+        right = self.made[f"{name}|{context.key}"][context.places(first, len(chosen), chosen.device)]
         own, other = (ranked.gather(1, experts).sort(dim=1)[0] for experts in (chosen, right))
         differ = (chosen.sort(dim=1)[0] != right.sort(dim=1)[0]).any(1)
-        if differ.any():
-            larger = torch.maximum(own.abs(), other.abs()).clamp(min=torch.finfo(own.dtype).tiny)
-            apart = ((own - other).abs() / larger)[differ].amax().double().clamp(min=TIED)
-            self.apart[name] = torch.maximum(self.apart.get(name, apart), apart)
+        self._note(name, own[differ], other[differ])
         return right
+
+    def _record_drops(self, name: str, context: Context, first: int, weights: Tensor, chosen: Tensor, fits: Tensor) -> Tensor:
+        self.made[f"{name}|{context.key}|weights"] = weights.masked_fill(~fits, -torch.inf)
+        return fits
+
+    def _replay_drops(self, name: str, context: Context, first: int, weights: Tensor, chosen: Tensor, fits: Tensor) -> Tensor:
+        """What the reference dropped of this rank's rows. One that differs is a near tie if it weighs what the last row does that fits."""
+        whole, experts = (self.made[f"{name}|{context.key}{of}"] for of in ("|weights", ""))
+        right = whole[context.places(first, len(chosen), chosen.device)] > -torch.inf
+        kept = whole.masked_fill(whole == -torch.inf, torch.inf).flatten()
+        least = torch.full((int(experts.amax()) + 1,), torch.inf, dtype=whole.dtype).scatter_reduce(0, experts.flatten(), kept, "amin")
+        self._note(name, weights[fits != right], least[chosen][fits != right])
+        return right
+
+    def _note(self, name: str, own: Tensor, other: Tensor) -> None:
+        """Notes by how much scores are apart of which the reference decided otherwise, as a part of them."""
+        if own.numel():
+            larger = torch.maximum(own.abs(), other.abs()).clamp(min=torch.finfo(own.dtype).tiny)
+            apart = ((own - other).abs() / larger).amax().double().clamp(min=TIED)
+            self.apart[name] = torch.maximum(self.apart.get(name, apart), apart)
