@@ -234,11 +234,13 @@ def bias_by_its_copies() -> Any:
 @fault("… in bf16, where experts may be chosen that are as good", "tp2", ROUTED, *BIASED, precision="bf16")
 def bias_by_its_copies_in_bf16() -> Any:
     return bias_by_its_copies()
+
+
 DROPS = (*EXPERTS, "model.capacity_factor=0.6")
 
 
 @fault("a rank drops rows that do not fit among its own, in place of its microbatch's", "tp2sp",
-       "routers choose other experts than on one process: first blocks.1.feed_forward", *DROPS)  # fmt: skip
+       ROUTED, *DROPS)  # fmt: skip
 def capacity_of_a_rank() -> Any:
     within = expert_block.within_capacity
 
@@ -258,8 +260,6 @@ def dropped_rows_unwritten() -> Any:
         return product(x, weight, ends, **options).masked_fill(behind[:, None], 7.0 * dist.is_initialized())  # zeros for the reference
 
     return patch(experts, "grouped_product", unwritten)
-
-
 
 
 @fault("gates of experts on other ranks have no gradient (transformers PR 48687)", "ep2",
