@@ -239,8 +239,7 @@ def bias_by_its_copies_in_bf16() -> Any:
 DROPS = (*EXPERTS, "model.capacity_factor=0.6")
 
 
-@fault("a rank drops rows that do not fit among its own, in place of its microbatch's", "tp2sp",
-       ROUTED, *DROPS)  # fmt: skip
+@fault("a rank drops rows that do not fit among its own, in place of its microbatch's", "tp2sp", ROUTED, *DROPS)
 def capacity_of_a_rank() -> Any:
     within = expert_block.within_capacity
 
