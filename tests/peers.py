@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+BIAS = ".e_score_correction_bias"  # a buffer of routers
 VOCAB_SIZE = 53  # does not divide by 2
 
 GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -43,6 +44,13 @@ GEMMA3 |= {"rope_local_base_freq": 40.0, "rope_scaling": {"rope_type": "linear",
 # All first blocks dense, the weights of chosen experts normalised; heads whose sizes are their own.
 QWEN3_MOE = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
 
+DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5,
+    "rope_scaling": YARN | {"mscale": 0.5, "mscale_all_dim": 0.8},
+}  # fmt: skip
+
 SERIAL = {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 # model_type and settings. Every setting that changes what is computed is somewhere off its default.
@@ -70,6 +78,11 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", LLAMA | QWEN3_MOE | {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3, no latent of queries, features half apart": (
+        "deepseek_v3",
+        DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 
@@ -103,6 +116,9 @@ def build(name: str) -> Any:
         for parameter in model.parameters():
             centre = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
     return model.train()
 
 
@@ -134,6 +150,7 @@ class Reference:
         for name, parameter in model.named_parameters():
             weights |= as_stored(settings["model_type"], name, parameter.detach())
             gradients |= as_stored(settings["model_type"], name, parameter.grad) if parameter.grad is not None else {}
+        weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(BIAS)}
         return cls(settings, weights, logits.detach(), loss.item(), gradients)
 
 

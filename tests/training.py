@@ -34,10 +34,10 @@ BASE: dict[str, dict[str, Any]] = {
 }
 
 
-def write_corpus(folder: Path, name: str = "corpus", tokens: int = 4000, seed: int = 0) -> str:
+def write_corpus(folder: Path, name: str = "corpus", tokens: int = 4000, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> str:
     """A learnable corpus (a noisy walk through the vocabulary); returns its prefix."""
     rng = np.random.default_rng(seed)
-    values = np.cumsum(rng.integers(0, 3, tokens)) % VOCAB_SIZE
+    values = np.cumsum(rng.integers(0, 3, tokens)) % vocab_size
     prefix = str(folder / name)
     with IndexedWriter(prefix, np.uint16) as writer:
         for document in np.array_split(values, 8):

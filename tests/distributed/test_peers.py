@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.distributed.buffers import buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import materialise
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
+from megacore.expert_parallel import router
 from megacore.model import attention, block
 from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.interchange import expert_families, mapped
+from megacore.tools.interchange import deepseek, expert_families, mapped
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
@@ -62,6 +64,9 @@ def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) 
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             parameter.copy_(slice_of(weights[name], parameter.shard.offset, parameter.shape))  # type: ignore[attr-defined]
+        for name, buffer in buffers_of([stage]).items():
+            if name in weights:
+                buffer.value.copy_(weights[name])
     seen: list[Tensor] = []
     (head,) = stage.behind or [None]
     plain = getattr(head, "logits", None)
@@ -111,10 +116,10 @@ def measure(pool: Any, tmp_path: Path) -> Measure:
         train = {"seq_len": 12, "micro_batch_size": 2, "global_batch_size": 4, "precision": precision, "device": "cpu"}
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"model": family.read(peer.settings) | model, "train": train}))
-        mapping = family.mapped(load(str(path)).config)
+        mapping = family.mapped_from((), peer.settings)(load(str(path)).config)
         assert sorted(peer.weights) == sorted(stored for tensor in mapping for stored in tensor.peers)
         weights = {tensor.name: tensor.join(peer.weights) for tensor in mapping}
-        gradients = {tensor.name: tensor.join(peer.gradients) for tensor in mapping}
+        gradients = {tensor.name: tensor.join(peer.gradients) for tensor in mapping if not tensor.buffer}
 
         divided = EXPERTS if world > 1 and "num_experts_per_tok" in peer.settings else []
         arguments = (str(path), LAYOUTS[world] + divided, weights)
@@ -183,6 +188,16 @@ def fused_by_head(name: str, shape: mapped.Shape, peer: str) -> mapped.Mapped:
     return dataclasses.replace(FUSED(name, shape, peer), join=lambda theirs: theirs[peer].t().reshape(shape))
 
 
+def as_they_are(tensor: mapped.Mapped, *_: object) -> mapped.Mapped:
+    """Features that turn together side by side, and not half of them apart."""
+    return tensor
+
+
+def without_bias(_: Any, scores: Tensor) -> Tensor:
+    """Experts chosen by their scores alone, as if files had no bias."""
+    return scores.detach()
+
+
 STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
 
 
@@ -196,6 +211,8 @@ STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
         ("qwen3", (mapped, "grouped_qkv"), keys_for_values),
         ("qwen2", (mapped, "stacked"), gate_for_up),
         ("mixtral", (expert_families, "stacked"), gate_for_up),
+        ("deepseek_v3", (deepseek, "half_apart"), as_they_are),
+        ("deepseek_v3", (router.Router, "ranked"), without_bias),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -222,6 +239,8 @@ def test_planted_fault_shows(measure: Measure, monkeypatch: pytest.MonkeyPatch, 
         ("qwen3_moe", {"router_normalised": False}),
         ("olmoe", {"router_normalised": True}),
         ("mixtral", {"experts_per_token": 1}),
+        ("deepseek_v3", {"attention_scale": 10**-0.5}),  # without mscale
+        ("deepseek_v3", {"expert_groups": 1, "groups_per_token": 1}),
     ],
     ids=str,
 )

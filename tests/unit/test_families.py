@@ -8,6 +8,7 @@ import torch
 
 from megacore.config import Config
 from megacore.config.model import ModelConfig
+from megacore.distributed.buffers import buffers_of
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.stage import whole_model
 from megacore.tools.interchange.families import FAMILIES, family_for_config, family_for_hf
@@ -33,10 +34,13 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
 MOE = {"num_experts": 4, "expert_ffn_size": 20}
+DEEPSEEK = {"kv_rank": 8, "shared_experts": 1, "router_scores": "sigmoid", "router_bias_rate": 0.1, "norm_eps": 1e-6}
+STRETCHED = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 
 
 def config_of(model: dict[str, Any]) -> Config:
@@ -63,7 +67,10 @@ def test_every_parameter_is_mapped_once_and_back(name: str) -> None:
     hf = settings(name)
     family, config = family_for_hf(hf, "config.json"), config_of(read(hf))
     mapping = family.mapped(config)
-    assert {t.name: t.shape for t in mapping} == {n: tuple(p.shape) for n, p in whole_model(config).named_parameters()}
+    model = whole_model(config)
+    held = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    held |= {n: tuple(b.value.shape) for n, b in buffers_of([model]).items() if n.endswith(".bias")}
+    assert {t.name: t.shape for t in mapping} == held
     assert len({peer for t in mapping for peer in t.peers}) == sum(len(t.peers) for t in mapping)
     for tensor in mapping:
         ours = torch.randn(tensor.shape, dtype=torch.bfloat16)
@@ -93,6 +100,8 @@ def test_transformers_reads_what_is_written(name: str) -> None:
     theirs = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, **own).to_dict()
     back = transformers.AutoConfig.for_model(**written).to_dict()
     passed_over = {"bos_token_id", "eos_token_id", "dtype", "architectures", "n_inner", "head_dim", "sliding_window"}
+    if kind == "deepseek_v3":  # YaRN's factor, not two scales of which it is the ratio; features side by side
+        passed_over |= {"rope_parameters", "rope_interleave"}
     assert {key for key in theirs if theirs[key] != back[key]} <= passed_over
     assert str(back["dtype"]).removeprefix("torch.") == "float32" and back["bos_token_id"] is None
     sizes = {"head_dim": config.head_size, "n_inner": config.model.ffn_size}
@@ -163,6 +172,10 @@ def test_granite_divides_its_logits() -> None:
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmoe", {"head_dim": 12}, "head_dim"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("granite", {"vocab_size": None}, "vocab_size"),
         ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
         ("llama", {"architectures": None}, "architecture"),
@@ -281,6 +294,8 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS | MOE | {"qk_norm": True, "router_normalised": False, "router_balance": "global", "ffn_size": 99}, "Qwen3MoeForCausalLM"),
         (RMS | MOE | {"qk_norm": True, "first_dense": 1, "experts_every": 2, "num_layers": 5}, "Qwen3MoeForCausalLM"),
         (RMS | MOE | {"qk_norm": True, "qk_norm_heads": "all"}, "OlmoeForCausalLM"),
+        (RMS | MOE | DEEPSEEK, "DeepseekV3ForCausalLM"),
+        (RMS | MOE | DEEPSEEK | {"rope_scaling": STRETCHED, "attention_scale": 0.2}, "DeepseekV3ForCausalLM"),
         ({"position": "rope"}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "branches": "parallel", "rotary_share": 0.25}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "num_kv_heads": 2}, "Starcoder2ForCausalLM"),

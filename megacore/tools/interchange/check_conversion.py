@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megacore.checkpoint import Reader
 from megacore.config import Config
+from megacore.distributed.buffers import buffers_of
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.layers import DTYPES
 from megacore.model.stage import whole_model
@@ -100,6 +101,8 @@ def own_logits(config: Config, reader: Reader, stored: torch.dtype | None, rows:
     load_weights(reader, [stage])
     for parameter in stage.parameters():
         parameter.copy_(parameter.to(stored or parameter.dtype))
+    for buffer in buffers_of([stage]).values() if stored is not None else ():
+        buffer.value.copy_(buffer.value.float())  # see `Mapped.theirs`
     return stage.logits(stage.hidden(rows)).view(*rows.shape, -1)
 
 

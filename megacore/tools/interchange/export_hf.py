@@ -62,14 +62,14 @@ def export_hf(
         write_json(partial / CONFIG, settings | text.token_ids)
         if text.token_ids:
             write_json(partial / "generation_config.json", text.token_ids)
-        layout: Layout = {peer: (dtype, shape) for tensor in mapped for peer, shape in tensor.peers.items()}
+        layout: Layout = {peer: (tensor.theirs(dtype), shape) for tensor in mapped for peer, shape in tensor.peers.items()}
         files = write_weights(partial, layout, _split(reader, mapped, dtype), shard_bytes)
         say(f"{reader.path}: {len(layout)} tensors of {family.architecture} in {str(dtype).removeprefix('torch.')}, {files} file(s)")
         say(text.finding)
         written = Folder(partial)
         for tensor in mapped:
             read_back = tensor.join({peer: written.read(peer) for peer in tensor.peers})
-            require_same(partial, tensor.name, _read(reader, tensor).to(dtype), read_back)
+            require_same(partial, tensor.name, _read(reader, tensor).to(tensor.theirs(dtype)), read_back)
         say(f"read back: all {len(layout)} tensors are those of the checkpoint, in every bit")
         say(compare_logits(transformers, config, reader, dtype, partial, compare_layers))
     say(f"wrote {output}")
@@ -87,12 +87,12 @@ def config_of(reader: Reader) -> Config:
 
 
 def _read(reader: Reader, tensor: Mapped) -> Tensor:
-    return reader.read(weights_of(reader, tensor.name), Shard(tensor.shape))
+    return reader.read(tensor.key if tensor.buffer else weights_of(reader, tensor.name), Shard(tensor.shape))
 
 
 def _split(reader: Reader, mapped: list[Mapped], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yields the peer's tensors one after the other, and keeps none."""
     for tensor in mapped:
-        theirs = tensor.split(_read(reader, tensor).to(dtype))
+        theirs = tensor.split(_read(reader, tensor).to(tensor.theirs(dtype)))
         for peer in tensor.peers:
             yield theirs.pop(peer)

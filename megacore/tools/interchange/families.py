@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megacore.config import Config
 from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
-from megacore.tools.interchange import expert_families, gelu_families, llama_kin, settings
+from megacore.tools.interchange import deepseek, expert_families, gelu_families, llama_kin, settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
 # No part of the function, or none behind the last step of a schedule.
@@ -34,10 +35,13 @@ class Family:
     mapped: Callable[[Config], list[Mapped]]  # every parameter of the logical model exactly once, in the order of the layers
     ignored: tuple[re.Pattern[str], ...] = ()
     held: Callable[[Config], list[Mapped]] | None = None  # the same as `mapped` for files with experts as transformers 5 holds them
+    options: tuple[str, ...] = ()  # keys of config.json on which its tensors depend besides; `mapped` takes them
+    beyond: str = ""  # the key for how many layers behind the last its files have, which are left out
 
-    def mapped_from(self, stored: Iterable[str]) -> Callable[[Config], list[Mapped]]:
+    def mapped_from(self, stored: Iterable[str], hf: dict[str, Any]) -> Callable[[Config], list[Mapped]]:
         """`mapped`, or `held` where the names in the files are its."""
-        return self.held if self.held and any(name.endswith(".experts.gate_up_proj") for name in stored) else self.mapped
+        chosen = self.held if self.held and any(name.endswith(".experts.gate_up_proj") for name in stored) else self.mapped
+        return partial(chosen, **{key: hf[key] for key in self.options if key in hf})
 
 
 OLD_ROTARY = (re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
@@ -69,6 +73,16 @@ FAMILIES: dict[str, Family] = {
                 ("Mixtral", expert_families.read_mixtral, expert_families.write_mixtral, expert_families.mixtral_tensors),
                 ("Olmoe", expert_families.read_olmoe, expert_families.write_olmoe, expert_families.qwen_tensors),
             )
+        ),
+        Family(
+            "DeepseekV3ForCausalLM",
+            deepseek.read_deepseek_v3,
+            deepseek.write_deepseek_v3,
+            deepseek.deepseek_tensors,
+            OLD_ROTARY,
+            deepseek.held_deepseek_tensors,
+            options=("rope_interleave",),
+            beyond="num_nextn_predict_layers",
         ),
     )
 }

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Layout, Reader
-from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
@@ -41,6 +41,7 @@ class Peer:
     ignored: tuple[re.Pattern[str], ...]  # tensors that are none of the model's parameters
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
+    beyond: re.Pattern[str] | None = None  # tensors of layers behind the last, which are left out, and that is said
 
     def names(self, mapped: list[Mapped]) -> dict[str, str]:
         """The name in the files of every tensor in `Mapped.peers`.
@@ -60,10 +61,15 @@ class Peer:
         embedding = found[next(iter(mapped[0].peers))]
         for stored in sorted(self.shapes.keys() - set(found.values())):
             tied = stored == HEAD and torch.equal(self.read(stored), self.read(embedding))  # some store it under both names
-            if not tied and not any(pattern.fullmatch(stored) for pattern in self.ignored):
+            if not tied and stored not in self.left_out and not any(pattern.fullmatch(stored) for pattern in self.ignored):
                 wrong = f"holds the tensor {stored}, which no {self.architecture} of its configuration has"
                 raise CheckpointError(str(self.path), wrong, "a model without additions")
         return found
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """The tensors in the files of layers behind the last."""
+        return [name for name in self.shapes if self.beyond is not None and self.beyond.fullmatch(name)]
 
 
 def hf_peer(path: Path) -> Peer:
@@ -74,7 +80,10 @@ def hf_peer(path: Path) -> Peer:
         model = family.read(folder.config)
     except CheckpointError as error:
         raise CheckpointError(str(path / CONFIG), error.wrong, error.right) from error
-    return Peer(path, family.architecture, model, family.mapped_from(folder.shapes), family.ignored, folder.shapes, folder.read)
+    beyond = family.beyond and range(model["num_layers"], model["num_layers"] + int(folder.config.get(family.beyond, 1)))
+    pattern = re.compile(rf"(model\.)?layers\.({'|'.join(map(str, beyond))})\..*") if beyond else None
+    mapped = family.mapped_from(folder.shapes, folder.config)
+    return Peer(path, family.architecture, model, mapped, family.ignored, folder.shapes, folder.read, pattern)
 
 
 def nanogpt_peer(path: Path) -> Peer:
@@ -130,17 +139,20 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         (partial / "tokenizer").mkdir()
         if not copy_tokenizer(peer.path, partial / "tokenizer"):
             (partial / "tokenizer").rmdir()
-        buffers = first_buffers(config)  # which no peer has
-        layout: Layout = {f"{WEIGHTS}{tensor.name}": (dtype, tensor.shape) for tensor in mapped}
+        layout: Layout = {tensor.key: (tensor.own(dtype), tensor.shape) for tensor in mapped}
+        buffers = {name: value for name, value in first_buffers(config).items() if name not in layout}  # which the peer has not
         layout |= {name: (value.dtype, tuple(value.shape)) for name, value in buffers.items()}
         origin = {"path": str(peer.path), "architecture": peer.architecture}
         state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
-        joined = (tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(dtype) for tensor in mapped)  # one at a time
+        # One at a time.
+        joined = (tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(tensor.own(dtype)) for tensor in mapped)
         reader = Reader(save_stream(partial / "checkpoints", 0, layout, chain(joined, buffers.values()), state, FILE_BYTES))
         say(f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)")
         for tensor in mapped:
-            for name, ours in tensor.split(reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))).items():
-                require_same(peer.path, names[name], peer.read(names[name]).to(dtype), ours)
+            for name, ours in tensor.split(reader.read(tensor.key, Shard(tensor.shape))).items():
+                require_same(peer.path, names[name], peer.read(names[name]).to(tensor.own(dtype)), ours)
+        if peer.left_out:
+            say(f"{len(peer.left_out)} tensors of layers behind the last are left out: they guess tokens further ahead")
         say(f"read back: all {len(names)} tensors are those of {peer.architecture}, in every bit")
         if not peer.path.is_dir():
             say("logits were not compared: they can be with a model of transformers only")

@@ -22,8 +22,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.schema import resolved
+from megacore.distributed.buffers import BUFFERS
 
 Shape = tuple[int, ...]
 
@@ -40,6 +42,20 @@ class Mapped:
     peers: dict[str, Shape]
     join: Callable[[dict[str, Tensor]], Tensor]  # theirs, by the names in `peers` → ours
     split: Callable[[Tensor], dict[str, Tensor]]  # ours → theirs, contiguous
+    buffer: bool = False  # no parameter: in fp64 here, and in fp32 there, whatever weights are
+
+    @property
+    def key(self) -> str:
+        """Its name in a checkpoint."""
+        return f"{BUFFERS if self.buffer else WEIGHTS}{self.name}"
+
+    def own(self, dtype: torch.dtype) -> torch.dtype:
+        """Its dtype here, given that of weights."""
+        return torch.float64 if self.buffer else dtype
+
+    def theirs(self, dtype: torch.dtype) -> torch.dtype:
+        """Its dtype in the peer's files."""
+        return torch.float32 if self.buffer else dtype
 
 
 def stored_name(peer: str, stored: Container[str]) -> str | None:
