@@ -9,7 +9,7 @@ from pathlib import Path
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_of, read_cluster, read_device
-from megacore.tools.planner.workload import Mixture, Setting
+from megacore.tools.planner.workload import Latent, Mixture, Setting
 
 DEVICES = {
     "A100-80GB": "a100", "A100-40GB": "a100 40gb", "H100-80GB": "h100", "H100-96GB-HBM2e-500W": "h100 96gb hbm2e", "H200-141GB": "h200",
@@ -29,7 +29,10 @@ PROFILES = (
     ("PaxML", "jax"),
 )  # fmt: skip
 # Of mixtures whose model says what a row does not: experts that all tokens go through, and the part of blocks that have experts.
-MIXTURES = {"llama4-maverick": (1, 0.5)}
+MIXTURES = {"llama4-maverick": (1, 0.5), "deepseek-v3": (1, 58 / 61), "kimi-k2": (1, 60 / 61)}
+HEAD_SIZES = {"qwen3-30b": 128, "gpt-oss": 64}  # where heads do not divide the hidden size
+LATENT = Latent(keys=512, queries=1536, plain=128, turned=64, value=128)  # of DeepSeek-V3 and Kimi K2, by their papers
+# Megatron-Bridge's recipes (scripts/performance) exchange rows by DeepEP or HybridEP, which send a token once to each machine.
 # The largest whole number that a cell may hold, of columns whose parts are counted one by one; of all others.
 MOST = {"layers": 2**14, "pp": 2**10, "vp": 2**10}
 MOST_ELSE = 2**24
@@ -104,7 +107,7 @@ def _row(r: dict[str, str]) -> Row | Skipped:
             raise ValueError(f"{name} is {r[name]}, and not a number above 0")
         return value
 
-    if r["arch"] not in ("dense", "moe"):
+    if r["arch"] not in ("dense", "moe", "moe-mla"):
         return Skipped(source, f"{r['arch']} is no architecture of this model")
     for name in ("hidden", "layers", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp"):
         if not r[name]:
@@ -130,13 +133,16 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     if profile == "fms-fsdp" and recompute == "selective":
         recompute = "half"
     tensor, zero = number("tp"), number("zero", 0)
+    latent = LATENT if r["arch"] == "moe-mla" else None
+    known_size = next((size for name, size in HEAD_SIZES.items() if r["model"].startswith(name)), number("hidden") // number("heads"))
     setting = Setting(
         layers=number("layers"),
         hidden=number("hidden"),
         ffn=number("ffn"),
         heads=number("heads"),
         kv_heads=number("kv_heads", number("heads")),
-        head_size=number("hidden") // number("heads"),
+        head_size=known_size if latent is None else (latent.plain + latent.turned + latent.value) // 2,
+        latent=latent,
         vocab=number("vocab"),
         seq=number("seq"),
         gated=r["mlp"] in ("swiglu", "geglu"),
@@ -163,7 +169,8 @@ def _row(r: dict[str, str]) -> Row | Skipped:
             return Skipped(source, "of its experts a size is not stated")
         shared, share = next((known for name, known in MIXTURES.items() if r["model"].startswith(name)), (0, 1.0))
         chosen, ffn, parts = number("topk"), number("moe_ffn"), number("etp", tensor)
-        mixture = Mixture(experts, chosen, ffn, shared * ffn, share, number("ep"), parts, copies=False)
+        once = "Megatron-Bridge" in r["framework"]
+        mixture = Mixture(experts, chosen, ffn, shared * ffn, share, number("ep"), parts, copies=False, once=once)
         if experts % mixture.ranks or setting.data * setting.context * tensor % (mixture.ranks * parts):
             return Skipped(source, f"ep {mixture.ranks} × etp {parts} do not divide experts and ranks")
         setting = replace(setting, mixture=mixture)

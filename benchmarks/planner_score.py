@@ -11,7 +11,7 @@ from megacore.tools.planner.workload import Setting
 
 def operations(s: Setting) -> float:
     """Model FLOPs of a step, with attention counted causally, as vendors do for the baseline's MFU."""
-    block = 2 * s.hidden * (2 * s.attention_size + 2 * s.kv_size) + 2 * s.active_weights + 2 * s.seq * s.attention_size
+    block = 2 * s.attention_weights + 2 * s.active_weights + 2 * s.seq * s.attention_size
     return 3 * s.global_batch * s.seq * (s.layers * block + 2 * s.hidden * s.vocab) * (4 / 3 if s.recompute == "full" else 1)
 
 

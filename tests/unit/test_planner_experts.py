@@ -9,11 +9,14 @@ import pytest
 from benchmarks.planner_rows import read
 from launch import plan as script
 from megacore.errors import ConfigError
+from megacore.tools.choices.flops import projection_weights
 from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.planner.devices import read_cluster, read_device
 from megacore.tools.planner.memory import communicators_of, rank_memory
+from megacore.tools.planner.mixture_time import exchange_once
+from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.routing import read_routing
 from megacore.tools.planner.search import search
@@ -44,6 +47,41 @@ def test_an_exchange_between_machines_is_dearer_than_within(path: str) -> None:
     """As a ring's gather it cost hardly more: each link would carry what here one port carries alone."""
     alone, within, between = (step(LARGE, ranks=ranks).terms["experts"] for ranks in (1, 8, 16))
     assert alone == 0 and between > 2 * within > 0
+
+
+def test_a_token_that_travels_once_spares_the_ports_between_machines() -> None:
+    """Eight experts on two machines: seven or eight copies of a token in ten would cross, where less than two are needed."""
+    machine = Machine(read_device("h100"), read_cluster("dgx_h100"), profile("megacore"))
+    every, once = machine.links.exchange(1e9, 16), exchange_once(machine.links, 1e9, 16, 8)
+    assert once < every / 3 and exchange_once(machine.links, 1e9, 16, 1) == pytest.approx(every, rel=0.01)
+    assert exchange_once(machine.links, 1e9, 8, 8) == machine.links.exchange(1e9, 8) and exchange_once(machine.links, 1e9, 1, 8) == 0.0
+    assert step(LARGE, ranks=16, once=True).step < step(LARGE, ranks=16).step
+
+
+def test_rows_are_copied_no_more_often_than_the_framework_says() -> None:
+    """Other passes than one for each operation are fitted to dense blocks: a copy of rows has none of them."""
+    more = replace(profile("megacore"), passes=4.0)
+    narrow = replace(LARGE, mixture=Mixture(64, 4, 1, ranks=8))
+    device, cluster = read_device("h100"), read_cluster("dgx_h100")
+    dense = replace(narrow, mixture=Mixture(64, 1, 1, ranks=1))  # with hardly any rows
+    (one, other), (few, many) = (
+        [predict(s, device, cluster, p).terms["passes"] for p in (profile("megacore"), more)] for s in (narrow, dense)
+    )
+    assert many > 1.5 * few and other - one == pytest.approx(many - few, rel=0.01)
+
+
+def test_latent_attention_is_its_own_products() -> None:
+    """DeepSeek-V3's: what is multiplied has as many weights as the model, and tensor ranks divide what they do."""
+    config = partitioned(load("configs/deepseek_v3.json", [], 2048).config)
+    s = setting_of(config)
+    assert s.attention_weights == projection_weights(config) == 187_105_280
+    assert s.head_size == 192 and s.latent is not None
+    halves = replace(s, tensor=2, context=1, data=64)
+    whole = replace(s, tensor=1, context=1, data=128)
+    term = [predict(one, read_device("h100"), read_cluster("dgx_h100"), profile("megacore")).terms["products"] for one in (whole, halves)]
+    assert 0.9 < term[1] / term[0] < 1.1
+    plain = replace(whole, latent=None)
+    assert predict(plain, read_device("h100"), read_cluster("dgx_h100"), profile("megacore")).terms["products"] > 1.1 * term[0]
 
 
 def test_shared_experts_hide_what_travels_meanwhile() -> None:
@@ -128,11 +166,13 @@ ROW = {
 @pytest.mark.parametrize(
     ("cells", "found"),
     [
-        ({}, Mixture(128, 8, 768, ranks=8, parts=2, copies=False)),
-        ({"etp": "1", "model": "llama4-maverick-400b"}, Mixture(128, 8, 768, 768, 0.5, ranks=8, parts=1, copies=False)),
+        ({}, Mixture(128, 8, 768, ranks=8, parts=2, copies=False, once=True)),
+        ({"framework": "NeMo"}, Mixture(128, 8, 768, ranks=8, parts=2, copies=False)),
+        ({"etp": "1", "model": "llama4-maverick-400b"}, Mixture(128, 8, 768, 768, 0.5, ranks=8, parts=1, copies=False, once=True)),
+        ({"etp": "1", "model": "kimi-k2", "arch": "moe-mla"}, Mixture(128, 8, 768, 768, 60 / 61, 8, copies=False, once=True)),
         ({"ep": "16"}, None),  # with two parts each, 32 ranks
         ({"topk": ""}, None),
-        ({"arch": "moe-mla"}, None),
+        ({"arch": "hybrid-mamba"}, None),
     ],
 )
 def test_rows_of_mixtures_are_read(cells: dict[str, str], found: Mixture | None, tmp_path: Path) -> None:

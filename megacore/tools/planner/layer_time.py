@@ -52,10 +52,9 @@ def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
     """A block with a plain feed-forward layer."""
     p, t, e, rows = machine.profile, s.tensor, s.element, s.tokens
     a, k, f = s.attention_size, s.kv_size, s.ffn
-    # (inner, columns)
-    shapes = (s.hidden, (a + 2 * k) / t), (a / t, s.hidden), (s.hidden, (2 if s.gated else 1) * f / t), (f / t, s.hidden)
-    forward_products = sum(machine.product(rows, i, c, s.precision) for i, c in shapes)
-    backward_products = sum(machine.product(rows, c, i, s.precision) + machine.product(i, rows, c, s.precision) for i, c in shapes)
+    shapes = *_projections(s), (rows, s.hidden, (2 if s.gated else 1) * f / t), (rows, f / t, s.hidden)  # (rows, inner, columns)
+    forward_products = sum(machine.product(r, i, c, s.precision) for r, i, c in shapes)
+    backward_products = sum(machine.product(r, c, i, s.precision) + machine.product(i, r, c, s.precision) for r, i, c in shapes)
     attention = machine.attention(rows, s.seq, a / t, s.precision, causal=s.flash)
     if s.context_method == "ring" and not p.ring_balanced:
         attention *= 2 - 1 / s.context  # of its keys the last rank meets half of its own, and all of the others'
@@ -64,7 +63,10 @@ def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
     # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the activation.
     wide = s.hidden / t if s.sequence else s.hidden
     passes = p.passes * (p.compiled_passes if s.compiled else 1.0)
-    moved = passes * e * rows * (10 * wide + 2 * (a + k) / t + width) + p.score_passes * score_bytes
+    turned = 2 * (a + k) / t
+    if s.latent is not None:  # each is norm'd, and queries and keys are put together of two parts
+        turned += turned + 2 * (s.latent.keys + s.latent.queries) / (t if s.sequence else 1)
+    moved = passes * e * rows * (10 * wide + turned + width) + p.score_passes * score_bytes
     forward = {"products": forward_products, "attention": attention, "passes": machine.pass_over(moved)}
     backward = {
         "products": backward_products,
@@ -94,6 +96,20 @@ def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
         repeated = machine.pass_over(p.score_passes * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width))
         backward = _sum(backward, {"passes": repeated, "attention": attention if p.repeats_attention or not s.flash else 0.0})
     return MicrobatchTime(forward, backward)
+
+
+def _projections(s: Setting) -> list[tuple[float, float, float]]:
+    """Rows, inner dim and columns of attention's products on a rank: tensor ranks divide columns, or what goes in of the last; or rows of
+    latents, if they divide tokens."""
+    found: list[tuple[float, float, float]] = []
+    for number, (inner, columns, divided) in enumerate(s.projections, 1):
+        if not divided:
+            found.append((s.tokens / (s.tensor if s.sequence else 1), inner, columns))
+        elif number == len(s.projections):
+            found.append((s.tokens, inner / s.tensor, columns))
+        else:
+            found.append((s.tokens, inner, columns / s.tensor))
+    return found
 
 
 def measured_work(cost: LayerCost, s: Setting, machine: Machine) -> MicrobatchTime:

@@ -3,6 +3,7 @@ through memory, and exchanges with the other ranks that hold experts."""
 
 from dataclasses import replace
 
+from megacore.tools.choices.context_method import Links
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.workload import Setting
 
@@ -21,18 +22,21 @@ def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[
         machine.product(rows / held, c, i, s.precision, held) + machine.product(i, rows / held, c, s.precision, held) for i, c in shapes
     )
     width = features * (3 if s.gated else 2)
-    arranged = 4 * rows * s.hidden if size > 1 else 0.0  # what comes is sorted by expert, and back
-    moved = p.passes * (p.compiled_passes if s.compiled else 1.0) * e * ((own + 2 * sent) * s.hidden + arranged + rows * width)
+    # Rows are copied, once each: no other passes hide in that. What comes is sorted by expert, and back.
+    permuted = e * s.hidden * (2 * own + 2 * sent + (4 * rows if size > 1 else 0.0))
+    moved = p.passes * (p.compiled_passes if s.compiled else 1.0) * e * rows * width
     one = machine.links.exchange(e * rows * s.hidden, size)
-    if not m.copies:
+    if m.once and m.parts == 1:
+        one = exchange_once(machine.links, e * rows * s.hidden, m.ranks, m.chosen)
+    elif not m.copies:
         between = machine.links.exchange(e * rows / m.parts * s.hidden, m.ranks, m.parts)
         one = between + machine.collective(1.0, e * rows * s.hidden, m.parts)
     counts = machine.links.exchange(8.0 * m.experts * m.parts, size)
     beside = shared_seconds(s, machine) if machine.device.overlaps else 0.0  # rows travel while the shared experts compute
-    forward = {"products": routing + forward_products, "passes": machine.pass_over(moved)}
+    forward = {"products": routing + forward_products, "passes": machine.pass_over(permuted + moved)}
     backward = {
         "products": 2 * routing + backward_products,
-        "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.expert_parameters),
+        "passes": machine.pass_over(permuted + 1.5 * moved + p.accumulate_bytes * s.expert_parameters),
     }
     forward["experts"], backward["experts"] = counts + one + max(0.0, one - beside), 2 * one
     if size > 1:
@@ -41,6 +45,22 @@ def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[
         again = 1.0 if s.recompute == "full" else 0.5
         backward = {name: seconds + again * forward.get(name, 0.0) for name, seconds in backward.items()}
     return forward, backward
+
+
+def exchange_once(links: Links, moved: float, size: int, chosen: int) -> float:
+    """Seconds of an exchange of `moved` bytes of rows in which a token goes once to each machine with some of its `chosen` experts, which
+    may be anywhere, and is passed on there."""
+    if size <= 1:
+        return 0.0
+    inside, longest, latency = 1, 0.0, 0.0
+    for level in links.levels:
+        within = size if level.ranks is None else min(size, level.ranks)
+        if within > inside:
+            machines = size / inside
+            copies = machines * (1 - (1 - 1 / machines) ** chosen) / chosen if inside > 1 else 1.0  # of a token, by those of its experts
+            longest = max(longest, moved * copies * (within - inside) / within / level.rate)
+            latency, inside = max(latency, level.latency), within
+    return links.call + latency + longest
 
 
 def shared_seconds(s: Setting, machine: Machine) -> float:

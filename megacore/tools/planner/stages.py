@@ -22,7 +22,7 @@ def cut(s: Setting, rule: str) -> tuple[StageWork, ...]:
     `cost`: megacore's, the most expensive stage is cheapest. `even`: as many blocks in each, the ends on top. `nanotron`: each stage
     takes blocks until the sum passes its share, so the head and the loss may stand alone.
     """
-    block = s.hidden * (2 * s.attention_size + 2 * s.kv_size) + s.active_weights
+    block = s.attention_weights + s.active_weights
     if rule == "nanotron":
         block = 4 * s.attention_size * s.hidden + s.ffn_weights
     return _cut(s.layers, s.pipeline * s.chunks, block, s.vocab * s.hidden, rule)

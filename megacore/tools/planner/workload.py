@@ -44,7 +44,19 @@ class Mixture:
     ranks: int = 1  # that hold other experts (ep)
     parts: int = 1  # ranks that hold parts of the same (etp)
     copies: bool = True  # each rank with a part is sent the rows; else one of them is, and they gather
+    once: bool = False  # a token goes once to each machine with experts of its own, and is passed on there; else once for each expert
     busiest: float = 1.0  # rows of the rank that has most, as a part of the mean
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention: the small vectors of a token that its queries, keys and values are made of, and the features of a head."""
+
+    keys: int
+    queries: int  # 0: queries are made of the hidden states
+    plain: int  # of a head's query and key, that do not turn
+    turned: int  # of a head's query, and of the one key that all heads share
+    value: int
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class Setting:
     own: tuple[OwnRank, ...] = ()
     own_message: int = 0
     mixture: Mixture | None = None  # of some blocks in place of the feed-forward layer
+    latent: Latent | None = None  # that attention has; then `head_size` is what its kernels take, in the mean of keys and values
     # Of whole matrices that an optimizer updates: the operations of the rank that has most, and what it sends and receives.
     matrix_operations: float = 0.0
     matrix_transfers: tuple[Transfer, ...] = ()
@@ -125,6 +138,20 @@ class Setting:
         return Divided(self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.element)
 
     @property
+    def projections(self) -> tuple[tuple[float, float, bool], ...]:
+        """Attention's products: what goes in, what comes out, and whether tensor ranks divide them (not what latents are made by)."""
+        if (m := self.latent) is None:
+            return (self.hidden, self.attention_size + 2 * self.kv_size, True), (self.attention_size, self.hidden, True)
+        queries = (m.queries or self.hidden, self.heads * (m.plain + m.turned), True)
+        latents = ((self.hidden, m.keys + m.turned, False), *([(self.hidden, m.queries, False)] if m.queries else []))
+        return (*latents, queries, (m.keys, self.heads * (m.plain + m.value), True), (self.heads * m.value, self.hidden, True))
+
+    @property
+    def attention_weights(self) -> float:
+        """Parameters of one attention layer."""
+        return sum(inner * columns for inner, columns, _ in self.projections)
+
+    @property
     def ffn_weights(self) -> int:
         """Parameters of one feed-forward."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
@@ -147,7 +174,7 @@ class Setting:
     @property
     def block_parameters(self) -> float:
         """Parameters of one block on a rank: matrices only; the mean of blocks."""
-        attention, dense = self.hidden * (2 * self.attention_size + 2 * self.kv_size), float(self.ffn_weights)
+        attention, dense = self.attention_weights, float(self.ffn_weights)
         if (m := self.mixture) is None:
             return attention / self.tensor + dense / self.tensor
         shared = (3 if self.gated else 2) * self.hidden * m.shared
@@ -198,7 +225,7 @@ def setting_of(config: Config) -> Setting:
         ffn=resolved(model.ffn_size),
         heads=model.num_heads,
         kv_heads=config.kv_heads,
-        head_size=config.head_size,
+        head_size=config.attended_size,
         vocab=model.vocab_size,
         seq=train.seq_len,
         gated=model.gated,
@@ -223,6 +250,7 @@ def setting_of(config: Config) -> Setting:
         own=own_ranks(config) if own else (),
         own_message=largest_message(config) if own else 0,
         mixture=mixture_of(config),
+        latent=latent_of(config),
         **matrices_of(config),
     )
 
@@ -242,6 +270,14 @@ def mixture_of(config: Config) -> Mixture | None:
     ffn, share = resolved(model.expert_ffn_size), sum(map(model.has_experts, range(model.num_layers))) / model.num_layers
     chosen, shared = model.experts_per_token, model.shared_experts * ffn
     return Mixture(model.num_experts, chosen, ffn, shared, share, sizes["ep"], sizes["etp"])
+
+
+def latent_of(config: Config) -> Latent | None:
+    """Latent attention of a config's model."""
+    model = config.model
+    if model.kv_rank is None:
+        return None
+    return Latent(model.kv_rank, model.q_rank or 0, model.plain_size, config.head_size, model.value_size)
 
 
 def routed(s: Setting, routing: Routing | None) -> Setting:
