@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before the first test. DeepSpeed takes five seconds to import: once for all workers, where they will need it."""
+    """Before the first test. DeepSpeed takes seconds to import, and its engines as long again: once for all workers that will need it."""
     if any("deepspeed" in item.nodeid for item in session.items):
-        CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed", "tests.frozen"])
+        CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.frozen"])
     import tests.frozen  # noqa: F401  (all that tests import is there)
 
 

@@ -172,6 +172,9 @@ class ModelConfig(ExpertSettings, LatentSettings):
 
     def alike(self, block: int) -> int:
         """The first block that is of the same kind; their parameters are alike in all."""
-        kinds = ((self.rotates(other), self.window_of(other), self.has_experts(other)) for other in range(block + 1))
-        *others, kind = kinds
-        return next((other for other, earlier in enumerate(others) if earlier == kind), block)
+
+        def kind(other: int) -> tuple[object, ...]:
+            return self.rotates(other), self.window_of(other), self.has_experts(other)
+
+        own = kind(block)
+        return next(other for other in range(block + 1) if kind(other) == own)

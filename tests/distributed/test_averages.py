@@ -28,6 +28,7 @@ MIXED = (
     'optim.groups=[{"match": ["blocks.0.*", "embedding.*"], "kind": "lion"}, {"match": ["blocks.1.*", "*norm*"], "kind": "ademamix"}]',
 )
 EMA = (*MIXED, "optim.ema=0.7")
+FEW = "train.global_batch_size=16"  # four microbatches: two for each data rank or stage of a pipeline
 FREE = ("optim.kind=schedule_free",)
 SOAP = ("optim.kind=soap", "optim.ema=0.7")
 
@@ -45,7 +46,7 @@ def workers() -> Iterator[ProofWorkers]:
 )
 def test_every_layout_is_the_papers_formula(workers: ProofWorkers, layout: str, engine: str, rules: tuple[str, ...]) -> None:
     """Weights, state, averages, and the validation loss, which is that of the averages."""
-    proof = prove(Options(TINY, [*rules, engine], [parse(layout)]), workers=workers)
+    proof = prove(Options(TINY, [FEW, *rules, engine], [parse(layout)]), workers=workers)
     found = {key: d for result in proof.results for key, d in result.differences.items()}
     assert proof.holds and max(d.relative for d in found.values()) < 1e-11
     kinds = {kind for kind, _, _ in found}
@@ -77,7 +78,7 @@ def first_weights_in_the_mean() -> Any:
 
 @pytest.mark.parametrize("mistake", [swapped_betas, first_weights_in_the_mean])
 def test_a_mistake_in_a_rule_is_found(workers: ProofWorkers, mistake: Any) -> None:
-    proof = prove(Options(TINY, [*EMA], [parse("dp2")], plant=f"{__name__}:{mistake.__name__}"), workers=workers)
+    proof = prove(Options(TINY, [FEW, *EMA], [parse("dp2")], plant=f"{__name__}:{mistake.__name__}"), workers=workers)
     kinds = {difference.kind for difference in proof.results[0].beyond}
     assert not proof.holds and kinds >= ({"lion_m", "parameter"} if mistake is swapped_betas else {"average"})
 

@@ -108,7 +108,7 @@ def test_balance_without_a_loss_and_by_the_batch_before(pool: Any, config_path: 
     """Counts of one rank alone, or of a recomputed pass, would move the bias otherwise, and choose other experts from then on."""
     (one,) = pool.run(1, trained, config_path, DEEPSEEK)
     bias = one.pieces["buffer/blocks.1.feed_forward.router.bias"].tensor
-    assert {0.1, 0.3} & {round(float(x), 9) for x in bias.abs()}, "it has moved"
+    assert 0.2 in {round(float(x), 9) for x in bias.abs()}, "it has moved"
     assert apart(pool.run(4, trained, config_path, [*DEEPSEEK, *of(layout)]), one) < TOLERANCE
 
 

@@ -20,6 +20,7 @@ from tests import forks
 from tests.commands import provers, run_script
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
+FEW = "train.global_batch_size=16"  # four microbatches: two for each data rank, one for each stage of a pipeline
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def edit(path: Path, before: str, after: str) -> None:
 
 
 def of_source(path: Path, workers: ProofWorkers, layouts: str, *overrides: str) -> Proof:
-    return prove(Options(TINY, [f"model.source={path}", *overrides], list(map(parse, layouts.split(",")))), workers=workers)
+    return prove(Options(TINY, [f"model.source={path}", FEW, *overrides], list(map(parse, layouts.split(",")))), workers=workers)
 
 
 @pytest.mark.quick
@@ -89,7 +90,7 @@ def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWor
     fork = tmp_path / "fork"
     for name in ("megacore", "kernels", "configs", "launch"):
         shutil.copytree(ROOT / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
-    options = Options(TINY, [], [parse("tp2")], against=fork)
+    options = Options(TINY, [FEW], [parse("tp2")], against=fork)
     proof = prove(options, workers=workers)
     assert proof.holds and verdict(proof).endswith("bitwise")
     attention = fork / "megacore/model/attention.py"
@@ -99,7 +100,7 @@ def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWor
 
 
 def bf16(workers: ProofWorkers, plant: str | None) -> Proof:
-    return prove(Options(TINY, ["model.bias=true"], [parse("tp2sp")], precision="bf16", plant=plant), workers=workers)
+    return prove(Options(TINY, ["model.bias=true", FEW], [parse("tp2sp")], precision="bf16", plant=plant), workers=workers)
 
 
 def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
