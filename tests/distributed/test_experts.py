@@ -17,7 +17,7 @@ from megacore.tools.settings.load import load
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from tests import training
-from tests.steps import Found, apart, train
+from tests.steps import STEPS, Found, apart, train
 from tests.strict import Rules, strict
 
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
@@ -35,11 +35,11 @@ def config_path(tmp_path: Path) -> str:
     return training.write_config(tmp_path, "unused", model=MODEL, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
 
 
-def trained(config_path: str, overrides: list[str]) -> Found:
+def trained(config_path: str, overrides: list[str], steps: int = STEPS) -> Found:
     """Some steps."""
     place = place_from_environment()
     config = settled_alone(load(config_path, overrides, place.world_size).config)
-    return train(config, Mesh(config, place, torch.device("cpu")))
+    return train(config, Mesh(config, place, torch.device("cpu")), steps=steps)
 
 
 def of(layout: str) -> list[str]:
@@ -106,10 +106,11 @@ def test_muon_takes_every_expert_by_itself(pool: Any, config_path: str, layout: 
 @pytest.mark.parametrize("layout", ["dp4 ep2 train.recompute=full", "pp2 tp2 etp1 ep2 sp", "dp2 cp2 ep4 engine.kind=fsdp"])
 def test_balance_without_a_loss_and_by_the_batch_before(pool: Any, config_path: str, layout: str) -> None:
     """Counts of one rank alone, or of a recomputed pass, would move the bias otherwise, and choose other experts from then on."""
-    (one,) = pool.run(1, trained, config_path, DEEPSEEK)
+    steps = 3  # behind two the bias may be where it was
+    (one,) = pool.run(1, trained, config_path, DEEPSEEK, steps)
     bias = one.pieces["buffer/blocks.1.feed_forward.router.bias"].tensor
-    assert 0.2 in {round(float(x), 9) for x in bias.abs()}, "it has moved"
-    assert apart(pool.run(4, trained, config_path, [*DEEPSEEK, *of(layout)]), one) < TOLERANCE
+    assert {0.1, 0.3} & {round(float(x), 9) for x in bias.abs()}, "it has moved"
+    assert apart(pool.run(4, trained, config_path, [*DEEPSEEK, *of(layout)], steps), one) < TOLERANCE
 
 
 def tied(config_path: str, overrides: list[str]) -> Found:

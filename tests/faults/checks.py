@@ -95,7 +95,10 @@ class Checks:
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, trained, folder, plant)[0]
         overrides = [override.replace("MASKED", f"{self.folder.name}/corpus") for override in fault.overrides]
-        options = Options(CONFIG, [*OVERRIDES, *overrides], [parse(fault.layout)], fault.precision, plant=plant)
+        layout = parse(fault.layout)
+        data, stages = layout.size("data"), layout.size("pipeline")
+        few = f"train.global_batch_size={4 * max(4, 2 * data, stages * data)}"  # microbatches: two a data rank, one for each of its stages
+        options = Options(CONFIG, [*OVERRIDES, few, *overrides], [layout], fault.precision, plant=plant)
         proof = prove(options, workers=self.workers)
         if proof.holds:
             return ""
