@@ -155,7 +155,7 @@ def ways_of_another_microbatch() -> Any:
 
 
 @fault("a router's bias moves by the counts of a rank's own tokens", "ep2",
-       "every update agrees; a buffer (what is counted, or over which ranks) does not: first blocks.1.feed_forward.router.load",
+       "every update agrees; a buffer (what is counted, or over which ranks) does not: first blocks.1.feed_forward.router.bias",
        *EXPERTS, "model.router_bias_rate=0.1")  # fmt: skip
 def bias_by_own_counts() -> Any:
     return patch(buffers, "all_reduce", lambda x, group, op: x)

@@ -158,11 +158,11 @@ def not_learned_at_cuts() -> Any:
     return patch(samples, "learned", as_begun)
 
 
-@fault("a cut document's second piece loses its first target, in packed samples", "one", "the loss, microbatch 0, forward", PACKED, MASKED)
+@fault("a cut document's second piece loses its first target, in packed samples", "one", "the loss, microbatch 1, forward", PACKED, MASKED)
 def target_behind_a_cut_lost() -> Any:
     return not_learned_at_cuts()
 
 
-@fault("… in samples of consecutive tokens", "one", "the loss, microbatch 2, forward", DOCUMENTS, MASKED)
+@fault("… in samples of consecutive tokens", "one", "the loss, microbatch 0, forward", DOCUMENTS, MASKED)
 def target_behind_a_sample_s_edge_lost() -> Any:
     return not_learned_at_cuts()
