@@ -142,6 +142,16 @@ def test_dry_ranks_do_what_the_formulas_say(name: str, tmp_path: Path) -> None:
     assert all(dry.calls for dry in ranks.values()) or world == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1920])
+def test_ranks_of_deepseek_v3_do_what_the_plan_says(rank: int) -> None:
+    """Two of 2,048: embedding, head and dense blocks; and blocks with experts, between stages. With 16 microbatches in place of 480."""
+    config = load("configs/deepseek_v3.json", ["train.global_batch_size=512"], 2048).config
+    dry = dry_run(config, rank)
+    assert against_formulas(config, dry) == []
+    assert dry.peak == pytest.approx(rank_memory(config)[rank // 128].total, rel=1e-3)
+    assert {group for group, *_ in dry.sent()} >= {"ep", "edp", "cp", "pp", "dp"}
+
+
 @pytest.mark.parametrize("overrides", [[], ["train.recompute=selective"], ["model.chunked_loss=true", *LLAMA]])
 def test_the_peak_is_that_of_a_real_step(overrides: list[str], tmp_path: Path) -> None:
     """Counted on real tensors of the same model, in fp32 on a CPU: what has no content must take as much."""

@@ -274,6 +274,9 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     assert (found["expert_load_max/blocks.1"], found["expert_load_min/blocks.1"], found["expert_rank_load/blocks.1"]) == (4, 0, 1)
     assert found["expert_load/blocks.1.1"] == 4 and found["expert_entropy/blocks.1"] == pytest.approx(2 / 3)
     assert found["expert_drops/blocks.1"] == 0.25 and monitor.figures({}, [stage])["expert_drops/blocks.1"] == 0
+    stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 2.0, 0, 0, 1, 1, 2, 2]))  # type: ignore[union-attr, index]
+    later = monitor.figures({}, [stage])
+    assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (1.5, 1)  # the second of the two holds the last four
 
 
 def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:

@@ -21,8 +21,9 @@ MOST = 1024  # experts of all blocks, of which each has a figure of its own
 
 
 class ExpertLoad(Monitor):
-    """Figures of a logged step: `expert_load_max/…`, `expert_load_min/…`, `expert_rank_load/…` (the fullest rank's), `expert_entropy/…` (1:
-    balanced), and for each expert `expert_load/…`; with a capacity `expert_drops/…`, a part of all rows since the logged step before."""
+    """Figures of a logged step: `expert_load_max/…`, `expert_load_min/…`, `expert_rank_load/…` (the fullest rank's), `expert_rank/…` (which
+    that is along `parallel.expert`), `expert_entropy/…` (1: balanced), and for each expert `expert_load/…`; with a capacity
+    `expert_drops/…`, a part of all rows since the logged step before."""
 
     def start(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -40,10 +41,12 @@ class ExpertLoad(Monitor):
                 rows[at, 0], rows[at, 1] = module.take_drops()
         all_reduce(every, self.mesh.pp)
         found: dict[str, float] = {}
-        by_rank = every.unflatten(1, (self.config.parallel.expert, -1)).mean(2).amax(1)
+        by_rank, fullest = every.unflatten(1, (self.config.parallel.expert, -1)).mean(2).max(1)
         shares = every / experts
         entropy = torch.special.entr(shares).sum(1) / torch.log(shares.new_tensor(max(experts, 2)))
         kinds = {"expert_load_max": every.amax(1), "expert_load_min": every.amin(1), "expert_rank_load": by_rank, "expert_entropy": entropy}
+        if self.config.parallel.expert > 1:
+            kinds["expert_rank"] = fullest
         if self.config.model.capacity_factor is not None:
             dropped, routed = all_reduce(rows, self.mesh.world).unbind(1)  # each rank counts rows of its own
             kinds["expert_drops"] = dropped / routed.clamp(min=1)
