@@ -22,6 +22,7 @@ class ParallelConfig(Section):
     context: Ranks = Field(1, description="ranks that divide the tokens of every sample among themselves, in every layer")
     expert: Ranks = Field(1, description="ranks that divide the experts of a block; they are taken from data, context and tensor ranks")
     expert_tensor: Ranks | None = Field(None, description="ranks that divide each expert; null: as many as tensor")
+    expert_halves: bool = Field(False, description="tokens go to experts in two halves: rows of one travel while experts compute the other")
     context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
         "auto",
         description="how context ranks attend: gather all keys and values; pass them round; exchange sequences for heads; "

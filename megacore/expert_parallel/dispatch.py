@@ -5,8 +5,9 @@ sorted by expert again. With `etp` every rank that has a part of an expert gets 
 are dropped stand behind all others, and stay; where results come back, they are zero.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from megacore.kernels.permute import slots_of
 
 @dataclass(frozen=True)
 class Route:
-    """The ways of one microbatch's rows. Nothing of it is kept in a module: other microbatches are under way at the same time."""
+    """The ways of the rows of a microbatch, or of half of one. No module keeps anything of it: other microbatches are under way too."""
 
     chosen: Tensor  # experts, [tokens, experts_per_token]
     slots: Tensor  # where each token's rows stand among this rank's rows by expert, as `chosen`
@@ -31,32 +32,41 @@ class Route:
     arrangement: Tensor | None = None  # what comes, by expert
     back: Tensor | None = None  # its inverse
 
+    @property
+    def dropped(self) -> int:
+        """How many of this rank's rows do not travel, where it has told others how many do."""
+        return self.slots.numel() - sum(self.sent) // self.parts
 
-def route_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tensor | None = None) -> Route:
-    """The ways of rows whose experts are `chosen`; collective over the group. `fits`: which of them are not dropped; None: all.
+
+def routes_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tensor | None = None, halves: bool = False) -> list[Route]:
+    """The ways of rows whose experts are `chosen`, for all tokens, or for each half of them; collective over the group. `fits`: which of
+    the rows are not dropped; None: all.
 
     Ranks tell each other how many rows they send. Only where there are several must the host know: here alone a step waits for the
     device, because an exchange takes its sizes from the host.
     """
-    order, counts = by_expert((chosen if fits is None else chosen.masked_fill(~fits, experts)).flatten(), experts)
-    slots, of_all = slots_of(order, chosen.shape[1]), counts
-    if fits is not None:
-        of_all = torch.zeros_like(counts).index_add_(0, chosen.flatten(), torch.ones_like(order))
+    numbers = chosen if fits is None else chosen.masked_fill(~fits, experts)
+    parts_of = zip(*(t.tensor_split(2 if halves else 1) for t in (chosen, numbers)), strict=True)
+    own = [(each, *by_expert(own.flatten(), experts)) for each, own in parts_of]
+    known = [(each, slots_of(order, chosen.shape[1]), n if fits is None else times(each, n)) for each, order, n in own]
     if group.size == 1:
-        return Route(chosen, slots, of_all, counts.cumsum(0), group)
-    to = counts.view(group.size // parts, -1).repeat_interleave(parts, 0)  # [ranks, experts of a rank]
-    come = torch.empty_like(to)
+        return [Route(*of, counts.cumsum(0), group) for of, (*_, counts) in zip(known, own, strict=True)]
+    to = torch.stack([counts.view(group.size // parts, -1) for *_, counts in own], 1).repeat_interleave(parts, 0)
+    come = torch.empty_like(to)  # [ranks, halves, experts of a rank]
     assert group.communicator is not None
     group.communicator.start_all_to_all(to, come).wait()
     if chosen.is_meta:  # where nobody knows the choice: every expert has as many rows
-        sent = received = [chosen.numel() * parts // group.size] * group.size
+        sent = received = [[each.numel() * parts // group.size] * group.size for each, *_ in own]
     else:
-        sent, received = torch.stack([to.sum(1), come.sum(1)]).tolist()
-    numbers = torch.arange(come.shape[1], device=chosen.device).repeat(group.size)
-    numbers = numbers.repeat_interleave(come.flatten(), output_size=sum(received))
-    arrangement = numbers.argsort(stable=True)
-    ways = arrangement, slots_of(arrangement, 1).flatten()
-    return Route(chosen, slots, of_all, come.sum(0).cumsum(0), group, parts, tuple(sent), tuple(received), *ways)
+        sent, received = torch.stack([to.sum(2), come.sum(2)]).mT.tolist()
+    routes = []
+    for i, of in enumerate(known):
+        of_experts = torch.arange(come.shape[2], device=chosen.device).repeat(group.size)
+        of_experts = of_experts.repeat_interleave(come[:, i].flatten(), output_size=sum(received[i]))
+        arrangement = of_experts.argsort(stable=True)
+        ways = arrangement, slots_of(arrangement, 1).flatten()
+        routes.append(Route(*of, come[:, i].sum(0).cumsum(0), group, parts, tuple(sent[i]), tuple(received[i]), *ways))
+    return routes
 
 
 def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -67,15 +77,19 @@ def by_expert(numbers: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, ends.diff(prepend=ends.new_zeros(1))
 
 
-def send(rows: Tensor, route: Route) -> tuple[Tensor, Work]:
+def times(chosen: Tensor, counts: Tensor) -> Tensor:
+    """How often each expert was chosen, as `counts` are."""
+    return torch.zeros_like(counts).index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+
+
+def send(rows: Tensor, route: Route) -> "Underway":
     """Begins to send rows ``[rows, hidden]``, sorted by expert, to the ranks of their experts; see `arrange` for what comes."""
     if route.group.size == 1:
-        return rows, Done()
+        return Underway(rows)
     if route.parts > 1:
         *chunks, _ = rows.split([*(own := route.sent[:: route.parts]), len(rows) - sum(own)])
         rows = torch.cat([chunk for chunk in chunks for _ in range(route.parts)])
-    waiting: list[Work] = []
-    return _Exchange.apply(rows, route.group, route.sent, route.received, sum(route.received), waiting), waiting[0]
+    return depart(rows, Exchange(route.group, route.sent, route.received, len(rows), sum(route.received)))
 
 
 def arrange(rows: Tensor, route: Route) -> Tensor:
@@ -83,26 +97,30 @@ def arrange(rows: Tensor, route: Route) -> Tensor:
     return rows if route.arrangement is None else _Gather.apply(rows, route.arrangement, route.back)
 
 
-def give_back(rows: Tensor, route: Route) -> Tensor:
-    """Results of rows sorted by expert → those of this rank's own rows, whole, in their order."""
+def give_back(rows: Tensor, route: Route) -> "Underway":
+    """Begins to send results of rows sorted by expert to the ranks whose rows they are of; see `own_rows` for what comes."""
     if route.arrangement is None:
-        return rows
-    waiting, dropped = list[Work](), route.slots.numel() - sum(route.sent) // route.parts
+        return Underway(rows)
     rows = _Gather.apply(rows, route.back, route.arrangement)
-    found = _Exchange.apply(rows, route.group, route.received, route.sent, sum(route.sent) + dropped, waiting)
-    waiting[0].wait()
+    return depart(rows, Exchange(route.group, route.received, route.sent, len(rows), sum(route.sent) + route.dropped))
+
+
+def own_rows(rows: Tensor, route: Route) -> Tensor:
+    """What has come back → results of this rank's own rows, whole, in their order."""
     if route.parts == 1:
-        return found
-    *chunks, rest = found.split([*route.sent, dropped])
-    return torch.cat([*(sum_of(tuple(chunks[i : i + route.parts])) for i in range(0, len(chunks), route.parts)), rest])
+        return rows
+    *chunks, rest = rows.split([*route.sent, route.dropped])
+    return torch.cat([*(sum_of(chunks[i : i + route.parts]) for i in range(0, len(chunks), route.parts)), rest])
 
 
-def sum_of(parts: tuple[Tensor, ...]) -> Tensor:
-    """The sum, in the order of ranks."""
-    total = parts[0]
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, in the order given, in fp32 at least."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32)) if parts[0].is_floating_point() else parts[0]
     for part in parts[1:]:
         total = total + part
-    return total
+    return total.to(parts[0].dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -123,23 +141,78 @@ class _Gather(torch.autograd.Function):
         return grad[back], None, None
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, `sent[i]` of them to rank i; see `exchange_rows`. Its gradient goes the same way back."""
+class Exchange:
+    """An exchange of unequal parts: `sent[i]` rows to rank i of the group and `received[i]` from it. Gradients go the same way back.
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...], length: int, waiting: list[Work]
-    ) -> Tensor:
-        ctx.group, ctx.sent, ctx.received, ctx.length = group, sent, received, len(rows)
-        out, work = exchange_rows(rows, group, sent, received, length)
-        waiting.append(work)
+    Where it begins in forward, backward waits, and where forward waits, backward begins: so what is computed between the two hides it in
+    both directions. autograd keeps to this by itself: of what it can do next, it does first what forward did last.
+    """
+
+    def __init__(self, group: Group, sent: tuple[int, ...], received: tuple[int, ...], rows: int, comes: int) -> None:
+        """`rows`: how many there are, of which those behind the last that is sent stay. `comes`: rows of the result: behind the last that
+        is received are zeros."""
+        self.group, self.sent, self.received, self.rows, self.comes = group, sent, received, rows, comes
+        self.work: Work = Done()
+        self.out: Tensor | None = None  # in backward: what comes
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Begins to send rows; what it returns is filled once `work` has been waited for."""
+        out, self.work = exchange_rows(x, self.group, self.sent, self.received, self.comes)
         return out
 
+    def begin_back(self, grad: Tensor) -> None:
+        """Begins to send gradients back."""
+        self.out, self.work = exchange_rows(grad, self.group, self.received, self.sent, self.rows)
+
+    def ended_back(self) -> Tensor | None:
+        """Waits for the gradients."""
+        self.work.wait()
+        out, self.out = self.out, None
+        return out
+
+
+class Underway(NamedTuple):
+    """Rows that are on their way, if any: on one rank they are there."""
+
+    rows: Tensor
+    exchange: Exchange | None = None
+
+    def arrive(self) -> Tensor:
+        """Waits for them."""
+        return self.rows if self.exchange is None else _Arrive.apply(self.rows, self.exchange)
+
+
+def depart(rows: Tensor, exchange: Exchange) -> Underway:
+    """Begins an exchange of rows."""
+    return Underway(_Depart.apply(rows, exchange), exchange)
+
+
+class _Depart(torch.autograd.Function):
+    """Forward: begins to send x. Backward: waits for its gradient."""
+
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        out, work = exchange_rows(grad, ctx.group, ctx.received, ctx.sent, ctx.length)
-        work.wait()
-        return out, *([None] * 5)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.exchange.ended_back(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Forward: waits for x. Backward: begins to send its gradient, for `_Depart` to wait for; autograd is handed what stays here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.work.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.exchange.begin_back(grad)
+        return grad, None
 
 
 def exchange_rows(rows: Tensor, group: Group, sent: tuple[int, ...], received: tuple[int, ...], length: int) -> tuple[Tensor, Work]:

@@ -1,6 +1,6 @@
 """A GPT block whose feed-forward layer is a mixture of experts (Shazeer et al. 2017): each token goes through a few of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
 from megacore.distributed.topology import Topology
 from megacore.expert_parallel.capacity import within_capacity
-from megacore.expert_parallel.dispatch import Route, arrange, give_back, route_of, send
+from megacore.expert_parallel.dispatch import Route, arrange, give_back, own_rows, routes_of, send, sum_of
 from megacore.expert_parallel.experts import Experts
 from megacore.expert_parallel.router import Router, Scored, losses_of
 from megacore.kernels.permute import combine, spread
@@ -37,38 +37,46 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, mesh, dtype, device, output_std, activation)
         ffn = model.shared_experts * (model.expert_ffn_size or 0)
         self.shared = FeedForward(config, mesh.tp, dtype, device, output_std, ffn) if ffn else None
-        self.capacity = model.capacity_factor
+        self.capacity, self.halves = model.capacity_factor, config.parallel.expert_halves
         # Who proves a layout replaces choices by others, and which rows are dropped.
         self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None
         self.decide_drops: Callable[[Context, int, Tensor, Tensor, Tensor], Tensor] | None = None
         self.keeps = config.train.recompute == "full"
-        self.kept: dict[int, Route] = {}  # by microbatch, for the backward that runs the layer again
+        self.kept: dict[int, list[Route]] = {}  # by microbatch, for the backward that runs the layer again
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, ...]:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens), and the sums of `losses_of`."""
         own = scatter_tokens(x, self.tp) if self.divides else x
         scored = self.router.score(own)
         first = self.tp.rank * len(own)  # of this rank's tokens, among those of its context rank
-        route = self._route(scored, context, first)
-        rows, arriving = send(spread(own, route.slots, implementation=self.kernels), route)
+        routes = self._route(scored, context, first)
+        chosen, how = joined([route.chosen for route in routes]), self.kernels
+        there = [send(spread(part, route.slots, implementation=how), route) for part, route in divided(own, routes)]
         shared = None if self.shared is None else self.shared(x)  # while rows travel
-        arriving.wait()
-        rows = give_back(self.experts(arrange(rows, route), route.ends), route)
-        y = combine(rows, route.slots, self.router.weights(scored.scores, route.chosen), implementation=self.kernels)
+        # Of two halves one travels while the experts compute the other.
+        back = [
+            give_back(self.experts(arrange(rows.arrive(), route), route.ends), route) for rows, route in zip(there, routes, strict=True)
+        ]
+        weights = divided(self.router.weights(scored.scores, chosen), routes)
+        parts = [
+            combine(own_rows(rows.arrive(), route), route.slots, part, implementation=how)
+            for rows, (part, route) in zip(back, weights, strict=True)
+        ]
+        y = joined(parts)
         if self.divides:
             y = gather_tokens(y, self.tp)[: len(x)]
-        return y if shared is None else y + shared, *self._losses(scored, route, context, first)
+        return y if shared is None else y + shared, *self._losses(scored, chosen, context, first)
 
-    def _losses(self, scored: Scored, route: Route, context: Context, first: int) -> list[Tensor]:
+    def _losses(self, scored: Scored, chosen: Tensor, context: Context, first: int) -> list[Tensor]:
         """The sums of `losses_of`; of a text that is written none is asked for."""
         if context.batch.targets is None:
             return [scored.scores.new_zeros(()) for _ in losses_of(self.router.model)]
-        losses = self.router.losses(scored, route.chosen, first, context.seq_len, context.batch_size)
+        losses = self.router.losses(scored, chosen, first, context.seq_len, context.batch_size)
         if self.divides:  # each rank then gives the sum over all their tokens
             losses = [leave_tensor_parallel(loss, self.tp, False) for loss in losses]
         return losses
 
-    def _route(self, scored: Scored, context: Context, first: int) -> Route:
+    def _route(self, scored: Scored, context: Context, first: int) -> list[Route]:
         """The ways of a microbatch's tokens; of a recomputed pass those of the first."""
         key = context.key
         if key in self.kept:
@@ -78,13 +86,13 @@ class MixtureOfExperts(nn.Module):
         if self.decide is not None and self.training:
             chosen = self.decide(context, first, ranked, chosen)
         fits = self._fits(scored, chosen, context, first) if self.capacity and self.training else None
-        route = route_of(chosen, self.router.experts, self.group, self.parts, fits)
-        self.router.note(key, route.counts)
+        routes = routes_of(chosen, self.router.experts, self.group, self.parts, fits, self.halves)
+        self.router.note(key, sum_of([route.counts for route in routes]))
         if fits is not None:
             self.router.note_drops(fits)
         if self.keeps and self.training and torch.is_grad_enabled():
-            self.kept[key] = route
-        return route
+            self.kept[key] = routes
+        return routes
 
     def _fits(self, scored: Scored, chosen: Tensor, context: Context, first: int) -> Tensor:
         """Which rows are not dropped. The weights of a token's others stay as they are (as in Switch and Megatron)."""
@@ -92,6 +100,17 @@ class MixtureOfExperts(nn.Module):
         experts, ranks = self.router.experts, self.router.sequence_ranks
         fits = within_capacity(weights, chosen, experts, resolved(self.capacity), places, ranks)
         return fits if self.decide_drops is None else self.decide_drops(context, first, weights, chosen, fits)
+
+
+def divided(x: Tensor, routes: Sequence[Route]) -> list[tuple[Tensor, Route]]:
+    """What the tokens of each route have of ``[tokens, …]``."""
+    parts = [x] if len(routes) == 1 else x.split([len(route.chosen) for route in routes])
+    return list(zip(parts, routes, strict=True))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one behind the other, without a copy of one alone."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class ExpertBlock(Block):

@@ -136,6 +136,7 @@ CASES: dict[str, Case] = {
     "model.router_bias_rate": numbers(1, EXPERTS),
     "parallel.expert": Case("told", "2", f"{EXPERTS} {DATA}", ranks=2),
     "parallel.expert_tensor": Case("told", "1", f"{EXPERTS} {TENSOR}", ranks=2),
+    "parallel.expert_halves": Case("told", "true", f"{EXPERTS} {DATA} parallel.expert=2", ranks=2),
     "parallel.tensor": Case("told", "2", ranks=2),
     "parallel.pipeline": Case("told", "2", ranks=2),
     "parallel.data": Case("refused", "2"),

@@ -53,16 +53,16 @@ def of(layout: str) -> list[str]:
     return found
 
 
-ZB = "parallel.schedule=zb_v"
+ZB, HALVES = "parallel.schedule=zb_v", "parallel.expert_halves=true"
 LAYOUTS = {
     "dp4 ep2 sharded": (4, "dp4 ep2 engine.shard_optimizer=true train.recompute=full"),
     "cp2 ep2": (2, "cp2 ep2 train.recompute=selective"),
     "tp2 dp2 ep2": (4, "tp2 dp2 ep2"),
     "tp2 sp dp2 etp1 ep4": (4, "tp2 sp dp2 etp1 ep4"),
-    "dp2 etp2": (2, "dp2 etp2"),
-    "pp2 dp2 ep2 zb_v": (4, f"pp2 dp2 ep2 {ZB}"),
+    "dp2 etp2": (2, f"dp2 etp2 {HALVES}"),
+    "pp2 dp2 ep2 zb_v": (4, f"pp2 dp2 ep2 {ZB} {HALVES}"),
     "pp2 tp2 etp1 ep2 interleaved": (4, "pp2 tp2 sp etp1 ep2 parallel.schedule=interleaved train.recompute=full"),
-    "fsdp ep2": (4, "dp4 ep2 engine.kind=fsdp"),
+    "fsdp ep2": (4, f"dp4 ep2 engine.kind=fsdp {HALVES}"),
 }
 
 
@@ -74,7 +74,7 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
     assert apart(pool.run(ranks, trained, config_path, of(layout)), one) < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2 dp2 etp1 ep4 sp train.recompute=full", "cp2 tp2 ep2", "pp2 cp2 etp1 ep2"])
+@pytest.mark.parametrize("layout", ["dp2", f"tp2 dp2 etp1 ep4 sp train.recompute=full {HALVES}", "cp2 tp2 ep2", "pp2 cp2 etp1 ep2"])
 def test_the_same_rows_are_dropped_in_every_layout(pool: Any, config_path: str, layout: str) -> None:
     """Of a microbatch whose tokens several ranks have: each of them alone would keep other rows."""
     few = ["model.capacity_factor=0.6"]
@@ -167,7 +167,7 @@ def written(config_path: str, overrides: list[str]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 etp1 ep2"])
+@pytest.mark.parametrize("layout", ["tp2", f"tp2 etp1 ep2 {HALVES}"])
 def test_a_text_is_the_same(pool: Any, config_path: str, layout: str) -> None:
     """A single token, which tensor ranks cannot divide, and a rank that has none."""
     (one,) = pool.run(1, written, config_path, [])

@@ -167,11 +167,11 @@ def bias_by_own_counts() -> Any:
 def counted_again() -> Any:
     route = expert_block.MixtureOfExperts._route
 
-    def again(self: expert_block.MixtureOfExperts, scored: Any, context: Any, first: int) -> dispatch.Route:
+    def again(self: expert_block.MixtureOfExperts, scored: Any, context: Any, first: int) -> list[dispatch.Route]:
         recomputed, waiting = context.key in self.kept, len(self.kept) > 1
         found = route(self, scored, context, first)
         if recomputed and waiting:
-            self.router.note(-context.key, found.counts)  # as of another microbatch
+            self.router.note(-context.key, found[0].counts)  # as of another microbatch
         return found
 
     return patch(expert_block.MixtureOfExperts, "_route", again)
@@ -276,11 +276,11 @@ def gates_of_others_without_gradient() -> Any:
         with patch(expert_block, "combine", detached):
             return forward(mixture, *rest)
 
-    forward, route = expert_block.MixtureOfExperts.forward, expert_block.route_of
+    forward, route = expert_block.MixtureOfExperts.forward, expert_block.routes_of
     route_of_last: list[dispatch.Route] = []
 
-    def remembered(*rest: Any) -> dispatch.Route:
-        route_of_last[:] = [route(*rest)]
-        return route_of_last[0]
+    def remembered(*rest: Any) -> list[dispatch.Route]:
+        route_of_last[:] = route(*rest)
+        return route_of_last[:]
 
-    return both(patch(expert_block, "route_of", remembered), patch(expert_block.MixtureOfExperts, "forward", own_alone))
+    return both(patch(expert_block, "routes_of", remembered), patch(expert_block.MixtureOfExperts, "forward", own_alone))

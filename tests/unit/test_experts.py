@@ -1,9 +1,11 @@
 """A mixture of experts on one process: against a plain one written here, token by token, and what its settings refuse."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.distributed.communicator import SOLO
+from megacore.distributed.collectives import Done
+from megacore.distributed.communicator import SOLO, Group
 from megacore.errors import ConfigError
 from megacore.expert_parallel.capacity import within_capacity
 from megacore.expert_parallel.experts import grouped_linear
+from megacore.kernels.grouped_product import grouped_product
 from megacore.model.batch import Microbatch
 from megacore.model.expert_block import MixtureOfExperts
 from megacore.model.stage import Stage, whole_model
@@ -157,7 +161,7 @@ def test_what_is_not_dropped_has_the_same_bits(configure: Configure) -> None:
         stage, own = mixture(configure(f"model.capacity_factor={capacity} train.recompute=full"))
         context = stage.context(Microbatch(tokens, tokens, key=5))
         found[capacity] = own(x, context)[0].detach()
-        (route,) = own.kept.values()
+        ((route,),) = own.kept.values()
         assert torch.equal(own(x, context)[0], found[capacity])
         if capacity == "1e-6":
             dropped, rows = own.router.take_drops()
@@ -168,6 +172,60 @@ def test_what_is_not_dropped_has_the_same_bits(configure: Configure) -> None:
     whole = (found["1e-6"] == found["null"]).all(1).sum()
     none = (found["1e-6"] == 0).all(1).sum()
     assert none >= 32 - 8 and whole <= 8
+
+
+class Told:
+    """Two ranks that send each other the same: what begins and what is waited for, by number, and what is computed."""
+
+    key = "told"
+
+    def __init__(self) -> None:
+        self.told, self.begun = list[str](), 0
+
+    def start_all_to_all(self, x: Tensor, out: Tensor) -> Done:
+        out.copy_(x)
+        return Done()
+
+    def start_exchange(self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]) -> SimpleNamespace:
+        out.copy_(x)
+        self.begun += 1
+        self.told.append(f"begin {self.begun}")
+        return SimpleNamespace(wait=partial(self.told.append, f"wait {self.begun}"))
+
+    def computes(self, name: str) -> None:
+        self.told += [] if self.told[-1:] == [name] else [name]
+
+
+ORDER = {
+    "false": ("begin 1, shared, wait 1, experts, begin 2, wait 2", "begin 3, wait 3, experts, begin 4, shared, wait 4"),
+    "true": (
+        "begin 1, begin 2, shared, wait 1, experts, begin 3, wait 2, experts, begin 4, wait 3, wait 4",
+        "begin 5, begin 6, wait 5, experts, begin 7, wait 6, experts, begin 8, shared, wait 7, wait 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("halves", ORDER)
+def test_rows_travel_while_others_are_computed(configure: Configure, monkeypatch: pytest.MonkeyPatch, halves: str) -> None:
+    """An exchange that is waited for at once hides nothing, forward or backward."""
+    stage, own = mixture(configure(f"model.shared_experts=1 parallel.expert=2 parallel.expert_halves={halves}", 2))
+    told = Told()
+    own.group, own.parts = Group("both", (0, 1), 0, told), 2  # type: ignore[arg-type]
+
+    def product(*args: Any, **options: Any) -> Tensor:
+        told.computes("experts")
+        return grouped_product(*args, **options)
+
+    monkeypatch.setattr("megacore.expert_parallel.experts.grouped_product", product)
+    assert own.shared is not None
+    own.shared.register_forward_hook(lambda *_: told.computes("shared"))
+    own.shared.up.weight.register_hook(lambda _: told.computes("shared"))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    x = torch.randn(32, 16, dtype=torch.float64, requires_grad=True)
+    y = own(x, stage.context(Microbatch(tokens, tokens)))[0]
+    forward, told.told = told.told, []
+    y.sum().backward()
+    assert (", ".join(forward), ", ".join(told.told)) == ORDER[halves]
 
 
 def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
@@ -237,6 +295,8 @@ REFUSED = [
     ("train.compile=true", 1, "train.compile: how many tokens"),
     ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),
     ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
+    ("parallel.expert_halves=true", 1, "parallel.expert_halves: every rank has all experts"),
+    ("model.num_experts=null model.expert_ffn_size=null parallel.expert_halves=true", 1, "parallel.expert_halves: there are no experts"),
     ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),
     ("parallel.expert_tensor=4 parallel.data=4", 4, "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4"),
     ("model.shared_experts=10000000000000", 1, "model.shared_experts: with model.hidden_size 16 makes a tensor"),

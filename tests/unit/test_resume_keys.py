@@ -44,7 +44,7 @@ data: packing train
 """
 HEARD = """
 model: source dropout attention kernels chunked_loss z_loss router_balance balance_coefficient router_z_loss capacity_factor
-parallel: expert expert_tensor
+parallel: expert expert_tensor expert_halves
     tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
     heartbeat_seconds
 train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches

@@ -1,5 +1,7 @@
 """Rules of experts: which settings belong together, and what the ranks can divide."""
 
+import json
+
 from megacore.config.experts import ExpertSettings
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
@@ -28,6 +30,8 @@ def check_experts(config: Config) -> None:
     check_others(config)
     divides("model.num_experts", count, "parallel.expert", parallel.expert)
     tensor = parallel.expert_tensor or parallel.tensor
+    if parallel.expert_halves and parallel.expert * tensor == 1:
+        raise ConfigError("parallel.expert_halves", "every rank has all experts, so no row travels", "false, or parallel.expert=2")
     divides("model.expert_ffn_size", resolved(model.expert_ffn_size), "parallel.expert_tensor", tensor)
     if isinstance(parallel.data, int) and (ranks := config.token_ranks * parallel.tensor) % (parallel.expert * tensor):
         key = "parallel.expert_tensor" if parallel.expert == 1 else "parallel.expert"
@@ -43,9 +47,9 @@ def check_none(config: Config) -> None:
     for key, field in ExpertSettings.model_fields.items():
         if getattr(config.model, key) != field.default:
             raise ConfigError(f"model.{key}", "there are no experts", f"{field.default or 'null'}, or model.num_experts=8")
-    for key, alone in (("expert", 1), ("expert_tensor", None)):
+    for key, alone in (("expert", 1), ("expert_tensor", None), ("expert_halves", False)):
         if getattr(config.parallel, key) != alone:
-            raise ConfigError(f"parallel.{key}", "there are no experts to divide", f"{alone or 'null'}, or model.num_experts=8")
+            raise ConfigError(f"parallel.{key}", "there are no experts to divide", f"{json.dumps(alone)}, or model.num_experts=8")
 
 
 def check_others(config: Config) -> None:
