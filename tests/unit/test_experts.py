@@ -295,6 +295,7 @@ REFUSED = [
     ("train.compile=true", 1, "train.compile: how many tokens"),
     ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),
     ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
+    ("model.balance_coefficient=0.1", 1, "model.balance_coefficient: router_balance is none"),
     ("parallel.expert_halves=true", 1, "parallel.expert_halves: every rank has all experts"),
     ("model.num_experts=null model.expert_ffn_size=null parallel.expert_halves=true", 1, "parallel.expert_halves: there are no experts"),
     ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),

@@ -27,6 +27,9 @@ def check_experts(config: Config) -> None:
     if (among := count // groups * model.groups_per_token) < model.experts_per_token:
         wrong = f"{model.groups_per_token} of {groups} groups have {among} experts, and a token goes to {model.experts_per_token}"
         raise ConfigError("model.groups_per_token", wrong, "more groups a token, or fewer experts")
+    usual = ExpertSettings.model_fields["balance_coefficient"].default
+    if model.router_balance == "none" and model.balance_coefficient != usual:
+        raise ConfigError("model.balance_coefficient", "router_balance is none: there is no such loss", f"{usual}, or a router_balance")
     check_others(config)
     divides("model.num_experts", count, "parallel.expert", parallel.expert)
     tensor = parallel.expert_tensor or parallel.tensor
