@@ -52,6 +52,7 @@ FREE = {
     "router_balance",
     "balance_coefficient",
     "router_z_loss",
+    "capacity_factor",
 }  # of rotary positions, no table has them
 
 

@@ -18,7 +18,7 @@ from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensor
 
 # No part of the function, or none behind the last step of a schedule.
 TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "z_loss", "window_schedule"}
-TRAINING_KEYS |= {"router_balance", "balance_coefficient", "router_z_loss"}
+TRAINING_KEYS |= {"router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}
 
 
 @dataclass(frozen=True)
