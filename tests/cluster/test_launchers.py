@@ -18,7 +18,7 @@ from tests.training import write_config, write_corpus
 WHY_NOT = missing("pdsh")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}")
 slow = pytest.mark.skipif(not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh")
-STEPS = 20
+STEPS = 6
 TOLERANCE = 1e-9  # fp64: sums in another order, over some steps
 
 
