@@ -51,6 +51,11 @@ DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "num_key_value_
     "rope_scaling": YARN | {"mscale": 0.5, "mscale_all_dim": 0.8},
 }  # fmt: skip
 
+GPT_OSS = {
+    "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "rope_scaling": YARN | {"truncate": False},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+
 SERIAL = {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 # model_type and settings. Every setting that changes what is computed is somewhere off its default.
@@ -83,6 +88,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
+    "gpt_oss": ("gpt_oss", LLAMA | GPT_OSS),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 
@@ -156,6 +162,8 @@ class Reference:
 
 def as_stored(kind: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """A tensor of a model in memory as the tensors of its files."""
+    if kind == "gpt_oss":
+        return {name: tensor}
     if kind == "gpt_neox":
         return {name.replace("lm_head.", "embed_out."): tensor}
     if kind == "mixtral":

@@ -89,8 +89,10 @@ class ModelConfig(ExpertSettings, LatentSettings):
         "shared_norm: the same norm of it (GPT-J)",
     )
     embedding_norm: bool = Field(False, description="a norm of the hidden states that enter the first block")
-    activation: Literal["gelu", "gelu_erf", "swiglu", "geglu", "geglu_erf", "relu2"] = Field(
-        "gelu", description="gelu: its tanh form, as in GPT-2; gelu_erf: exact; geglu: as swiglu, with gelu; relu2: a ReLU's square"
+    activation: Literal["gelu", "gelu_erf", "swiglu", "swiglu_clamped", "geglu", "geglu_erf", "relu2"] = Field(
+        "gelu",
+        description="gelu: its tanh form, as in GPT-2; gelu_erf: exact; swiglu_clamped: gpt-oss's; geglu: as swiglu, with gelu; "
+        "relu2: a ReLU's square",
     )
     position: Literal["learned", "rope"] = "learned"
     max_positions: Positions | None = Field(
@@ -104,7 +106,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
     rotary_share: Share = Field(1.0, description="of a head's features, how many rotary positions turn")
     nope_every: Count | None = Field(None, description="every n-th block has no rotary positions (NoPE); null: none")
     norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
-    bias: bool = Field(True, description="biases in the linear layers and layernorms")
+    bias: bool = Field(True, description="biases in the linear layers and layernorms, in experts and their routers")
     qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
     qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
     qk_norm_heads: Literal["each", "all"] = Field("each", description="whether it is of each head by itself, or over all (OLMo 2)")
@@ -153,7 +155,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer multiplies what it makes by a gate."""
-        return self.activation in ("swiglu", "geglu", "geglu_erf")
+        return self.activation in ("swiglu", "swiglu_clamped", "geglu", "geglu_erf")
 
     @property
     def arranged(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, split
+from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, replicated, split
 from megacore.distributed.topology import Topology
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.grouped_product import grouped_outer, grouped_product
@@ -37,14 +37,23 @@ class Experts(nn.Module):
         down = Shard((count, hidden, ffn), (split(ep, 0), split(etp, 2)), True, output_std or None, matrices=(MATRICES,))
         self.up, self.down = (new_parameter(shard, dtype, device) for shard in (up, down))
         self.sizes = up.local_shape[0], hidden, down.local_shape[2]
+        self.up_bias = self.down_bias = None
+        if model.bias:  # of parts of a sum over etp the first has the second one
+            self.first = etp.rank == 0
+            shards = Shard(up.global_shape[:-1], up.along), Shard((count, hidden), (split(ep, 0), replicated(etp, partial=True)))
+            self.up_bias, self.down_bias = (new_parameter(shard, dtype, device) for shard in shards)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows ``[rows, hidden]``, sorted by expert, of which each expert's end at `ends` → the same."""
         count, hidden, ffn = self.sizes
         h = grouped_linear(rows, self.up, (count, -1, hidden), ends, self.kernels)
+        if self.up_bias is not None:
+            h = _ExpertBias.apply(h, self.up_bias.flatten(1), ends, True, self.kernels)
         if self.recompute:
-            return grouped_linear(h, self.down, (count, hidden, ffn), ends, self.kernels, self.activation)
-        return grouped_linear(self.activation(h), self.down, (count, hidden, ffn), ends, self.kernels)
+            y = grouped_linear(h, self.down, (count, hidden, ffn), ends, self.kernels, self.activation)
+        else:
+            y = grouped_linear(self.activation(h), self.down, (count, hidden, ffn), ends, self.kernels)
+        return y if self.down_bias is None else _ExpertBias.apply(y, self.down_bias, ends, self.first, self.kernels)
 
 
 MATRICES = LogicalMatrix("", batch=(0,), rows=(1,), columns=(2,))
@@ -89,6 +98,32 @@ class _GroupedLinear(torch.autograd.Function):
             (grad_x,) = torch.autograd.grad(inner, x, grad_x)
         grad_weight = grouped_gradient(grad, inner.detach(), ends, ctx.main, ctx.kernels) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, *([None] * 4)
+
+
+class _ExpertBias(torch.autograd.Function):
+    """Adds to each row the bias of its expert, in place, on a rank that `adds` it.
+
+    forward      y [R, O] = x [R, O] + b[e]
+    grad of b      [E, O] = sum of dy over the rows of e; zero on a rank that does not add it
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor, adds: bool, kernels: Implementation) -> Tensor:
+        ctx.save_for_backward(ends)
+        ctx.adds, ctx.kernels, ctx.shape = adds, kernels, bias.shape
+        ctx.mark_dirty(x)
+        if adds:  # also to rows behind the last end, which nobody reads
+            experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True).clamp_(max=len(bias) - 1)
+            x += bias[experts]
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (ends,) = ctx.saved_tensors
+        if not ctx.adds:
+            return grad, grad.new_zeros(ctx.shape), None, None, None
+        ones = grad.new_ones(len(grad), 1)
+        return grad, grouped_outer(grad, ones, ends, grad.dtype, implementation=ctx.kernels).squeeze(2), None, None, None
 
 
 def grouped_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGradient | None, kernels: Implementation) -> Tensor | None:

@@ -48,6 +48,7 @@ class Router(nn.Module):
         along = (replicated(mesh.tp, partial=True),)
         shard = Shard((self.experts, config.model.hidden_size), along, decay=True, init_std=config.model.init_std)
         self.weight = new_parameter(shard, dtype, device)
+        self.logit_bias = new_parameter(Shard((self.experts,), along), dtype, device) if config.model.bias else None
         # Of each expert: its tokens in the step before, as a part of the mean; and what is added to its scores where experts are chosen.
         self.load = new_buffer(Shard((self.experts,), along, fill=1.0), lambda _, counts: relative(counts), torch.float64, device)
         rate = config.model.router_bias_rate
@@ -57,7 +58,7 @@ class Router(nn.Module):
     def score(self, x: Tensor) -> Scored:
         """Tokens ``[tokens, hidden]`` → what all experts are to each."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        logits = F.linear(x.to(wide), self.weight.to(wide), None if self.logit_bias is None else self.logit_bias.to(wide))
         return Scored(logits, logits.softmax(1) if self.model.router_scores == "softmax" else logits.sigmoid())
 
     def ranked(self, scores: Tensor) -> Tensor:

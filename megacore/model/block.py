@@ -20,7 +20,7 @@ from megacore.distributed.topology import Topology
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
-from megacore.model.activations import geglu, relu2
+from megacore.model.activations import geglu, relu2, swiglu_clamped
 from megacore.model.attention import Attention
 from megacore.model.context import Context
 from megacore.model.latent_attention import LatentAttention
@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": partial(bias_gelu, approximate="tanh"),
     "gelu_erf": partial(bias_gelu, approximate="none"),
     "swiglu": swiglu,
+    "swiglu_clamped": swiglu_clamped,
     "geglu": partial(geglu, approximate="tanh"),
     "geglu_erf": partial(geglu, approximate="none"),
     "relu2": relu2,

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 LAYOUTS = {"ep2": "parallel.expert=2", "tp2": "parallel.tensor=2"}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_in_trained_out_and_in_again(pool: Any, tmp_path: Path, name: str) -> None:
     """A bias or a latent that an import leaves out would be another model; one that an export does, lost work."""
     peers.build(name).save_pretrained(tmp_path / "theirs")

@@ -21,7 +21,7 @@ RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": Fa
 VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "swiglu": (RMS, "model.num_experts=4"),
     "gelu, the first block dense, sigmoid": (
-        {"bias": False},
+        {},
         "model.num_experts=6 model.experts_per_token=3 model.first_dense=1 model.router_scores=sigmoid model.router_bias_rate=0.1",
     ),
 }
@@ -97,10 +97,7 @@ def test_refusals(settings: str, key: str, tmp_path: Path) -> None:
 
 
 def test_models_that_have_no_copies(tmp_path: Path) -> None:
-    """Experts have no biases, and a mixture is no layer to copy."""
-    random_run(tmp_path / "biases")
-    with pytest.raises(ConfigError, match=r"model\.bias"):
-        upcycle(tmp_path / "biases", tmp_path / "out", "model.num_experts=4")
+    """A mixture is no layer to copy."""
     random_run(tmp_path / "mixture", **RMS, num_experts=4)
     with pytest.raises(CheckpointError, match="has experts already"):
         upcycle(tmp_path / "mixture", tmp_path / "out", "model.num_experts=4")

@@ -290,7 +290,6 @@ REFUSED = [
     ("model.expert_groups=3", 1, "model.num_experts: 8 is not a multiple of model.expert_groups 3"),
     ("model.expert_groups=8 model.groups_per_token=1", 1, "model.groups_per_token: 1 of 8 groups have 1 experts"),
     ("model.expert_groups=2 model.groups_per_token=4", 1, "model.groups_per_token: a token cannot choose 4 of 2 groups"),
-    ("model.bias=true", 1, "model.bias: experts have no biases"),
     ("model.norm_place=both", 1, "model.norm_place: blocks with experts"),
     ("train.compile=true", 1, "train.compile: how many tokens"),
     ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),

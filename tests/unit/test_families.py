@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
@@ -176,6 +177,9 @@ def test_granite_divides_its_logits() -> None:
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "dequantise it"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("granite", {"vocab_size": None}, "vocab_size"),
         ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
         ("llama", {"architectures": None}, "architecture"),

@@ -13,7 +13,7 @@ from typing import Any
 from megacore.config import Config
 from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
-from megacore.tools.interchange import deepseek, expert_families, gelu_families, llama_kin, settings
+from megacore.tools.interchange import deepseek, expert_families, gelu_families, gpt_oss, llama_kin, settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
 # No part of the function, or none behind the last step of a schedule.
@@ -74,6 +74,7 @@ FAMILIES: dict[str, Family] = {
                 ("Olmoe", expert_families.read_olmoe, expert_families.write_olmoe, expert_families.qwen_tensors),
             )
         ),
+        Family("GptOssForCausalLM", gpt_oss.read_gpt_oss, gpt_oss.write_gpt_oss, gpt_oss.gpt_oss_tensors, OLD_ROTARY),
         Family(
             "DeepseekV3ForCausalLM",
             deepseek.read_deepseek_v3,

@@ -27,7 +27,7 @@ from megacore.tools.interchange.stream import first_buffers, save_stream
 from megacore.tools.settings.load import parse_override, resolve, set_value
 
 KEPT = ("steps", "seq_len", "micro_batch_size", "global_batch_size", "precision", "seed")  # of the section `train`
-ROUTER, EXPERTS, DENSE = ".feed_forward.router.weight", ".feed_forward.experts.", ".feed_forward."
+ROUTER, EXPERTS, DENSE = ".feed_forward.router.", ".feed_forward.experts.", ".feed_forward."
 
 
 def upcycle(
@@ -92,7 +92,7 @@ def upcycle(
             yield from buffers.values()
 
         written = Reader(save_stream(partial / "checkpoints", 0, layout, tensors(), state, FILE_BYTES))
-        mixtures = sum(name.endswith(ROUTER) for name in shards)
+        mixtures = sum(name.endswith(f"{ROUTER}weight") for name in shards)
         say(f"{reader.path}: {mixtures} feed-forward layers, {config.model.num_experts} copies of each")
         say(compare(dense, reader, config, written, noise, compare_layers))
     say(f"wrote {output}, whose {CONFIG} trains it on")
@@ -119,14 +119,15 @@ def check_alike(dense: Config, config: Config) -> None:
 def tensor_of(reader: Reader, name: str, shard: Shard, seed: int, noise: float, dtype: torch.dtype) -> Tensor:
     """A logical weight of the mixture: a new one, copies of the dense model's, or that one."""
     out = torch.empty(shard.global_shape, dtype=dtype)
-    if name.endswith(ROUTER):
+    if ROUTER in name:
         initialise({name: (out, shard)}, {name: shard}, seed, dtype)
         return out
     block, copied, own = name.partition(EXPERTS)
     if not copied:
         return reader.read(weights_of(reader, name), Shard(shard.global_shape)).to(dtype)
     shape = shard.global_shape[1:]
-    dense = reader.read(weights_of(reader, f"{block}{DENSE}{own}.weight"), Shard(shape))
+    own, _, bias = own.partition("_")
+    dense = reader.read(weights_of(reader, f"{block}{DENSE}{own}.{bias or 'weight'}"), Shard(shape))
     out.copy_(dense)
     if noise:
         flat, std = out.view(-1), noise * float(dense.std())

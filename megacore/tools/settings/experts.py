@@ -58,8 +58,6 @@ def check_none(config: Config) -> None:
 def check_others(config: Config) -> None:
     """Refuses what experts do not go with."""
     model = config.model
-    if model.bias:
-        raise ConfigError("model.bias", "experts have no biases", "false")
     if model.arranged:
         key = "norm_place" if model.norm_place != "pre" else "branches"
         right = "pre" if key == "norm_place" else "serial"
