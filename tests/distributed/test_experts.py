@@ -84,6 +84,17 @@ def test_the_same_rows_are_dropped_in_every_layout(pool: Any, config_path: str, 
     assert apart(pool.run(ranks, trained, config_path, [*few, *of(layout)]), one) < TOLERANCE
 
 
+BIASED = ["model.bias=true", "model.activation=swiglu_clamped"]
+OF_BIASES = ["dp2 etp2 train.recompute=selective", "dp4 etp2 engine.kind=fsdp", "tp2 sp dp2 etp1 ep4", f"pp2 tp2 ep1 {ZB}"]
+
+
+@pytest.mark.parametrize("layout", OF_BIASES)
+def test_biases_are_added_once(pool: Any, config_path: str, layout: str) -> None:
+    """Of ranks that have parts of an expert each would add the last bias, or none; its gradient would be a part, or several."""
+    (one,) = pool.run(1, trained, config_path, BIASED)
+    assert apart(pool.run(2 if layout == OF_BIASES[0] else 4, trained, config_path, [*BIASED, *of(layout)]), one) < TOLERANCE
+
+
 def strictly(config_path: str, overrides: list[str]) -> Found:
     """The same over a wire that forgives no order but one."""
     with strict(Rules(seed=1)):

@@ -25,7 +25,7 @@ from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.interchange import deepseek, expert_families, mapped
+from megacore.tools.interchange import deepseek, expert_families, gpt_oss, mapped
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
@@ -193,11 +193,22 @@ def as_they_are(tensor: mapped.Mapped, *_: object) -> mapped.Mapped:
     return tensor
 
 
+def one_behind_the_other(name: str, shape: mapped.Shape, peer: str) -> mapped.Mapped:
+    """All gates, then all ups, and not feature by feature."""
+    right = SIDE_BY_SIDE(name, shape, peer)
+
+    def join(theirs: dict[str, Tensor]) -> Tensor:
+        return theirs[peer].unflatten(-1, (2, -1)).movedim((-2, -1), (1, 2)).contiguous()
+
+    return dataclasses.replace(right, join=join)
+
+
 def without_bias(_: Any, scores: Tensor) -> Tensor:
     """Experts chosen by their scores alone, as if files had no bias."""
     return scores.detach()
 
 
+SIDE_BY_SIDE = gpt_oss.side_by_side
 STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
 
 
@@ -212,6 +223,7 @@ STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
         ("qwen2", (mapped, "stacked"), gate_for_up),
         ("mixtral", (expert_families, "stacked"), gate_for_up),
         ("deepseek_v3", (deepseek, "half_apart"), as_they_are),
+        ("gpt_oss", (gpt_oss, "side_by_side"), one_behind_the_other),
         ("deepseek_v3", (router.Router, "ranked"), without_bias),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -240,6 +252,7 @@ def test_planted_fault_shows(measure: Measure, monkeypatch: pytest.MonkeyPatch, 
         ("olmoe", {"router_normalised": True}),
         ("mixtral", {"experts_per_token": 1}),
         ("deepseek_v3", {"attention_scale": 10**-0.5}),  # without mscale
+        ("gpt_oss", {"activation": "swiglu"}),
         ("deepseek_v3", {"expert_groups": 1, "groups_per_token": 1}),
     ],
     ids=str,

@@ -1,5 +1,6 @@
 """Mistakes with experts, which see the ranks of a stage in a view of their own, and whose tokens travel."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -264,23 +265,57 @@ def dropped_rows_unwritten() -> Any:
 @fault("gates of experts on other ranks have no gradient (transformers PR 48687)", "ep2",
        "module blocks.3.feed_forward.router, gradient of its weight, microbatch 0, backward", *EXPERTS)  # fmt: skip
 def gates_of_others_without_gradient() -> Any:
-    combine = expert_block.combine
+    def detached(mixture: Any, own: Tensor, combine: Combine, weights: Tensor) -> Tensor:
+        return combine(torch.where(own, weights, weights.detach()))
 
-    def own_alone(mixture: Any, *rest: Any) -> Any:
+    return combined(detached)
+
+
+@fault("an expert's bias is added whatever its weight (Automodel PR 2591)", "ep2",
+       "module blocks.1.feed_forward, its output, microbatch 0, forward", *EXPERTS, "model.bias=true")  # fmt: skip
+def biases_whatever_their_weight() -> Any:
+    def unweighted(mixture: Any, own: Tensor, combine: Combine, weights: Tensor) -> Tensor:
+        chosen = mixture.chosen_last % len(mixture.experts.down_bias)
+        more = torch.where(own, 1 - weights, 0.0)[..., None] * mixture.experts.down_bias[chosen]
+        return combine(weights) + (more.sum(1) if mixture.group.size > 1 else 0.0)
+
+    return combined(unweighted)
+
+
+@fault("an expert's last bias is added by every rank that has a part of it", "dp2etp2",
+       "module blocks.1.feed_forward, its output, microbatch 0, forward", *EXPERTS, "model.bias=true")  # fmt: skip
+def biases_by_every_part() -> Any:
+    forward = experts.Experts.forward
+
+    def added(self: Any, rows: Tensor, ends: Tensor) -> Tensor:
+        self.first = True
+        return forward(self, rows, ends)
+
+    return patch(experts.Experts, "forward", added)
+
+
+Combine = Callable[[Tensor], Tensor]
+
+
+def combined(how: Callable[[Any, Tensor, Combine, Tensor], Tensor]) -> Any:
+    """Another way to put a token's rows together: given the mixture, which of a token's experts are on this rank, what does it right by
+    the weights, and these."""
+    combine, forward, routes = expert_block.combine, expert_block.MixtureOfExperts.forward, expert_block.routes_of
+    last: list[dispatch.Route] = []
+
+    def of_mixture(mixture: Any, *rest: Any) -> Any:
         ranks, rank = mixture.group.size // mixture.parts, mixture.group.rank // mixture.parts
 
-        def detached(rows: Tensor, slots: Tensor, weights: Tensor, **options: Any) -> Tensor:
-            own = route_of_last[0].chosen // (8 // ranks) == rank
-            return combine(rows, slots, torch.where(own, weights, weights.detach()), **options)
+        def other(rows: Tensor, slots: Tensor, weights: Tensor, **options: Any) -> Tensor:
+            mixture.chosen_last = last[0].chosen
+            own = last[0].chosen // (8 // ranks) == rank
+            return how(mixture, own, lambda weights: combine(rows, slots, weights, **options), weights)
 
-        with patch(expert_block, "combine", detached):
+        with patch(expert_block, "combine", other):
             return forward(mixture, *rest)
 
-    forward, route = expert_block.MixtureOfExperts.forward, expert_block.routes_of
-    route_of_last: list[dispatch.Route] = []
-
     def remembered(*rest: Any) -> list[dispatch.Route]:
-        route_of_last[:] = route(*rest)
-        return route_of_last[:]
+        last[:] = routes(*rest)
+        return last[:]
 
-    return both(patch(expert_block, "routes_of", remembered), patch(expert_block.MixtureOfExperts, "forward", own_alone))
+    return both(patch(expert_block, "routes_of", remembered), patch(expert_block.MixtureOfExperts, "forward", of_mixture))

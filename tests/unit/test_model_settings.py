@@ -74,17 +74,26 @@ def contexts(stage: Stage) -> list[Any]:
     return seen
 
 
+def clamped_by_transformers(x: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation, whose gate and up stand side by side."""
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    theirs = gpt_oss.GptOssExperts(gpt_oss.GptOssConfig(hidden_size=2, intermediate_size=2, num_local_experts=1))
+    assert (x.abs() > theirs.limit).any()
+    return theirs._apply_gate(x.unflatten(-1, (2, -1)).mT.flatten(-2))
+
+
 @pytest.mark.parametrize(
     ("activation", "right"),
     [
         ("relu2", lambda x: F.relu(x) ** 2),
         ("geglu", lambda x: F.gelu(x[..., :40], approximate="tanh") * x[..., 40:]),
         ("geglu_erf", lambda x: F.gelu(x[..., :40]) * x[..., 40:]),
+        ("swiglu_clamped", lambda x: clamped_by_transformers(x)),
     ],
 )
 def test_activations(activation: str, right: Any) -> None:
     feed_forward: Any = built(activation=activation).inner[0].feed_forward
-    x = torch.randn(5, 24, dtype=torch.float64)
+    x = 40 * torch.randn(5, 24, dtype=torch.float64)  # beyond a clamp
     up, down = feed_forward.up.weight.flatten(0, -2), feed_forward.down.weight
     torch.testing.assert_close(feed_forward(x), right(x @ up.T) @ down.T, rtol=1e-12, atol=1e-12)
 
