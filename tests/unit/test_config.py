@@ -369,7 +369,7 @@ def test_a_setting_may_be_typed_as_an_option(typed: list[str], override: str) ->
         assert supervise.config_in(command) == ("c.json", [override]) and "--rdzv-endpoint=a.b=c" in command
     with pytest.raises(ConfigError, match="--trial"):
         pretrain.parse(["--config", "c.json", "--trial=20"])
-    with pytest.raises(ConfigError, match="unrecognized arguments: --train.steps "):
+    with pytest.raises(ConfigError, match=r"train\.steps: has no value"):
         pretrain.parse(["--config", "c.json", "--train.steps"])
 
 
