@@ -50,6 +50,17 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
     return triton is not None
 
 
+def use_grouped_mm(implementation: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product of groups of rows is PyTorch's: where `auto` may choose, in bf16, on GPUs from Hopper on. There it is one kernel,
+    which reads the groups' ends by itself; on others PyTorch's host waits for them. Rows must begin at multiples of 16 bytes."""
+    if implementation != "auto" or x.device.type != "cuda" or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+        return False
+    if not x.numel() or torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    strides = [sorted(t.stride()) for t in (x, weight)]
+    return all(one == 1 and all(n % 8 == 0 for n in rest) for one, *rest in strides) and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+
+
 def check_shape(operation: str, name: str, tensor: torch.Tensor, right: str, fits: bool) -> None:
     """Raises ValueError naming the argument unless its shape `fits`; `right` says what would."""
     if not fits:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels.dispatch import Implementation, check_shape, use_triton
+from megacore.kernels.dispatch import Implementation, check_shape, use_grouped_mm, use_triton
 
 try:
     import triton
@@ -37,6 +37,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: 
     check_shape("grouped_product", "x", x, "[rows, in]", x.dim() == 2)
     right = f"[{len(ends)}, out, {x.shape[1]}]: groups as in ends, in as in x"
     check_shape("grouped_product", "weight", weight, right, weight.dim() == 3 and weight.shape[::2] == (len(ends), x.shape[1]))
+    if use_grouped_mm(implementation, x, weight):
+        return cleared(torch._grouped_mm(x, weight.mT, offs=ends.int()), ends)  # which leaves rows behind the last end as memory was
     if use_triton("grouped_product", implementation, x=x, weight=weight, ends=ends):
         return _product(x, weight, ends)
     y, own = x.new_empty(len(x), weight.shape[1]), slice(0, 0)
@@ -59,6 +61,15 @@ def grouped_outer(grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, *, 
     for part, own in zip(total, spans(ends, len(x)), strict=True):
         multiply(grad[own].t(), x[own], part)
     return total
+
+
+def cleared(y: Tensor, ends: Tensor, implementation: Implementation = "auto") -> Tensor:
+    """`y` with zeros behind the last end, in place. On a GPU it only touches these rows, if any, and the host does not wait."""
+    if not use_triton("cleared", implementation, y=y, ends=ends):
+        return y.masked_fill_((torch.arange(len(y), device=y.device) >= ends[-1])[:, None], 0)
+    with torch.cuda.device_of(y):
+        _clear_kernel[(triton.cdiv(len(y), ROWS),)](y, ends, len(y), y.shape[1], len(ends), ROWS=ROWS, COLUMNS=COLUMNS)
+    return y
 
 
 def spans(ends: Tensor, rows: int) -> Iterator[slice]:
@@ -107,6 +118,16 @@ def _product_kernel(
             b = tl.load(weight + column[None, :] * column_stride + at[:, None].to(tl.int64) * depth_stride, mask=inside, other=0.0)
             total = tl.dot(a, b, total, input_precision="ieee")
         tl.store(y + row[:, None] * columns + column[None, :], total, mask=(row < stop)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _clear_kernel(y, ends, rows, columns, groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    stop, row = tl.load(ends + groups - 1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS + ROWS > stop:
+        for begin in range(0, columns, COLUMNS):
+            column = begin + tl.arange(0, COLUMNS)
+            inside = ((row >= stop) & (row < rows))[:, None] & (column < columns)[None, :]
+            tl.store(y + row[:, None] * columns + column[None, :], tl.zeros((ROWS, COLUMNS), dtype=y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, mesh, dtype, device, output_std, activation)
         ffn = model.shared_experts * (model.expert_ffn_size or 0)
         self.shared = FeedForward(config, mesh.tp, dtype, device, output_std, ffn) if ffn else None
-        self.capacity, self.halves = model.capacity_factor, config.parallel.expert_halves
+        self.capacity, self.halves = model.capacity_factor, config.parallel.expert_halves and self.group.size > 1  # else no row travels
         # Who proves a layout replaces choices by others, and which rows are dropped.
         self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None
         self.decide_drops: Callable[[Context, int, Tensor, Tensor, Tensor], Tensor] | None = None

@@ -208,8 +208,8 @@ ORDER = {
 @pytest.mark.parametrize("halves", ORDER)
 def test_rows_travel_while_others_are_computed(configure: Configure, monkeypatch: pytest.MonkeyPatch, halves: str) -> None:
     """An exchange that is waited for at once hides nothing, forward or backward."""
-    stage, own = mixture(configure(f"model.shared_experts=1 parallel.expert=2 parallel.expert_halves={halves}", 2))
-    told = Told()
+    stage, own = mixture(configure("model.shared_experts=1"))
+    told, own.halves = Told(), halves == "true"
     own.group, own.parts = Group("both", (0, 1), 0, told), 2  # type: ignore[arg-type]
 
     def product(*args: Any, **options: Any) -> Tensor:
@@ -295,7 +295,6 @@ REFUSED = [
     ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),
     ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
     ("model.balance_coefficient=0.1", 1, "model.balance_coefficient: router_balance is none"),
-    ("parallel.expert_halves=true", 1, "parallel.expert_halves: every rank has all experts"),
     ("model.num_experts=null model.expert_ffn_size=null parallel.expert_halves=true", 1, "parallel.expert_halves: there are no experts"),
     ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),
     ("parallel.expert_tensor=4 parallel.data=4", 4, "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4"),

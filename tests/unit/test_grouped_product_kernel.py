@@ -67,6 +67,26 @@ def test_eager_equals_fp64(counts):
         assert max(errors_against_fp64("eager", "cpu", counts, (20, 40), dtype, {})) < tolerance
 
 
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_pytorchs_own_equals_fp64(counts, monkeypatch):
+    """Where a GPU would take it; it does not write rows behind the last group (transformers PR 48205)."""
+    monkeypatch.setattr(grouped_product, "use_grouped_mm", lambda *_: True)
+    assert max(errors_against_fp64("auto", "cpu", counts, (24, 40), torch.bfloat16, {})) < TOLERANCE[torch.bfloat16]
+
+
+def rows_cleared(device: str, rows: int, end: int) -> bool:
+    """Whether rows from `end` on become zero, and others stay."""
+    y, ends = torch.ones(rows, 200, device=device), torch.tensor([0, end], device=device)
+    grouped_product.cleared(y, ends, "triton")
+    return bool((y[:end] == 1).all()) and not y[end:].any()
+
+
+@needs_triton
+@pytest.mark.parametrize("rows, end", [(70, 0), (70, 64), (129, 100), (64, 64), (1, 1)])
+def test_rows_behind_the_last_group_are_cleared(interpreted, rows, end):
+    assert interpreted(rows_cleared, "cpu", rows, end)
+
+
 FAULTS = [
     ("* ROWS\n", "* ROWS + (group > 0)\n"),  # begins a row late: the next group's row at a boundary
     ("tl.load(ends + group).to(tl.int64)", "(tl.load(ends + group) + (group < 1)).to(tl.int64)"),  # the first group's last row is another's

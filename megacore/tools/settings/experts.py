@@ -33,8 +33,6 @@ def check_experts(config: Config) -> None:
     check_others(config)
     divides("model.num_experts", count, "parallel.expert", parallel.expert)
     tensor = parallel.expert_tensor or parallel.tensor
-    if parallel.expert_halves and parallel.expert * tensor == 1:
-        raise ConfigError("parallel.expert_halves", "every rank has all experts, so no row travels", "false, or parallel.expert=2")
     divides("model.expert_ffn_size", resolved(model.expert_ffn_size), "parallel.expert_tensor", tensor)
     if isinstance(parallel.data, int) and (ranks := config.token_ranks * parallel.tensor) % (parallel.expert * tensor):
         key = "parallel.expert_tensor" if parallel.expert == 1 else "parallel.expert"
