@@ -33,6 +33,7 @@ class Peer:
     layouts: tuple[str, ...]
     tolerance: float | None
     differs: str
+    experts: bool = False  # whether it has mixtures of experts here
 
 
 PEERS: dict[str, Peer] = {
@@ -52,9 +53,10 @@ PEERS: dict[str, Peer] = {
     ),
     "megatron-core": Peer(
         "megatron-core",
-        LAYOUTS,
+        (*LAYOUTS, "dp2ep2"),
         OTHER_WEIGHTS,
         "initial weights of its own; layers without Transformer Engine; on a CPU torch.cuda's names stand for the CPU",
+        experts=True,
     ),
     "torchtitan": Peer(
         "torchtitan",
@@ -78,15 +80,36 @@ GPT2 = {
     "qk_norm": False,
 }
 
+# The mixture of experts that they have, if the config has experts: in every block, and without balance.
+MIXTURE = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "bias": False,
+    "tie_embeddings": True,
+    "dropout": 0.0,
+    "qk_norm": False,
+    "first_dense": 0,
+    "experts_every": 1,
+    "router_scores": "softmax",
+    "router_normalised": True,
+    "router_scale": 1.0,
+    "router_balance": "none",
+    "router_z_loss": 0.0,
+    "router_bias_rate": 0.0,
+    "capacity_factor": None,
+}
+
 # The peers' loops have one learning rate, so megacore's has too, whatever the config's file says.
 ONE_RATE = {"schedule": "constant", "warmup_steps": 0}
 ALIKE = tuple(f"optim.{key}={value}" for key, value in ONE_RATE.items())
 
 
 def config_of(args: argparse.Namespace, overrides: tuple[str, ...], world: int) -> Config:
-    """What all are configured from. Raises `ConfigError` for another model than GPT-2's, or other rates, than those that all have."""
+    """What all are configured from. Raises `ConfigError` for another model than GPT-2's or `MIXTURE`, or other rates, than those that all
+    have."""
     config = load(args.config, [*ALIKE, *overrides], world).config
-    for section, values in (("model", GPT2), ("optim", ONE_RATE)):
+    for section, values in (("model", GPT2 if config.model.num_experts is None else MIXTURE), ("optim", ONE_RATE)):
         for key, value in values.items():
             own = getattr(getattr(config, section), key)
             if own != value:
@@ -112,10 +135,11 @@ def contenders(
     overrides = (*ALIKE, *args.overrides, f"train.precision={precision}", *wanted.overrides())
     if torch.cuda.is_available():
         overrides = (*overrides, "train.device=auto")
-    train = config_of(args, overrides, wanted.world).train
+    config = config_of(args, overrides, wanted.world)
+    train, mixture = config.train, config.model.num_experts is not None
     shared = (train.global_batch_size * train.seq_len, overrides, wanted.world, threads_of(layout))
     required = states or {}
-    running = [Contender(name, name, *shared, process=required.get(EQUAL)) for name in (OURS, PRODUCTS)]
+    running = [Contender(name, name, *shared, process=required.get(EQUAL)) for name in (OURS, *(() if mixture else (PRODUCTS,)))]
     if args.before is not None:
         running.append(Contender(BEFORE, OURS, *shared, checkout=args.before, process=required.get(EQUAL)))
     absent = {}
@@ -123,6 +147,9 @@ def contenders(
         peer = PEERS[name]
         if layout not in peer.layouts:
             absent[name] = NO_SUCH_LAYOUT
+            continue
+        if mixture and not peer.experts:
+            absent[name] = "has no mixture of experts here"
             continue
         try:
             python = python_of(peer.environment)

@@ -43,7 +43,7 @@ def let_cpu_stand_in() -> None:
         setattr(torch, name, _moved(getattr(torch, name)))
     for name in ("cuda", "pin_memory"):
         setattr(torch.Tensor, name, lambda self, *_, **__: self)
-    for name in ("to", "type"):
+    for name in ("to", "type", "new_empty", "new_zeros"):
         setattr(torch.Tensor, name, _moved(getattr(torch.Tensor, name)))
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
 

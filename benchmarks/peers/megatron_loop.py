@@ -20,6 +20,10 @@ class MegatronLoop:
         self.ranks = Ranks(config)
         if self.ranks.device.type == "cpu":
             let_cpu_stand_in()
+            from megatron.core.transformer.moe import moe_utils
+
+            # Its router looks whether this is None, where without Transformer Engine there is no such name.
+            moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt import GPTModel
@@ -29,7 +33,7 @@ class MegatronLoop:
         from megatron.core.transformer import TransformerConfig
 
         model, train, optim, parallel = config.model, config.train, config.optim, config.parallel
-        parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+        parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline, expert_model_parallel_size=parallel.expert)
         tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
         dtype = DTYPES[train.precision]
         half = train.precision == "bf16"
@@ -50,17 +54,18 @@ class MegatronLoop:
             gradient_accumulation_fusion=False,
             use_cpu_initialization=self.ranks.device.type == "cpu",
             finalize_model_grads_func=finalize_model_grads,
+            **mixture_of(config),
         )
         first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         gpt: Any = GPTModel(
             sizes,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=model.num_experts, normalization="RMSNorm" if model.norm == "rmsnorm" else None),
             model.vocab_size,
             train.seq_len,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="learned_absolute",
+            position_embedding_type="learned_absolute" if model.position == "learned" else "rope",
         ).to(self.ranks.device)
         if half:
             from megatron.core.transformer.module import Float16Module
@@ -123,3 +128,27 @@ class MegatronLoop:
             forward_only=False,
         )
         self.optimizer.step()
+
+
+def mixture_of(config: Config) -> dict[str, Any]:
+    """The settings of a model with experts: tokens exchanged by all-to-all, experts one after the other, no balance, no drops."""
+    model = config.model
+    if model.num_experts is None:
+        return {}
+    assert model.expert_ffn_size is not None
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": model.shared_experts * model.expert_ffn_size or None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": config.parallel.expert,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "bias_activation_fusion": False,
+    }

@@ -74,12 +74,17 @@ def _heading(report: dict[str, Any]) -> list[str]:
     cores, gpus = report["machine"]["cores"], ", ".join(report["machine"]["gpus"]) or "no GPU"
     versions = ", ".join(f"{name} {version}" for name, version in (report["versions"] | report["peers"]).items() if version)
     model, train = report["setting"]["model"], report["setting"]["train"]
+    mixture = (
+        f"{model['num_experts']} experts of {model['expert_ffn_size']} features, of which a token takes {model['experts_per_token']}, "
+    )
+    mixture += f"and {model['shared_experts']} that all share, in every block."
     lines = [
         f"{report['machine']['processor']}, {cores} cores; {gpus}. {report['date'][:10]}.",
         f"{versions}.",
         "",
         f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, sequence {train['seq_len']}, vocabulary "
         f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches of {train['micro_batch_size']}.",
+        *([] if model["num_experts"] is None else [mixture]),
         f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same random tokens in every step.",
         "All contenders have as many ranks, and each rank as many threads.",
         "At most: the ratio if megacore took no time but for the products of the linear layers and the LM head, forward and backward.",

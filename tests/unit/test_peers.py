@@ -194,6 +194,18 @@ def test_each_contender_gets_the_settings_of_its_race(monkeypatch: pytest.Monkey
         assert len({(c.tokens, c.overrides, c.ranks, c.threads) for c in (ours, products, *peers)}) == 1
 
 
+def test_a_mixture_meets_those_who_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has no experts would train another model; and who balances or drops computes another loss."""
+    monkeypatch.setattr("benchmarks.peers.contenders.python_of", lambda environment: environment)
+    config = ["--config", str(ROOT / "benchmarks" / "mixture.json")]
+    running, absent = contenders(parse(config), "dp2ep2", "fp32", OWN, None)
+    assert [c.name for c in running] == [OURS, "megatron-core"] and absent["transformers"] == NO_SUCH_LAYOUT
+    _, absent = contenders(parse(config), "one", "fp32", OWN, None)
+    assert absent["transformers"] == "has no mixture of experts here"
+    with pytest.raises(ConfigError, match="model.router_balance: sequence is not what the peers have"):
+        contenders(parse([*config, "model.router_balance=sequence"]), "one", "fp32", OWN, None)
+
+
 def test_all_train_at_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers' loops have no warm-up: a config with one would let megacore alone take smaller steps, and their losses part."""
     monkeypatch.setattr("benchmarks.peers.contenders.python_of", lambda environment: environment)
