@@ -20,10 +20,7 @@ class MegatronLoop:
         self.ranks = Ranks(config)
         if self.ranks.device.type == "cpu":
             let_cpu_stand_in()
-            from megatron.core.transformer.moe import moe_utils
-
-            # Its router looks whether this is None, where without Transformer Engine there is no such name.
-            moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+            let_experts_run_on_cpu()
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.models.gpt import GPTModel
@@ -128,6 +125,19 @@ class MegatronLoop:
             forward_only=False,
         )
         self.optimizer.step()
+
+
+def let_experts_run_on_cpu() -> None:
+    """Gives megatron-core's mixture of experts what it takes for granted of a GPU and of Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Its router looks whether this is None, where without Transformer Engine there is no such name.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+    def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host  # which leaves a CPU's sizes of an exchange as tensors
 
 
 def mixture_of(config: Config) -> dict[str, Any]:
