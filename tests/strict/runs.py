@@ -99,7 +99,7 @@ class Runs:
 
     def expected(self, case: Case) -> Outcome:
         """What a case is compared with."""
-        model = [o for o in case.overrides if o.startswith(("model.", "data.", "train."))]
+        model = [o for o in case.overrides if o.startswith(("model.", "data.", "train.", "checkpoint."))]
         other = case if case.against == "gloo" else Case("one", tuple(model), generates=case.generates)
         key = other.layout, *other.overrides, str(other.generates)
         if key not in self.known:

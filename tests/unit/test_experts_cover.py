@@ -1,0 +1,24 @@
+"""The layouts in which experts are proved: a pairwise cover, and the table of what was found in them."""
+
+from itertools import product
+
+from tests.experts import BATCHES, CAPACITIES, DOCUMENT, ENGINES, FACTORS, RECOMPUTE, ROUTERS, proofs
+from tests.pairwise import cover, pairs_of
+
+
+def test_every_pair_that_is_allowed_is_in_a_row() -> None:
+    """A pair that is left out is proved nowhere; one that no row may have must be named and not looked for."""
+    rows = list(product("abc", "xyz", "12", "uv"))
+    chosen, never = cover(rows, lambda row: row[:2] != ("a", "x"))
+    assert never == {(0, "a", 1, "x")} and len(chosen) < 16 < len(rows)
+    assert {pair for row in chosen for pair in pairs_of(row)} == {pair for row in rows for pair in pairs_of(row)} - never
+
+
+def test_the_table_is_of_this_cover() -> None:
+    """A change of what a run accepts, or of what can be chosen, calls for another proof."""
+    chosen, never = proofs()
+    lines = [line.split(" | ")[0] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    assert lines == [f"| {proof.layout.name}" for proof in chosen] and not never
+    settings = [(proof.of["engine"], *proof.row[FACTORS.index("recompute") : -1]) for proof in chosen]
+    for (i, some), (j, others) in product(enumerate((ENGINES, RECOMPUTE, ROUTERS, BATCHES, CAPACITIES)), repeat=2):
+        assert i >= j or {(row[i], row[j]) for row in settings} == set(product(some, others))
