@@ -298,6 +298,7 @@ REFUSED = [
     ("model.num_experts=null model.expert_ffn_size=null parallel.expert_halves=true", 1, "parallel.expert_halves: there are no experts"),
     ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),
     ("parallel.expert_tensor=4 parallel.data=4", 4, "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4"),
+    ("model.shared_experts=1 model.expert_ffn_size=5 parallel.tensor=2 parallel.expert_tensor=1", 2, "model.shared_experts: 5 features of"),
     ("model.shared_experts=10000000000000", 1, "model.shared_experts: with model.hidden_size 16 makes a tensor"),
     ("model.num_experts=1048576 model.expert_ffn_size=268435456", 1, "model.num_experts: with model.hidden_size 16 makes a tensor"),
 ]

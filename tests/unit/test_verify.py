@@ -242,6 +242,13 @@ def test_bf16_has_a_cap_that_one_process_cannot_lift() -> None:
     assert bounds.of(found["figure"]) == pytest.approx(0.015)
 
 
+def test_tensor_ranks_divide_the_experts_that_all_tokens_share() -> None:
+    """Experts of six features that tensor ranks do not divide would leave the last of four ranks no feature of a shared one."""
+    user = load_whole("configs/moe_tiny.json", [])
+    assert shrink(user, [parse("tp4ep4etp1")], 3, "fp64")["model"]["expert_ffn_size"] == 8
+    assert shrink(user, [parse("ep4")], 3, "fp64")["model"]["expert_ffn_size"] == 6
+
+
 def test_another_expert_of_as_good_a_score_is_bf16_s_and_no_other() -> None:
     """A bound on gradients of few elements would let a router choose an expert of half the score."""
     bounds = Bounds("bf16", 4, {}, {})

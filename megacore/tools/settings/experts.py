@@ -34,6 +34,9 @@ def check_experts(config: Config) -> None:
     divides("model.num_experts", count, "parallel.expert", parallel.expert)
     tensor = parallel.expert_tensor or parallel.tensor
     divides("model.expert_ffn_size", resolved(model.expert_ffn_size), "parallel.expert_tensor", tensor)
+    if (shared := model.shared_experts * resolved(model.expert_ffn_size)) % parallel.tensor:
+        wrong = f"{shared} features of the experts that all tokens share are not a multiple of parallel.tensor {parallel.tensor}"
+        raise ConfigError("model.shared_experts", wrong, "with model.expert_ffn_size a product that tensor ranks divide")
     if isinstance(parallel.data, int) and (ranks := config.token_ranks * parallel.tensor) % (parallel.expert * tensor):
         key = "parallel.expert_tensor" if parallel.expert == 1 else "parallel.expert"
         wrong = f"expert {parallel.expert} × expert_tensor {tensor} do not divide the {ranks} ranks of data × context × tensor"

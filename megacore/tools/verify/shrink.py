@@ -170,6 +170,8 @@ def experts(user: Config, layouts: list[Layout]) -> dict[str, Any]:
     unit = math.lcm(model.expert_groups, *(layout.size("expert") for layout in layouts))
     count = min(model.num_experts, unit * -(-max(EXPERTS, 2 * model.expert_groups) // unit))
     parts = math.lcm(*(layout.sizes.get("expert_tensor", layout.size("tensor")) for layout in layouts))
+    if model.shared_experts:
+        parts = math.lcm(parts, *(layout.size("tensor") for layout in layouts))
     among = count // model.expert_groups * model.groups_per_token
     return {
         "num_experts": count,
