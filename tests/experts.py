@@ -1,6 +1,6 @@
 """Proves mixtures of experts in layouts of 4 and 8 ranks: each two values of what can be chosen occur together in one of them.
 
-python -m tests.experts              proves all of them, a third over a strict wire too: some minutes on two cores
+python -m tests.experts              proves all of them, a third over a strict wire too: twenty minutes on two cores
 python -m tests.experts --list       says which they are
 python -m tests.experts --only 3 7   some, by their numbers
 python -m tests.experts --write      writes docs/experts_proof.md, if all are equal to one process
@@ -49,7 +49,7 @@ MIXTURE = (
 )  # fmt: skip
 SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "dp": (1, 2, 4), "cp": (1, 2), "ep": (1, 2, 4), "etp": (1, 2, 4)}
 WORLDS = (4, 8)
-SEED, DRAWN = 1, 32  # settings that are drawn for each layout
+SEED, DRAWN = 1, 32  # of the cover; settings that are drawn for each layout
 ENGINES = {
     "native": (),
     "sharded": ("engine.shard_optimizer=true",),
@@ -217,8 +217,8 @@ HEAD = """# Experts in every layout
 They are a pairwise cover: each two of the values in this table occur together in a row, if a run accepts the two.
 
 ```bash
-python -m tests.experts              # proves all of them again: some minutes on two cores
-python -m tests.experts --only 3 7   # some, by their numbers from 0
+python -m tests.experts              # proves all of them again: twenty minutes on two busy cores
+python -m tests.experts --only 3 7   # some, by their places in the table, from 0
 ```
 
 A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` ranks hold different ones, `sp` is sequence parallelism.
@@ -227,7 +227,7 @@ A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` r
 - **router**: a softmax and a loss of balance by sequence; or sigmoids, groups, a bias and a loss by the batch before (DeepSeek-V3).
   With "ties" scores are rounded to sixteenths, so that several are equal.
   With "one expert" all are equal: every token goes to the first, nobody chooses the others, and ranks that hold these have no rows.
-- **batch**: "few tokens" has 4 in a microbatch, so ranks and experts are without a token.
+- **batch**: "few tokens" has 4 or 8 in a microbatch, so ranks and experts are without a token.
   "uneven" has 3 sequences in a microbatch, which tensor ranks cut, and 9 blocks.
   "documents" has whole documents packed into samples, and attention within them.
   Tokens of a microbatch that tensor ranks cannot divide are refused, in one line.
@@ -237,7 +237,7 @@ A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` r
 Routing comes first: choices must be those of the one process.
 
 **strict wire**: {strict} of the rows also train over [a wire as strict as NCCL](strict_wire.md), and are compared with one process.
-They do so from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model) with noise.
+They have an even batch there, and begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model) with noise.
 Losses, norms and every tensor of their checkpoints must be within 1e-9.
 
 | layout | engine | recompute | router | batch | capacity | largest difference | strict wire: drawn / upcycled |
