@@ -237,7 +237,8 @@ A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` r
 Routing comes first: choices must be those of the one process.
 
 **strict wire**: {strict} of the rows also train over [a wire as strict as NCCL](strict_wire.md), and are compared with one process.
-They have an even batch there, and begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model) with noise.
+They have an even batch there.
+They begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model) with noise.
 Losses, norms and every tensor of their checkpoints must be within 1e-9.
 
 | layout | engine | recompute | router | batch | capacity | largest difference | strict wire: drawn / upcycled |
