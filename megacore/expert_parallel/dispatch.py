@@ -31,6 +31,7 @@ class Route:
     received: tuple[int, ...] = ()
     arrangement: Tensor | None = None  # what comes, by expert
     back: Tensor | None = None  # its inverse
+    fits: Tensor | None = None  # which rows are not dropped, as `chosen`; None: all
 
     @property
     def dropped(self) -> int:
@@ -49,8 +50,9 @@ def routes_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tens
     parts_of = zip(*(t.tensor_split(2 if halves else 1) for t in (chosen, numbers)), strict=True)
     own = [(each, *by_expert(own.flatten(), experts)) for each, own in parts_of]
     known = [(each, slots_of(order, chosen.shape[1]), n if fits is None else times(each, n)) for each, order, n in own]
+    kept = [None] * len(own) if fits is None else fits.tensor_split(len(own))
     if group.size == 1:
-        return [Route(*of, counts.cumsum(0), group) for of, (*_, counts) in zip(known, own, strict=True)]
+        return [Route(*of, n.cumsum(0), group, fits=part) for of, (*_, n), part in zip(known, own, kept, strict=True)]
     to = torch.stack([counts.view(group.size // parts, -1) for *_, counts in own], 1).repeat_interleave(parts, 0)
     come = torch.empty_like(to)  # [ranks, halves, experts of a rank]
     assert group.communicator is not None
@@ -60,12 +62,12 @@ def routes_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tens
     else:
         sent, received = torch.stack([to.sum(2), come.sum(2)]).mT.tolist()
     routes = []
-    for i, of in enumerate(known):
+    for i, (of, part) in enumerate(zip(known, kept, strict=True)):
         of_experts = torch.arange(come.shape[2], device=chosen.device).repeat(group.size)
         of_experts = of_experts.repeat_interleave(come[:, i].flatten(), output_size=sum(received[i]))
         arrangement = of_experts.argsort(stable=True)
         ways = arrangement, slots_of(arrangement, 1).flatten()
-        routes.append(Route(*of, come[:, i].sum(0).cumsum(0), group, parts, tuple(sent[i]), tuple(received[i]), *ways))
+        routes.append(Route(*of, come[:, i].sum(0).cumsum(0), group, parts, tuple(sent[i]), tuple(received[i]), *ways, part))
     return routes
 
 

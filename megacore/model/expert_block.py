@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
         ]
         weights = divided(self.router.weights(scored.scores, chosen), routes)
         parts = [
-            combine(own_rows(rows.arrive(), route), route.slots, part, implementation=how)
+            combine(own_rows(rows.arrive(), route), route.slots, of_kept(part, route), implementation=how)
             for rows, (part, route) in zip(back, weights, strict=True)
         ]
         y = joined(parts)
@@ -106,6 +106,11 @@ def divided(x: Tensor, routes: Sequence[Route]) -> list[tuple[Tensor, Route]]:
     """What the tokens of each route have of ``[tokens, …]``."""
     parts = [x] if len(routes) == 1 else x.split([len(route.chosen) for route in routes])
     return list(zip(parts, routes, strict=True))
+
+
+def of_kept(weights: Tensor, route: Route) -> Tensor:
+    """Weights of rows, zero for those that are dropped, of which experts with biases may make something."""
+    return weights if route.fits is None else weights.masked_fill(~route.fits, 0)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
