@@ -18,6 +18,7 @@ from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import SOLO, Group
 from megacore.errors import ConfigError
 from megacore.expert_parallel.capacity import within_capacity
+from megacore.expert_parallel.dispatch import sum_of
 from megacore.expert_parallel.experts import grouped_linear
 from megacore.kernels.grouped_product import grouped_product
 from megacore.model.batch import Microbatch
@@ -129,6 +130,19 @@ def other_than_plain(config: Config) -> str:
 def test_it_is_the_plain_formula(configure: Configure, variant: str) -> None:
     """A row under another token's weight, a gate without its gradient, shares of another routing than the dispatch's."""
     assert other_than_plain(configure(VARIANTS[variant])) == ""
+
+
+def test_small_parts_of_a_sum_are_not_lost() -> None:
+    """Of more than two ranks that have parts of an expert, each sum in bf16 would be rounded."""
+    total = sum_of([torch.tensor([256.0, 1.0, 1.0][i], dtype=torch.bfloat16) for i in range(3)])
+    assert total.dtype == torch.bfloat16 and total == 258
+
+
+def test_a_token_whose_sigmoids_are_all_zero_is_a_number(configure: Configure) -> None:
+    """Their sum divides them."""
+    router = mixture(configure("model.router_scores=sigmoid"))[1].router
+    weights = router.weights(torch.zeros(1, 8, dtype=torch.float64), torch.tensor([[0, 1]]))
+    assert weights.tolist() == [[0, 0]]
 
 
 def test_of_equal_experts_the_first_is_chosen(configure: Configure) -> None:
