@@ -193,8 +193,9 @@ class FSDPEngine(OptimizerStep):
         """See `Engine`. Sums over ranks that see other tokens are done after each block's backward."""
         if self.offloads:
             self._take_gradients()
-        for group in {group.ranks: group for rows in self.rows for group in rows.sum.first}.values():
-            self._sum([rows.gradient for rows in self.rows if group in rows.sum.first], group)
+        # Of two axes with the same ranks the sums are one.
+        for ranks, group in {group.ranks: group for rows in self.rows for group in rows.sum.first}.items():
+            self._sum([rows.gradient for rows in self.rows if any(own.ranks == ranks for own in rows.sum.first)], group)
 
     def _take_gradients(self) -> None:
         """Takes over what FSDP2 has brought to host memory. With a gradient there to add to, the host would have waited for every

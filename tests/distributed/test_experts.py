@@ -85,7 +85,7 @@ def test_the_same_rows_are_dropped_in_every_layout(pool: Any, config_path: str, 
 
 
 BIASED = ["model.bias=true", "model.activation=swiglu_clamped"]
-OF_BIASES = ["dp2 etp2 train.recompute=selective", "dp4 etp2 engine.kind=fsdp", "tp2 sp dp2 etp1 ep4", f"pp2 tp2 ep1 {ZB}"]
+OF_BIASES = ["dp2 etp2 train.recompute=selective", "tp2 dp2 engine.kind=fsdp", "tp2 sp dp2 etp1 ep4", f"pp2 tp2 ep1 {ZB}"]
 
 
 @pytest.mark.parametrize("layout", OF_BIASES)
