@@ -135,12 +135,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return x[order]
+        return x.index_select(0, order)  # on a CPU several times as fast as x[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (back,) = ctx.saved_tensors
-        return grad[back], None, None
+        return grad.index_select(0, back), None, None
 
 
 class Exchange:

@@ -112,7 +112,7 @@ class _ExpertBias(torch.autograd.Function):
         ctx.save_for_backward(ends)
         ctx.adds, ctx.kernels, ctx.shape = adds, kernels, bias.shape
         ctx.mark_dirty(x)
-        if adds:  # also to rows behind the last end, which nobody reads
+        if adds:  # also to rows behind the last end, which weigh nothing
             experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True).clamp_(max=len(bias) - 1)
             x += bias[experts]
         return x

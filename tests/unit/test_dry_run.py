@@ -100,15 +100,19 @@ EXPERTS: dict[str, tuple[int, list[str]]] = {
         8,
         ["parallel.expert=4", "parallel.tensor=2", "parallel.expert_tensor=1", "parallel.sequence=true", "engine.shard_optimizer=true"],
     ),
-    "experts 2, tensor 2, pipeline 2, split backwards": (
-        8, ["parallel.expert=2", "parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zb_v", "train.precision=bf16"]
+    "experts 2 with biases, tensor 2, pipeline 2, split backwards": (
+        8,
+        ["parallel.expert=2", "parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zb_v", "train.precision=bf16",
+         "model.bias=true"],
     ),
     "experts 2, context 2, recomputed": (4, ["parallel.expert=2", "parallel.context=2", "train.recompute=full"]),
     "experts 2, two levels": (
         16, ["parallel.expert=2", "engine.reduce_levels=2", "engine.shard_optimizer=true", "train.global_batch_size=32"]
     ),
     "experts 2 by fsdp, 2 shards": (8, ["parallel.expert=2", "engine.kind=fsdp", "engine.shard_size=2", "optim.kind=muon"]),
-    "experts 4 by fsdp, of which each rank has one": (8, ["parallel.expert=4", "parallel.tensor=2", "engine.kind=fsdp"]),
+    "experts 4 by fsdp, of which each rank has one with its biases": (
+        8, ["parallel.expert=4", "parallel.tensor=2", "engine.kind=fsdp", "model.bias=true"]
+    ),
 }  # fmt: skip
 LAYOUTS_OF_ALL = LAYOUTS | {name: (world, [*MIXTURE, *overrides]) for name, (world, overrides) in EXPERTS.items()}
 LAYOUTS_OF_ALL |= {name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()}

@@ -123,6 +123,9 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path
     assert setting.mixture == Mixture(8, 2, 64, 64, 0.5, ranks=4)
     found = routed(setting, routing).mixture
     assert found is not None and found.busiest == 1.5
+    for factor, most in ((2.0, 1.5), (1.25, 1.25)):  # a capacity bounds it
+        bounded = setting_of(partitioned(load(path, ["parallel.expert=4", f"model.capacity_factor={factor}"], 4).config))
+        assert (found := routed(bounded, routing).mixture) is not None and found.busiest == most
     command = ["--config", path, "--world", "4", "--device", "h100", "--cluster", "dgx_h100", "parallel.expert=4"]
     assert script.run([*command, "--routing", metrics]) == 0
     assert "1.50 times the mean on the busiest rank" in capsys.readouterr().out

@@ -31,7 +31,7 @@ class Unit:
     trained: int  # of these, with gradients
     own: dict[str, int]  # of a shard without rows of zeros, by parameter that is trained
     frozen: int  # and of those that are not
-    partial: frozenset[str]  # parameters whose gradients tensor ranks sum
+    partial: dict[str, tuple[str, ...]]  # of parameters, the axes of ranks with the same tokens over which gradients are summed
 
 
 def divides_parameters(config: Config) -> bool:
@@ -61,7 +61,7 @@ def _units(number: int, members: Iterable[Parameter], where: "Topology") -> list
 
 def _unit(number: int, levels: "Levels", members: Iterable[Parameter]) -> Unit:
     shards, shard_rank = levels.within.size, levels.within.rank
-    padded, trained, own, frozen, partial = 0, 0, dict[str, int](), 0, set()
+    padded, trained, own, frozen, partial = 0, 0, dict[str, int](), 0, dict[str, tuple[str, ...]]()
     for parameter in members:
         each = -(-parameter.rows // shards) * (parameter.elements // parameter.rows)
         padded += each
@@ -72,6 +72,6 @@ def _unit(number: int, levels: "Levels", members: Iterable[Parameter]) -> Unit:
         trained += each
         own[parameter.name] = here
         if parameter.partial:
-            partial.add(parameter.name)
+            partial[parameter.name] = parameter.partial
     between = levels.between.name, levels.between.size
-    return Unit(number, (levels.within.name, shards), between, padded, trained, own, frozen, frozenset(partial))
+    return Unit(number, (levels.within.name, shards), between, padded, trained, own, frozen, partial)

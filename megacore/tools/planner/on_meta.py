@@ -9,7 +9,7 @@ from megacore.config import Config
 from megacore.config.engine import LowRankCompression
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
-from megacore.distributed.axes import AXES, called
+from megacore.distributed.axes import AXES, EXPERT_AXES, called
 from megacore.distributed.buffers import ShardedBuffer, buffers_of
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum, Levels
@@ -70,9 +70,11 @@ def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return shard_of(parameter).global_shape
 
 
-def summed_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Whether a gradient is one rank's part of a sum over ranks that see the same tokens."""
-    return not {axis.name for axis in AXES if not axis.tokens}.isdisjoint(shard_of(parameter).partial_over)
+def partial_over(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The axes of ranks that see the same tokens, over which a gradient is one rank's part of a sum: tensor ranks', or those of an expert's
+    parts."""
+    same = {axis.name for axis in (*AXES, *EXPERT_AXES) if not axis.tokens}
+    return tuple(axis for axis in shard_of(parameter).partial_over if axis in same)
 
 
 def tokens_of(config: Config, parameter: nn.Parameter) -> tuple[str, ...]:

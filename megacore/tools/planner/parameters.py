@@ -26,7 +26,7 @@ class Parameter:
     shape: tuple[int, ...]  # of the logical tensor
     elements: int
     rows: int  # that FSDP2 divides
-    partial: bool  # tensor ranks sum its gradient
+    partial: tuple[str, ...]  # the axes of ranks with the same tokens, over which its gradient is summed
     frozen: bool  # it has none
     tokens: tuple[str, ...]  # the axes of ranks with other tokens, over which it is summed
 
@@ -71,7 +71,7 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     experts = parallel.expert, parallel.expert_tensor
     key = config.model, parallel.tensor, experts, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
     if key not in _BUILT:
-        from megacore.tools.planner.on_meta import logical_shape, stage_of, summed_over_tensor_ranks, tokens_of
+        from megacore.tools.planner.on_meta import logical_shape, partial_over, stage_of, tokens_of
 
         _BUILT[key] = [
             Parameter(
@@ -80,7 +80,7 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
                 logical_shape(tensor),
                 tensor.numel(),
                 tensor.shape[0],
-                summed_over_tensor_ranks(tensor),
+                partial_over(tensor),
                 not tensor.requires_grad,
                 tokens_of(config, tensor),
             )

@@ -176,13 +176,14 @@ def _over_data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
 
 def _data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
     """Gradients and parameters over ranks with other tokens, partial gradients over tensor ranks and the pipeline's ends."""
-    t, gradient = config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
+    gradient = GRADIENT_BYTES[config.train.precision]
     alike: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in buffers:
         alike.setdefault((buffer.within, buffer.between), []).append(buffer)
     found = [transfer for own in alike.values() for transfer in _over_data(config, own)]
-    partial = [buffer for buffer in buffers if "tp" in buffer.summed_over]
-    found.append(Transfer("tp", "all_reduce", t, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
+    for axis, size in same_tokens(config):
+        partial = [buffer for buffer in buffers if axis in buffer.summed_over]
+        found.append(Transfer(axis, "all_reduce", size, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
     for buffer in buffers:
         if "tied" in buffer.summed_over:  # of the rank's own parts of the buckets
             sharded = config.engine.shard_optimizer and buffer.ranks > 1
@@ -204,13 +205,23 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
         if unit.trained:
             found.append(Transfer(shard, "reduce_scatter", shards, again * shards * unit.trained, gradient, again))
             found.append(Transfer(replicate, "all_reduce", copies, unit.trained, gradient, 1))
-    partial = [unit.own[name] for unit in units for name in unit.partial]
+    partial: Counter[int] = Counter()  # by the number of ranks: where tensor ranks and those with an expert's parts are the same, one sum
+    for axis, size in same_tokens(config):
+        partial[size] += sum(unit.own[name] for unit in units for name, over in unit.partial.items() if axis in over)
     tied = [unit.own["embedding.weight"] for unit in units if "embedding.weight" in unit.own and config.model.tie_embeddings]
     return [
         *together(found),
-        Transfer("tp", "all_reduce", config.parallel.tensor, sum(partial), gradient, 1),
+        *(
+            Transfer("tp" if size == config.parallel.tensor else "etp", "all_reduce", size, own, gradient, 1)
+            for size, own in partial.items()
+        ),
         Transfer("tied", "all_reduce", min(config.parallel.pipeline, 2), sum(tied), gradient, 1),
     ]
+
+
+def same_tokens(config: Config) -> list[tuple[str, int]]:
+    """The axes of ranks that may have parts of one gradient although they see the same tokens, and their sizes."""
+    return [("tp", config.parallel.tensor), ("etp", config.expert_sizes["etp"])]
 
 
 def together(transfers: Iterable[Transfer]) -> list[Transfer]:

@@ -4,6 +4,7 @@ A `Setting` can be made from a config (`setting_of`) or from a row of a public t
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from megacore.config.implied import attention_of, compiles, reshards
@@ -46,6 +47,7 @@ class Mixture:
     copies: bool = True  # each rank with a part is sent the rows; else one of them is, and they gather
     once: bool = False  # a token goes once to each machine with experts of its own, and is passed on there; else once for each expert
     busiest: float = 1.0  # rows of the rank that has most, as a part of the mean
+    most: float = inf  # rows that an expert takes, likewise (`model.capacity_factor`)
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,8 @@ def mixture_of(config: Config) -> Mixture | None:
         return None
     ffn, share = resolved(model.expert_ffn_size), sum(map(model.has_experts, range(model.num_layers))) / model.num_layers
     chosen, shared = model.experts_per_token, model.shared_experts * ffn
-    return Mixture(model.num_experts, chosen, ffn, shared, share, sizes["ep"], sizes["etp"])
+    most = model.capacity_factor or inf
+    return Mixture(model.num_experts, chosen, ffn, shared, share, sizes["ep"], sizes["etp"], busiest=min(1.0, most), most=most)
 
 
 def latent_of(config: Config) -> Latent | None:
@@ -284,7 +287,7 @@ def routed(s: Setting, routing: Routing | None) -> Setting:
     """The same with the load that a run logged."""
     if s.mixture is None or routing is None:
         return s
-    return replace(s, mixture=replace(s.mixture, busiest=routing.busiest(s.mixture.ranks)))
+    return replace(s, mixture=replace(s.mixture, busiest=min(routing.busiest(s.mixture.ranks), s.mixture.most)))
 
 
 def gradient_bytes(config: Config) -> float:
