@@ -6,7 +6,7 @@ from pathlib import Path
 # One colour a part of a step: work in blues and greens, waiting in reds and greys.
 COLOURS = {
     "compute": "#2f6fab", "optimizer": "#7fb3d5", "data": "#8fbf8f",
-    "router": "#5dade2", "permute": "#f0b27a", "exchange": "#c0392b", "experts": "#1f4e79", "shared": "#2f6fab", "feed-forward": "#2f6fab",
+    "router": "#8e44ad", "permute": "#f0b27a", "exchange": "#c0392b", "experts": "#1f4e79", "shared": "#2f6fab", "feed-forward": "#16a085",
     "attention": "#8fbf8f", "communication": "#e67e22", "rest": "#dddddd",
     "tp": "#c0392b", "cp": "#9b59b6", "dp": "#e67e22", "pp": "#f1c40f", "tied": "#d98880", "loss": "#edbb99", "norm": "#f5b7b1",
     "bubble": "#b0b0b0", "other": "#dddddd",

@@ -168,9 +168,14 @@ class Exchange:
 
     def ended_back(self) -> Tensor | None:
         """Waits for the gradients."""
-        self.work.wait()
+        self.wait()
         out, self.out = self.out, None
         return out
+
+    def wait(self) -> None:
+        """Waits for what is under way, and holds on to none of its memory."""
+        self.work.wait()
+        self.work = Done()
 
 
 class Underway(NamedTuple):
@@ -208,7 +213,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.work.wait()
+        exchange.wait()
         return x.view_as(x)
 
     @staticmethod

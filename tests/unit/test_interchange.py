@@ -102,6 +102,13 @@ def test_layers_that_guess_further_ahead_are_left_out(theirs, tmp_path, capsys):
     save_file(weights | {"model.layers.4.eh_proj.weight": torch.ones(32, 64)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds the tensor model\.layers\.4\.eh_proj"):
         take_in(folder, tmp_path / "other")
+    for given, wrong in ((None, r"holds the tensor model\.layers\.4"), ("x", "num_nextn_predict_layers is 'x'")):
+        (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": given}))
+        with pytest.raises(CheckpointError, match=wrong):
+            take_in(folder, tmp_path / "other")
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 10**30}))
+    take_in(folder, tmp_path / "many")  # which takes no time and no memory
+    assert "1 tensors of layers behind the last are left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,6 +22,7 @@ from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.tools.interchange.mapped import Mapped, stored_name
 from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
+from megacore.tools.interchange.settings import get
 from megacore.tools.interchange.stream import first_buffers, save_stream
 from megacore.tools.settings.load import parse_override, resolve, set_value
 
@@ -41,7 +42,7 @@ class Peer:
     ignored: tuple[re.Pattern[str], ...]  # tensors that are none of the model's parameters
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
-    beyond: re.Pattern[str] | None = None  # tensors of layers behind the last, which are left out, and that is said
+    beyond: range = range(0)  # layers behind the last, whose tensors are left out, and that is said
 
     def names(self, mapped: list[Mapped]) -> dict[str, str]:
         """The name in the files of every tensor in `Mapped.peers`.
@@ -69,7 +70,7 @@ class Peer:
     @cached_property
     def left_out(self) -> list[str]:
         """The tensors in the files of layers behind the last."""
-        return [name for name in self.shapes if self.beyond is not None and self.beyond.fullmatch(name)]
+        return [name for name in self.shapes if (layer := LAYER.match(name)) and int(layer[1]) in self.beyond]
 
 
 def hf_peer(path: Path) -> Peer:
@@ -78,12 +79,12 @@ def hf_peer(path: Path) -> Peer:
     family = family_for_hf(folder.config, str(path / CONFIG))
     try:
         model = family.read(folder.config)
+        further = (get(folder.config, family.beyond, 1, (int, type(None))) or 0) if family.beyond else 0
     except CheckpointError as error:
         raise CheckpointError(str(path / CONFIG), error.wrong, error.right) from error
-    beyond = family.beyond and range(model["num_layers"], model["num_layers"] + int(folder.config.get(family.beyond, 1)))
-    pattern = re.compile(rf"(model\.)?layers\.({'|'.join(map(str, beyond))})\..*") if beyond else None
+    beyond = range(model["num_layers"], model["num_layers"] + further)
     mapped = family.mapped_from(folder.shapes, folder.config)
-    return Peer(path, family.architecture, model, mapped, family.ignored, folder.shapes, folder.read, pattern)
+    return Peer(path, family.architecture, model, mapped, family.ignored, folder.shapes, folder.read, beyond)
 
 
 def nanogpt_peer(path: Path) -> Peer:
@@ -93,6 +94,7 @@ def nanogpt_peer(path: Path) -> Peer:
     return Peer(path, "nanoGPT", model, nanogpt_tensors, IGNORED, shapes, tensors.__getitem__)
 
 
+LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")  # how the name of a tensor of a layer begins
 PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}
 
 
