@@ -6,6 +6,7 @@ within each round, and medians count. The dense model is the config without expe
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.contender import BY_PART
 from benchmarks.layer_parts import PARTS
 from benchmarks.peers.contenders import threads_of
 from benchmarks.rounds import ROOT, Contender, race
+from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.output_files import check_output
 from megacore.tools.settings.load import load
@@ -97,6 +99,8 @@ def main(argv: list[str]) -> None:
     """Measures every layout, and writes it down."""
     args, console = parse(argv), Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
     idea = read_contender(args.config, args.overrides)
+    if idea.config.model.num_experts is None:
+        raise ConfigError("--config", f"{Path(args.config).name} has no experts", "such as configs/moe_tiny.json")
     dense = matched(idea, opponent(idea, "gpt", []), "ffn")
     report: dict[str, Any] = machine.describe() | {
         "config": Path(args.config).name,
@@ -118,7 +122,7 @@ def main(argv: list[str]) -> None:
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         bars = {
-            f"{name}, {layout}": {part: 1e3 * seconds for part, seconds in own["parts"].items()}
+            f"{name}, {layout if name == MIXTURE else re.sub('et?p[0-9]+', '', layout) or 'one'}": {part: 1e3 * seconds for part, seconds in own["parts"].items()}
             for layout, result in report["layouts"].items()
             for name, own in result["models"].items()
             if name != BEFORE
