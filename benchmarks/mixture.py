@@ -80,6 +80,11 @@ def measure(args: argparse.Namespace, layout: str, dense: str, say: Callable[[st
     return {"models": models, "failures": found.failures, "load_averages": found.loads}
 
 
+def dense_layout(layout: str) -> str:
+    """The same without ranks of experts."""
+    return re.sub(r"et?p\d+", "", layout) or "one"
+
+
 def table(report: dict[str, Any]) -> str:
     """Milliseconds by part, and what the mixture takes more."""
     lines = []
@@ -122,7 +127,7 @@ def main(argv: list[str]) -> None:
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         bars = {
-            f"{name}, {layout if name == MIXTURE else re.sub('et?p[0-9]+', '', layout) or 'one'}": {part: 1e3 * seconds for part, seconds in own["parts"].items()}
+            f"{name}, {layout if name == MIXTURE else dense_layout(layout)}": {part: 1e3 * each for part, each in own["parts"].items()}
             for layout, result in report["layouts"].items()
             for name, own in result["models"].items()
             if name != BEFORE
