@@ -114,7 +114,7 @@ def test_wrong_type_or_bound(load_raw: Load, key: str, value: str, accepted: str
     assert refused == key and rest.endswith(f"({accepted})")
 
 
-# Every rule of validation.py: overrides that break it and nothing before it, ranks, the key it names, and what it says is right.
+# Every rule of validation.py and model.py: overrides that break it and nothing before it, ranks, the key it names, and what would be right.
 RULES: list[tuple[str, int, str, str]] = [
     ("parallel.chunks=2", 1, "parallel.chunks", "1, or null"),
     ("parallel.schedule=interleaved parallel.chunks=1", 1, "parallel.chunks", "2 or more, or null"),

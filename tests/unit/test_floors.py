@@ -60,7 +60,7 @@ TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.section", "megacore.config.",
     "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flow",
     "megacore.tools.settings.load", "megacore.tools.settings.derive", "megacore.tools.settings.validation",
-    "megacore.tools.settings.experts", "megacore.tools.settings.latent",
+    "megacore.tools.settings.experts", "megacore.tools.settings.latent", "megacore.tools.settings.model",
     "megacore.tools.settings.ds_config", "megacore.tools.settings.ds_settings", "megacore.tools.settings.from_ds_config",
     "megacore.tools.schedules.", "megacore.tools.choices.flops",
     "megacore.tools.choices.activations", "megacore.tools.choices.partition", "megacore.tools.choices.search_schedule",

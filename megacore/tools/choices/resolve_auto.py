@@ -9,7 +9,7 @@ from megacore.config.implied import attends_in_parts, attention_of, compiles
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.schema import Config
 from megacore.tools.choices.context_method import DEVICE, METHODS, Divided, Method, fastest, rates
-from megacore.tools.settings.validation import unexchanged
+from megacore.tools.settings.model import unexchanged
 
 SHORTEST_CHUNK, CHUNK_ON_CPU, TILE = 1024, 128, 64  # tokens of a chunked loss, as `kernels.linear_cross_entropy` divides them
 

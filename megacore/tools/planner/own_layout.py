@@ -21,7 +21,8 @@ from megacore.tools.planner.search import Candidate, replace_config
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import routed, setting_of
 from megacore.tools.settings.ds_config import check_ds_config
-from megacore.tools.settings.validation import check, unexchanged
+from megacore.tools.settings.model import unexchanged
+from megacore.tools.settings.validation import check
 
 Change = dict[str, Any]  # by key
 

@@ -10,7 +10,7 @@ from megacore.config import Config
 from megacore.config.parallel import CHUNKS, ParallelConfig
 from megacore.distributed.axes import AXES, EXPERT_AXES
 from megacore.errors import ConfigError
-from megacore.tools.settings.validation import check_model
+from megacore.tools.settings.model import check_model
 
 EXPERT = {axis.name: axis.title for axis in EXPERT_AXES if axis.title in ParallelConfig.model_fields and axis not in AXES}
 TITLES = {axis.name: axis.title for axis in AXES} | EXPERT
