@@ -144,6 +144,8 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
         raise ConfigError("parallel", wrong, f"one text has one data rank: tensor × pipeline × context = {world_size}")
     if config.parallel.sequence:
         raise ConfigError("parallel.sequence", "a single token cannot be split over ranks", "false")
+    if config.model.kv_rank is not None and config.parallel.context > 1:
+        raise ConfigError("parallel.context", "with latent attention a text is written on one context rank", "1")
     return config
 
 
@@ -169,17 +171,17 @@ class Output:
             sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character that a model writes
 
     def begin(self, prompt: str, seed: int) -> None:
-        """Begins a text."""
+        """Begins a text, whose prompt is printed with its first token: a layer may refuse the layout before."""
         self.begun += 1
         self.prompt, self.seed, self.text = prompt, seed, ""
-        if not self.as_json:
-            self._print((f"--- text {self.begun} of {self.texts}\n" if self.texts > 1 else "") + prompt)
+        self.due = (f"--- text {self.begun} of {self.texts}\n" if self.texts > 1 else "") + prompt
 
     def add(self, text: str) -> None:
         """Goes on with it."""
         self.text += text
         if not self.as_json:
-            self._print(text)
+            self._print(self.due + text)
+            self.due = ""
 
     def end(self) -> None:
         """Ends it."""

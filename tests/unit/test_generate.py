@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.generate import prompts_in, run
+from launch.generate import Output, prompts_in, run, text_config
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -252,6 +252,26 @@ def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, tmp_path: Pa
     with pytest.raises(UserError) as raised:
         run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], RankInfo())
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
+
+
+def test_a_prompt_appears_with_its_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer may refuse the layout in the first pass, as a layer of your own does on context ranks: then no text has begun."""
+    output = Output(RankInfo(), 2, False)
+    output.begin("abc", 0)
+    assert capsys.readouterr().out == ""
+    output.add("d")
+    output.add("e")
+    output.end()
+    assert capsys.readouterr().out == "--- text 1 of 2\nabcde\n"
+
+
+def test_context_ranks_are_refused_for_a_latent_before_anything_is_loaded() -> None:
+    """They used to load all weights first."""
+    latent = {"kv_rank": 8, "plain_size": 4, "head_size": 4, "value_size": 4, "position": "rope", "norm": "rmsnorm", "bias": False}
+    sections = {"model": SIZES | latent, "train": {"seq_len": WINDOW}, "data": {}}
+    assert text_config(sections, ["parallel.tensor=2"], "cpu", 2).parallel.tensor == 2
+    with pytest.raises(ConfigError, match="parallel.context: with latent attention a text is written on one context rank"):
+        text_config(sections, ["parallel.context=2"], "cpu", 2)
 
 
 def test_only_a_newline_ends_a_prompt() -> None:

@@ -35,7 +35,7 @@ from megacore.tools.verify.proof_report import tables, verdict
 from megacore.tools.verify.record import ProofRecord, noise
 from megacore.tools.verify.reference import training_samples
 from megacore.tools.verify.replay import Replay, cancelled, directions, rate, rounded, undirected
-from megacore.tools.verify.run import Proof
+from megacore.tools.verify.run import Options, Proof, prove
 from megacore.tools.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
 from megacore.tools.verify.tolerances import Bounds
 from megacore.tools.verify.trace import SeenGradient
@@ -99,6 +99,14 @@ def test_the_table_of_a_proof_is_whole(width: int) -> None:
 def test_what_is_no_layout_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--layouts"):
         parse(name)
+
+
+def test_a_refusal_of_layouts_says_which_and_what_would_be_right() -> None:
+    """`parallel.expert there are no experts` is no sentence; and of the one layout that suits every model nobody would know."""
+    with pytest.raises(ConfigError, match=r"none is possible: in ep2, parallel.expert: there are no experts to divide \(.* such as one\)"):
+        prove(Options("configs/gpt_tiny.json", [], [parse("ep2")]))
+    with pytest.raises(ConfigError, match=r"'two' is no layout \(one, or such as tp2pp2dp2"):
+        parse("two")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
@@ -340,7 +348,7 @@ def test_shrinking_keeps_what_does_not_divide() -> None:
     user = load_whole("configs/gpt_1b.json", ["model.vocab_size=50257", "model.num_layers=23", "model.num_kv_heads=2"])
     small = shrink(user, layouts, 3, "fp64")["model"]
     assert small["vocab_size"] % 4 == 1 and small["num_kv_heads"] == 2
-    assert impossible(parse("tp4"), user) == "model.num_kv_heads 2 is not a multiple of parallel.tensor 4"
+    assert impossible(parse("tp4"), user) == "model.num_kv_heads: 2 is not a multiple of parallel.tensor 4"
     assert impossible(layouts[1], user) is None
 
 
@@ -366,7 +374,7 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, 
         assert small.num_microbatches >= 2 and small.model.num_layers >= 4
         assert small.kv_heads > layout.size("tensor")  # a rank's number must not do for that of its first head
     odd = load_whole("configs/gpt_1b.json", ["train.seq_len=9", "train.micro_batch_size=1"])
-    assert impossible(parse("tp4sp"), odd) == "train.seq_len 9 is not a multiple of parallel.tensor 4"
+    assert impossible(parse("tp4sp"), odd) == "train.seq_len: 9 is not a multiple of parallel.tensor 4"
 
 
 def records(folder: Path, pieces: list[tuple[torch.Tensor, Shard]], loss: float = 2.0) -> Records:

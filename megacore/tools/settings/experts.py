@@ -60,9 +60,11 @@ def check_others(config: Config) -> None:
     """Refuses what experts do not go with."""
     model = config.model
     if model.arranged:
-        key = "norm_place" if model.norm_place != "pre" else "branches"
-        right = "pre" if key == "norm_place" else "serial"
-        raise ConfigError(f"model.{key}", "blocks with experts have a norm before each branch, one behind the other", right)
+        if model.norm_place != "pre":
+            wrong = f"{model.norm_place} puts norms behind the branches, where blocks with experts have none"
+            raise ConfigError("model.norm_place", wrong, "pre")
+        wrong = f"{model.branches} branches read the same, and experts read what attention added"
+        raise ConfigError("model.branches", wrong, "serial")
     if model.parametrization == "mup":
         raise ConfigError("model.parametrization", "mup knows no rates for experts", "standard")
     if config.train.compile is True:

@@ -96,7 +96,7 @@ def parse(text: str) -> Layout:
         sizes["data"] = experts // gcd(experts, sizes.get("tensor", 1) * sizes.get("context", 1))
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
     if name != "one" and (not whole or not parts or named + sequence != len(parts)):
-        right = f"such as tp2pp2dp2 or tp4sp: {', '.join(TITLES)} with a number, and sp, sequence parallelism"
+        right = f"one, or such as tp2pp2dp2 or tp4sp: {', '.join(TITLES)} with a number, and sp, sequence parallelism"
         raise ConfigError("--layouts", f"{name!r} is no layout", right)
     if at and schedule not in CHUNKS:
         raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
@@ -116,5 +116,5 @@ def impossible(layout: Layout, config: Config) -> str | None:
     try:
         check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}))
     except ConfigError as error:
-        return f"{error.where} {error.wrong}"
+        return f"{error.where}: {error.wrong}"
     return None

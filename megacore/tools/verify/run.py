@@ -93,7 +93,8 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
     reasons = {layout.name: impossible(layout, user) for layout in layouts}
     possible = [layout for layout in layouts if reasons[layout.name] is None]
     if not possible:
-        raise ConfigError("--layouts", f"none is possible: {reasons[layouts[0].name]}", "layouts that divide the model")
+        first = layouts[0].name
+        raise ConfigError("--layouts", f"none is possible: in {first}, {reasons[first]}", "layouts that suit the model, such as one")
     folder = Path(tempfile.mkdtemp(prefix="megacore_verify_"))
     try:
         case = write_case(folder, shrink(user, possible, STEPS, options.precision), has_masks(user))
