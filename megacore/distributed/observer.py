@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -40,6 +40,13 @@ class Waits:
     by_group: Mapping[str, float] = field(default_factory=dict)  # of the host, by the name of a group, and for "data"
     device_worked: float = 0.0  # seconds that its GPU took for forwards and backwards
     device_by_group: Mapping[str, float] = field(default_factory=dict)  # of its GPU, in the last logged step
+
+
+class Slow(NamedTuple):
+    """Of a rank that holds up the others: seconds of its own work in a step, and the median of those of its like."""
+
+    seconds: float
+    usual: float
 
 
 class Observer:
@@ -91,9 +98,9 @@ class Observer:
     def waits(self) -> Waits | None:
         """Asked at each report: what it knows of how long the rank has waited."""
 
-    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, float] | None:
+    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, Slow] | None:
         """Asked at each report with every rank's seconds a step, those that it worked itself and those of its device: the ranks that
-        hold up the others, and by how much their seconds exceed the others'."""
+        hold up the others."""
 
 
 class Observers(list[Observer]):
@@ -125,7 +132,7 @@ class Observers(list[Observer]):
         """What the first who knows answers."""
         return next((waits for _, waits in self.tell(Observer.waits) if waits is not None), Waits())
 
-    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, float]:
+    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, Slow]:
         """What the first who knows answers."""
         answers = self.tell(Observer.stragglers, busy, device_busy, step_seconds)
         return next((found for _, found in answers if found is not None), {})

@@ -98,7 +98,6 @@ class Console(Monitor):
 
     def __init__(self) -> None:
         self.watchers: Sequence[Monitor] = ()  # all who watch the run
-        self.named: set[int] = set()  # stragglers that were reported
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Begins to count time."""
@@ -110,12 +109,8 @@ class Console(Monitor):
         self.started, self.first_step = time.monotonic(), first_step
 
     def report(self, report: Report) -> None:
-        """Prints a logged step, and who holds up the others since then."""
+        """Prints a logged step."""
         figures, step = report.figures, report.figures["step"]
-        for rank, seconds in report.stragglers.items():
-            if rank not in self.named:
-                self.say(f"step {step}: rank {rank} holds up the others, busy for {seconds:.2f} s of {figures['step_seconds']:.2f} s")
-        self.named = set(report.stragglers)
         now = time.monotonic()
         shown = any(monitor.shows_steps for monitor in self.watchers)
         if not shown and (now - self.last_line > CONSOLE_SECONDS or step in (self.first_step, self.steps)):

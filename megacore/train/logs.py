@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the process that talks to wandb needs no torch
     from torch import nn
 
     from megacore.distributed.mesh import Mesh
-    from megacore.distributed.observer import Waits
+    from megacore.distributed.observer import Slow, Waits
     from megacore.train.step import TrainStep
 
 
@@ -29,7 +29,7 @@ class Report:
     figures: dict[str, Any]  # a line of metrics.jsonl
     by_rank: Mapping[str, Sequence[float]]  # what each rank has of its own, by name
     by_part: Mapping[str, Sequence[float]]  # seconds of each rank's step, by what they were spent on: what its monitors said (`parts`)
-    stragglers: Mapping[int, float]  # by rank, seconds of their own work in a step
+    stragglers: Mapping[int, "Slow"]  # by rank: those that hold up the others
     saved_step: int  # of the newest checkpoint
     save_seconds: float  # that its save took
 

@@ -1,5 +1,7 @@
 """What a line of metrics.jsonl says of time and memory, by a clock that only work moves."""
 
+import contextlib
+import io
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +10,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from megacore.checkpoint import Saver
 from megacore.data.packing import of_inputs
+from megacore.expert_parallel.experts import Experts
+from megacore.expert_parallel.router import Router
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices import utilisation
 from megacore.tools.choices.flops import flops_per_token
@@ -113,3 +118,60 @@ def test_utilisation_counts_pairs_of_documents(pool: Any, tmp_path: Path) -> Non
         assert line["mfu"] == pytest.approx(speed * flops_per_token(config, False, parts[-1]), rel=1e-12)
         assert line["mfu_causal"] == pytest.approx(speed * flops_per_token(config, True, parts[-1]), rel=1e-12)
     assert len(set(parts)) == 2 and max(parts) < 1.0
+
+
+ROW = 0.01  # seconds of a row of an expert, by the clock below
+SLOW = 2  # a rank
+
+
+def rank_with_a_slow_one(config_path: str, log_dir: str, routed: bool) -> str:
+    """A run by a clock that steps and rows of experts move; what its rank 0 prints. Experts take rank `SLOW` four times as long as even
+    rows do, because the router sends all rows there (`routed`), or because its device takes four times as long for each."""
+    rank, now, forward, run = place_from_environment().rank, [0.0], Experts.forward, Runtime.run
+
+    def stepping(self: Runtime, *args: Any) -> Any:
+        now[0] += STEP
+        return run(self, *args)
+
+    def computing(self: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        now[0] += ROW * len(rows) * (4 if rank == SLOW and not routed else 1)
+        return forward(self, rows, ends)
+
+    def choosing(self: Router, ranked: torch.Tensor) -> torch.Tensor:
+        tokens = torch.arange(len(ranked))[:, None]
+        return torch.full_like(tokens, 2 * SLOW) if routed else tokens % self.experts
+
+    printed = io.StringIO()
+    with (
+        mock.patch.object(time, "perf_counter", lambda: now[0]),
+        mock.patch.object(Runtime, "run", stepping),
+        mock.patch.object(Experts, "forward", computing),
+        mock.patch.object(Router, "choose", choosing),
+        mock.patch.dict("os.environ", MEGACORE_HOST=f"node{rank // 2}"),
+        contextlib.redirect_stdout(printed),
+    ):
+        assert training.run_rank(config_path, [], log_dir) == 0
+    return printed.getvalue()
+
+
+def test_a_slow_rank_is_slow_by_routing_or_by_its_device(pool: Any, tmp_path: Path) -> None:
+    """It takes as many seconds in both runs. Somebody would replace a device to which the router sends all tokens, or tune the router while
+    a device fails; or would go to another host."""
+    experts = {"num_experts": 8, "experts_per_token": 1, "router_normalised": False, "expert_ffn_size": 8, "activation": "swiglu"}
+    config = training.write_config(
+        tmp_path,
+        training.write_corpus(tmp_path),
+        model={"num_layers": 3, "first_dense": 1, "bias": False} | experts,
+        parallel={"data": 4, "expert": 4},
+        train={"steps": 4},
+        checkpoint={"last": False},
+    )
+    for routed, said in (
+        (True, "slow by routing: host node1 rank 2 got 4.00 times the mean of rows in blocks 1, 2 and holds up the others"),
+        (False, "slow device: host node1 rank 2 holds up the others with 1.00 times the mean of rows"),
+    ):
+        folder = tmp_path / str(routed)
+        printed, *others = pool.run(4, rank_with_a_slow_one, config, str(folder), routed)
+        lines = [line for line in printed.splitlines() if ": slow " in line]
+        assert lines == [f"step 3: {said}, busy for 3.56 s of 3.56 s"] and not any(others)
+        assert [line.get("stragglers") for line in training.metrics(folder)] == [None, None, [SLOW], [SLOW]]

@@ -27,7 +27,7 @@ from megacore.model.stage import Stage, whole_model
 from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue, finish_in_turn
 from megacore.tools.choices.flops import block_flops
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.monitoring.expert_load import ExpertLoad
+from megacore.tools.monitoring.expert_load import ExpertLoad, Rows
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.settings.load import load
@@ -353,13 +353,29 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 4.0, 0, 0, 1, 1, 1, 1]))  # type: ignore[union-attr, index]
     monitor = ExpertLoad()
     monitor.start(config, mesh)  # type: ignore[arg-type]
-    found = monitor.figures({}, [stage])
+    found = monitor.figures({"step": 1}, [stage])
     assert (found["expert_load_max/blocks.1"], found["expert_load_min/blocks.1"], found["expert_rank_load/blocks.1"]) == (4, 0, 1)
     assert found["expert_load/blocks.1.1"] == 4 and found["expert_entropy/blocks.1"] == pytest.approx(2 / 3)
-    assert found["expert_drops/blocks.1"] == 0.25 and monitor.figures({}, [stage])["expert_drops/blocks.1"] == 0
+    assert found["expert_drops/blocks.1"] == 0.25 and monitor.figures({"step": 2}, [stage])["expert_drops/blocks.1"] == 0
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 2.0, 0, 0, 1, 1, 2, 2]))  # type: ignore[union-attr, index]
-    later = monitor.figures({}, [stage])
+    later = monitor.figures({"step": 2}, [stage])
     assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (1.5, 1)  # the second of the two holds the last four
+
+
+def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Configure) -> None:
+    """A rank of another stage, or of other experts, would be called slow by what the router sends to this one; with a capacity no more
+    travels than it lets through, and what a router did at another step says nothing."""
+    config = configure("model.num_layers=3 model.first_dense=1 parallel.expert=2 model.capacity_factor=1", 2)
+    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: Group("ep", (0, 1), 1))
+    for block, loads in ("1", [0.0, 4.0, 0, 0, 1, 1, 1, 1]), ("2", [0.0, 0.0, 0, 0, 2, 2, 2, 2]):
+        stage.blocks[block].feed_forward.router.load.value.copy_(torch.tensor(loads))  # type: ignore[union-attr, index]
+    monitor = ExpertLoad()
+    monitor.start(config, mesh)  # type: ignore[arg-type]
+    monitor.built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
+    monitor.held += [[0, 0, 1], [1, 0, 0]]  # as two other ranks say
+    monitor.figures({"step": 3}, [stage])
+    assert monitor.rows_of(0, 3) == Rows({1: 1.6, 2: 2.0}, 1.0) and monitor.rows_of(1, 3) == Rows({2: 0.0}, 1.0)
+    assert monitor.rows_of(2, 3) is None and monitor.rows_of(0, 4) is None
 
 
 def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:

@@ -1,15 +1,21 @@
 """What is said while a run goes on: the time that is left, who holds up the others, and TensorBoard behind a resume."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megacore.config import Config
 from megacore.config.schema import LogConfig
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.observer import Slow
+from megacore.distributed.rank_info import host_name
 from megacore.pipeline.schedule import Action, Op
 from megacore.records import FIGURES
+from megacore.tools.monitoring.expert_load import Rows
 from megacore.tools.monitoring.first_step import FirstStep
+from megacore.tools.monitoring.slow_ranks import SlowRanks, reason
 from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
@@ -53,7 +59,7 @@ def console(config: Config, first_step: int) -> Console:
     return opened
 
 
-def report(step: int, stragglers: dict[int, float], mfu: float | None = None) -> Report:
+def report(step: int, stragglers: dict[int, Slow], mfu: float | None = None) -> Report:
     return Report(figures(step, mfu=mfu), {}, {}, stragglers, 0, 0.0)
 
 
@@ -103,11 +109,34 @@ def test_a_long_first_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, c
 
 def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
-    logs = console(config, 1)
+    logs = SlowRanks()
+    logs.start(config, SimpleNamespace(device="cpu", world=SOLO))  # type: ignore[arg-type]
+    logs.hosts *= 4
+    logs.open(config, Path("unused"), 1, print)
     for step, slow in enumerate(([3], [3], [], [3, 2], [2]), 1):
-        logs.report(report(step, dict.fromkeys(slow, 0.9)))
-    said = [line.split(" holds")[0] for line in capsys.readouterr().out.splitlines() if "holds up" in line]
-    assert said == ["step 1: rank 3", "step 4: rank 3", "step 4: rank 2"]
+        logs.report(report(step, dict.fromkeys(slow, Slow(0.9, 0.3))))
+    said = [line.split(f": slow device: host {host_name()} ") for line in capsys.readouterr().out.splitlines()]
+    behind = "holds up the others, busy for 0.90 s of 1.00 s"
+    assert said == [[f"step {step}", f"rank {rank} {behind}"] for step, rank in ((1, 3), (4, 3), (4, 2))]
+
+
+def test_rows_explain_a_rank_that_is_no_slower_than_they_are_many() -> None:
+    """A device that is three times as slow as others, with a third more rows, would be called the router's; or one that has few rows,
+    because most others have none. Of many blocks the fullest are named."""
+    own = {block: 1.0 + block / 10 for block in range(11)}  # 1.5 in the mean
+    for seconds, usual, rows, said in (
+        (
+            1.8,
+            0.75,
+            own,
+            "slow by routing: rank 3 got 1.55 times the mean of rows in blocks 3, 4, 5, 6, 7, 8, 9, 10 and 2 more and holds up the others",
+        ),
+        (2.2, 0.75, own, "slow device: rank 3 holds up the others with 1.50 times the mean of rows"),
+        (2.2, 0.0, {1: 0.9}, "slow device: rank 3 holds up the others with 0.90 times the mean of rows"),
+        (2.2, 0.0, {1: 2.0, 2: 0.5}, "slow by routing: rank 3 got 2.00 times the mean of rows in block 1 and holds up the others"),
+    ):
+        assert reason("rank 3", Slow(seconds, 1.0), Rows(rows, usual)) == said
+    assert reason("rank 3", Slow(2.0, 1.0), None) == "slow device: rank 3 holds up the others"
 
 
 def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Observers, Operation, Waits
+from megacore.distributed.observer import Observer, Observers, Operation, Slow, Waits
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.pipeline.schedule import Action
@@ -155,11 +155,11 @@ def test_who_knows_nothing_is_passed_over() -> None:
         def waits(self) -> Waits:
             return Waits(2.0)
 
-        def stragglers(self, *_: Any) -> dict[int, float]:
-            return {3: 1.5}
+        def stragglers(self, *_: Any) -> dict[int, Slow]:
+            return {3: Slow(1.5, 1.0)}
 
     both = Observers([Listener(), Knowing()])
-    assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: 1.5}
+    assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: (1.5, 1.0)}
     assert Observers().waits() == Waits() and Observers().stragglers([1.0], [0.0], 1.0) == {}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.distributed.observer import Observer, Operation, Waits
+from megacore.distributed.observer import Observer, Operation, Slow, Waits
 from megacore.pipeline.schedule import REDUCTIONS, TRANSFERS, Action
 from megacore.tools.diagnosis.device_work import DeviceEvent, DeviceWork
 from megacore.tools.diagnosis.stragglers import Stragglers
@@ -149,7 +149,7 @@ class FlightRecorder(Observer):
         self.waited, self.spent = 0.0, {}
         return Waits(waited, spent) if device is None else Waits(waited, spent, device.take_seconds(), device.take_waits())
 
-    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, float]:
+    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, Slow]:
         return self.outliers.named(busy, device_busy, step_seconds)
 
     def mark(self, phase: str, microbatch: int = -1, chunk: int = -1) -> None:

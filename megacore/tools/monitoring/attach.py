@@ -10,6 +10,7 @@ from megacore.tools.monitoring.expert_load import ExpertLoad
 from megacore.tools.monitoring.profile import Profile
 from megacore.tools.monitoring.progress import ProgressLine, has_terminal
 from megacore.tools.monitoring.prometheus import Exporter
+from megacore.tools.monitoring.slow_ranks import SlowRanks
 from megacore.tools.monitoring.statistics import Statistics
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.monitoring.wandb import Tracker, check_wandb
@@ -26,7 +27,8 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
         found += [Tracker()] if log.wandb != "off" else []
     if log.prometheus_port is not None:
         found.append(Exporter(log.prometheus_port, place, device))
-    found += [ExpertLoad()] if config.model.num_experts is not None else []
+    loads = None if config.model.num_experts is None else ExpertLoad()
+    found += [SlowRanks()] if loads is None else [loads, SlowRanks(loads)]
     found += [Statistics()] if log.statistics is not None else []
     found += [Profile()] if log.profile is not None else []
     if (source := source_of(config)) is not None:

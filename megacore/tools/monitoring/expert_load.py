@@ -4,20 +4,31 @@ A load is a part of the mean: 1 is balanced, and the number of experts over thos
 it, so that nothing more is counted or sent in a step. With a capacity, routers also count the rows that they drop.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.collectives import all_reduce
+from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.expert_parallel.router import Router
 from megacore.train.logs import Monitor
+from megacore.train.step import TrainStep
 
+BLOCKS = "blocks."
 MOST = 1024  # experts of all blocks, of which each has a figure of its own
+
+
+class Rows(NamedTuple):
+    """What the router sent to a rank: by block that it holds, as a part of the mean of ranks; and over these blocks the median rank's."""
+
+    own: dict[int, float]
+    usual: float
 
 
 class ExpertLoad(Monitor):
@@ -27,27 +38,35 @@ class ExpertLoad(Monitor):
 
     def start(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
-        self.blocks = [f"blocks.{i}" for i in range(config.model.num_layers) if config.model.has_experts(i)]
+        self.blocks = [f"{BLOCKS}{i}" for i in range(config.model.num_layers) if config.model.has_experts(i)]
+        self.step, self.rows = -1, torch.empty(0)  # the step that was measured last, and its rows by block, along `parallel.expert`
+
+    def built(self, step: TrainStep) -> None:
+        """Asks all ranks which experts they hold. Collective."""
+        own = torch.zeros(1 + len(self.blocks), dtype=torch.int64, device=self.mesh.device)
+        own[0] = self.mesh.group("ep").rank
+        own[[1 + at for at, _ in self._routers(step.stages)]] = 1
+        self.held = all_gather(own[None], self.mesh.world).tolist()
 
     def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
         """See `Monitor`. A stage's ranks know the same, and stages tell each other."""
-        experts = resolved(self.config.model.num_experts)
+        experts, capacity = resolved(self.config.model.num_experts), self.config.model.capacity_factor
         every = torch.zeros(len(self.blocks), experts, dtype=torch.float64, device=self.mesh.device)
         rows = every.new_zeros(len(self.blocks), 2)  # dropped, and all
-        for name, module in (pair for stage in stages for pair in stage.named_modules()):
-            if isinstance(module, Router):
-                at = self.blocks.index(".".join(name.split(".")[:2]))
-                every[at] = module.load.value
-                rows[at, 0], rows[at, 1] = module.take_drops()
+        for at, router in self._routers(stages):
+            every[at] = router.load.value
+            rows[at, 0], rows[at, 1] = router.take_drops()
         all_reduce(every, self.mesh.pp)
         found: dict[str, float] = {}
-        by_rank, fullest = every.unflatten(1, (self.config.parallel.expert, -1)).mean(2).max(1)
+        by_rank, fullest = self._of_ranks(every).max(1)
+        kept = self._of_ranks(every.clamp(max=capacity or math.inf))
+        self.step, self.rows = figures["step"], (kept / kept.mean(1, keepdim=True)).cpu()
         shares = every / experts
         entropy = torch.special.entr(shares).sum(1) / torch.log(shares.new_tensor(max(experts, 2)))
         kinds = {"expert_load_max": every.amax(1), "expert_load_min": every.amin(1), "expert_rank_load": by_rank, "expert_entropy": entropy}
         if self.config.parallel.expert > 1:
             kinds["expert_rank"] = fullest
-        if self.config.model.capacity_factor is not None:
+        if capacity is not None:
             dropped, routed = all_reduce(rows, self.mesh.world).unbind(1)  # each rank counts rows of its own
             kinds["expert_drops"] = dropped / routed.clamp(min=1)
         for kind, values in kinds.items():
@@ -56,3 +75,23 @@ class ExpertLoad(Monitor):
             for block, loads in zip(self.blocks, every.tolist(), strict=True):
                 found |= {f"expert_load/{block}.{number}": load for number, load in enumerate(loads)}
         return found
+
+    def rows_of(self, rank: int, step: int) -> Rows | None:
+        """What the router sent to a rank in the logged `step`, by the mean of the ranks that hold the same experts; with a capacity no
+        more than it lets through. None where nobody knows, or the rank has no experts."""
+        at, *holds = self.held[rank]
+        own = [block for block, held in enumerate(holds) if held]
+        if step != self.step or not own:
+            return None
+        blocks = [int(self.blocks[block].removeprefix(BLOCKS)) for block in own]
+        usual = median(self.rows[own].mean(0).tolist())
+        return Rows(dict(zip(blocks, self.rows[own, at].tolist(), strict=True)), usual)
+
+    def _of_ranks(self, loads: Tensor) -> Tensor:
+        return loads.unflatten(1, (self.config.parallel.expert, -1)).mean(2)
+
+    def _routers(self, stages: Sequence[nn.Module]) -> Iterator[tuple[int, Router]]:
+        """Those of this rank, and which of the blocks with experts each is in."""
+        for name, module in (pair for stage in stages for pair in stage.named_modules()):
+            if isinstance(module, Router):
+                yield self.blocks.index(".".join(name.split(".")[:2])), module

@@ -1,0 +1,67 @@
+"""Names the ranks that hold up the others, with their hosts, and says of each whether its device is slow or the router sends it more.
+
+A rank whose rows are as many times the usual ones as its seconds are, or more, may be slow by them alone: the rest of its work is that of
+others. Beyond that it is its device.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from megacore.config import Config
+from megacore.distributed.collectives import all_gather
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Slow
+from megacore.distributed.rank_info import host_name
+from megacore.tools.monitoring.expert_load import ExpertLoad, Rows
+from megacore.train.logs import Monitor, Report
+
+NAME = 64  # bytes of a host's name
+SHOWN = 8  # blocks that a line names
+
+
+class SlowRanks(Monitor):
+    """Prints a line for each, once as long as it lasts."""
+
+    def __init__(self, loads: ExpertLoad | None = None) -> None:
+        """`loads`: who knows the rows of experts, if the model has any."""
+        self.loads = loads
+        self.named: set[int] = set()
+        self.say: Callable[[str], None] | None = None  # on rank 0
+
+    def start(self, config: Config, mesh: Mesh) -> None:
+        """Asks for all hosts' names. Collective."""
+        own = torch.frombuffer(bytearray(host_name().encode()[:NAME].ljust(NAME, b"\0")), dtype=torch.uint8)
+        told = all_gather(own[None].to(mesh.device), mesh.world).tolist()
+        self.hosts = [bytes(name).rstrip(b"\0").decode(errors="replace") for name in told]
+
+    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """Is told how to print."""
+        self.say = say
+
+    def report(self, report: Report) -> None:
+        """Names those who hold up the others since this step."""
+        step, seconds = report.figures["step"], report.figures["step_seconds"]
+        if self.say is not None:
+            for rank, slow in report.stragglers.items():
+                if rank in self.named:
+                    continue
+                rows = None if self.loads is None else self.loads.rows_of(rank, step)
+                took = f"busy for {slow.seconds:.2f} s of {seconds:.2f} s"
+                self.say(f"step {step}: {reason(f'host {self.hosts[rank]} rank {rank}', slow, rows)}, {took}")
+        self.named = set(report.stragglers)
+
+
+def reason(who: str, slow: Slow, rows: Rows | None) -> str:
+    """Why `who` holds up the others. `rows`: what the router sent there; None of a rank without experts."""
+    if rows is None:
+        return f"slow device: {who} holds up the others"
+    mean = fmean(rows.own.values())
+    if mean <= 1 or slow.seconds * rows.usual > slow.usual * mean:
+        return f"slow device: {who} holds up the others with {mean:.2f} times the mean of rows"
+    full = sorted((block for block, load in rows.own.items() if load > 1), key=lambda block: -rows.own[block])
+    blocks = ", ".join(map(str, sorted(full[:SHOWN]))) + (f" and {len(full) - SHOWN} more" if len(full) > SHOWN else "")
+    where, times = "block" if len(full) == 1 else "blocks", fmean(rows.own[block] for block in full)
+    return f"slow by routing: {who} got {times:.2f} times the mean of rows in {where} {blocks} and holds up the others"
