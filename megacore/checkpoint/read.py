@@ -27,7 +27,7 @@ from megacore.errors import CheckpointError
 FREE_MODEL_KEYS = {"source", "source_digest", "dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "max_positions"}
 FREE_MODEL_KEYS |= {"z_loss", "router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}  # of training alone
 # Keys whose default is what others say.
-DERIVED = {"num_kv_heads", "head_size", "ffn_size", "expert_ffn_size", "max_positions", "qkv_bias", "attention_scale"}
+DERIVED = {"num_kv_heads", "head_size", "ffn_size", "expert_ffn_size", "router_bias", "max_positions", "qkv_bias", "attention_scale"}
 
 BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once while it is read
 
@@ -121,6 +121,7 @@ class Reader:
             raise CheckpointError(str(self.path), f"was written with {files[0]}, and the config has {files[1]}", f"{right}, or {otherwise}")
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
+        free |= {"router_bias_rate"} if "router_bias" in recorded else set()  # which says whether there is a bias
         if recorded:
             defaults = ModelConfig().model_dump(mode="json")
             recorded = {key: defaults[key] for key in defaults.keys() & model.keys() - DERIVED} | recorded

@@ -28,8 +28,11 @@ class ExpertSettings(Section):
     )
     balance_coefficient: NonNegative = Field(0.01, description="of that loss")
     router_z_loss: NonNegative = Field(0.0, description="coefficient of the mean squared logsumexp of the router's logits; 0: no such loss")
+    router_bias: bool | None = Field(
+        None, description="experts are chosen by their scores and a bias, which weighs nothing; null: where router_bias_rate is above 0"
+    )
     router_bias_rate: NonNegative = Field(
-        0.0, description="balance without a loss: a step moves the bias by which each expert is chosen by so much, towards the mean load"
+        0.0, description="balance without a loss: a step moves each expert's bias by so much, towards the mean load; 0: it stays"
     )
 
     def has_experts(self, block: int) -> bool:

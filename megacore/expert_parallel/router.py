@@ -51,8 +51,8 @@ class Router(nn.Module):
         self.logit_bias = new_parameter(Shard((self.experts,), along), dtype, device) if config.model.bias else None
         # Of each expert: its tokens in the step before, as a part of the mean; and what is added to its scores where experts are chosen.
         self.load = new_buffer(Shard((self.experts,), along, fill=1.0), lambda _, counts: relative(counts), torch.float64, device)
-        rate = config.model.router_bias_rate
-        self.bias = new_buffer(Shard((self.experts,), along), towards_mean(rate), torch.float64, device) if rate else None
+        rule = towards_mean(config.model.router_bias_rate)
+        self.bias = new_buffer(Shard((self.experts,), along), rule, torch.float64, device) if config.model.router_bias else None
         self.dropped, self.routed = torch.zeros((), dtype=torch.int64), 0  # rows of this rank, see `take_drops`
 
     def score(self, x: Tensor) -> Scored:

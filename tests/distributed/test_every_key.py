@@ -133,6 +133,7 @@ CASES: dict[str, Case] = {
     "model.router_balance": numbers("sequence", EXPERTS),
     "model.balance_coefficient": numbers(1, f"{EXPERTS} model.router_balance=global"),
     "model.router_z_loss": numbers(1, EXPERTS),
+    "model.router_bias": Case("refused", "false", f"{EXPERTS} model.router_bias_rate=1"),
     "model.router_bias_rate": numbers(1, EXPERTS),
     "parallel.expert": Case("told", "2", f"{EXPERTS} {DATA}", ranks=2),
     "parallel.expert_tensor": Case("told", "1", f"{EXPERTS} {TENSOR}", ranks=2),

@@ -88,7 +88,8 @@ def test_settings_come_back(name: str) -> None:
     family = family_for_config(config)
     assert family.architecture == ARCHITECTURES[PEERS[name][0]]
     written = json.loads(json.dumps(family.write(config)))
-    assert read(written) == config.model.model_dump()
+    known = {"router_bias": config.model.router_bias or None}  # peers do not speak of one that is not there
+    assert read(written) == config.model.model_dump() | known
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -246,7 +247,7 @@ def test_rotary_settings_of_gemma_3() -> None:
         ({"logit_scale": 0.5}, "model.logit_scale"),
         (RMS | MOE | {"window": 5, "router_normalised": False}, "model.router_normalised"),
         (RMS | MOE | {"shared_experts": 1}, "model.shared_experts"),
-        (RMS | MOE | {"router_bias_rate": 0.1}, "model.router_bias_rate"),
+        (RMS | MOE | {"router_bias_rate": 0.1}, "model.router_bias"),
         (RMS | MOE | {"qk_norm": True, "router_scores": "sigmoid"}, "model.router_scores"),
         ({"num_kv_heads": 2}, "model.num_kv_heads"),
         (RMS | {"qk_norm": True, "qkv_bias": True}, "model.qk_norm"),
@@ -266,6 +267,19 @@ def test_the_nearest_family_differs_in_a_list_of_keys() -> None:
     """It read "norm and branches, activation"."""
     with pytest.raises(ConfigError, match="the nearest, differs in norm, embedding_norm and activation "):
         family_for_config(config_of({"bias": False, "position": "rope", "embedding_norm": True, "activation": "relu2"}))
+
+
+def test_the_nearest_family_has_layers_of_the_same_kind() -> None:
+    """A model with latents was told that Granite is the nearest, with `kv_rank None`; of several values the first alone was named."""
+    of_latents = RMS | {"kv_rank": 8, "num_experts": 4}
+    for model, right in (
+        (RMS | {"kv_rank": 8}, r"DeepseekV3ForCausalLM, .* \(num_experts 256, norm_eps 1e-06\)"),
+        (of_latents, r"DeepseekV3ForCausalLM, .* \(.*shared_experts 1, router_scores \"sigmoid\".*\)"),
+        (RMS | MOE | {"shared_experts": 1, "first_dense": 1}, r"Qwen3MoeForCausalLM, .* \(shared_experts 0, qk_norm true\)"),
+        (RMS | MOE | {"window": 5, "qk_norm": True}, r"Qwen3MoeForCausalLM, .* \(window null\)"),
+    ):
+        with pytest.raises(ConfigError, match=right):
+            family_for_config(config_of(model))
 
 
 MUP = {"parametrization": "mup", "base_width": 16, "base_layers": 1}
@@ -299,6 +313,7 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS | MOE | {"qk_norm": True, "first_dense": 1, "experts_every": 2, "num_layers": 5}, "Qwen3MoeForCausalLM"),
         (RMS | MOE | {"qk_norm": True, "qk_norm_heads": "all"}, "OlmoeForCausalLM"),
         (RMS | MOE | DEEPSEEK, "DeepseekV3ForCausalLM"),
+        (RMS | MOE | DEEPSEEK | {"router_bias_rate": 0.0, "router_bias": True}, "DeepseekV3ForCausalLM"),
         (RMS | MOE | DEEPSEEK | {"rope_scaling": STRETCHED, "attention_scale": 0.2}, "DeepseekV3ForCausalLM"),
         ({"position": "rope"}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "branches": "parallel", "rotary_share": 0.25}, "GPTNeoXForCausalLM"),

@@ -111,6 +111,17 @@ def test_layers_that_guess_further_ahead_are_left_out(theirs, tmp_path, capsys):
     assert "1 tensors of layers behind the last are left out" in capsys.readouterr().out
 
 
+def test_a_bias_that_no_step_moves_comes_in_and_goes_out(theirs, tmp_path):
+    """Without a rate the files' bias was refused as a tensor of no such model. A run without one is told of its own setting."""
+    folder, expected = theirs("deepseek_v3")
+    run = take_in(folder, tmp_path / "run", "model.router_bias_rate=0")
+    assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
+    before, after = stored(folder), stored(export(run, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    with pytest.raises(ConfigError, match=r"model\.router_bias: is false, and then .* holds the tensor .* without model\.router_bias\)"):
+        take_in(folder, tmp_path / "other", "model.router_bias_rate=0", "model.router_bias=false")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OWN)
 def test_ours_out(name, dtype, tmp_path, capsys):

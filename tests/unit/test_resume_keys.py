@@ -35,7 +35,7 @@ model: block source_digest num_layers hidden_size num_heads num_kv_heads head_si
     tie_embeddings parametrization base_width base_head_size base_layers
     q_rank kv_rank plain_size value_size
     num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores router_normalised router_scale
-    expert_groups groups_per_token router_bias_rate
+    expert_groups groups_per_token router_bias
     norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
     attention_sinks attention_gate qk_norm_heads window_rope_theta head_bias window_schedule
 train: seq_len global_batch_size batch_ramp seed
@@ -44,6 +44,7 @@ data: packing train
 """
 HEARD = """
 model: source dropout attention kernels chunked_loss z_loss router_balance balance_coefficient router_z_loss capacity_factor
+    router_bias_rate
 parallel: expert expert_tensor expert_halves
     tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
     heartbeat_seconds

@@ -18,7 +18,7 @@ from megacore.tools.interchange.expert_families import QWEN, apart, number_of_ex
 from megacore.tools.interchange.mapped import Mapped, renamed, stacked
 from megacore.tools.interchange.settings import flag, get, number, or_null, read_llama_like, require, whole, write_llama_like
 
-BIAS_RATE = 0.001  # of the published run; the files do not say
+BIAS_RATE = 0.001  # of the published run; the files of others do not say
 SIZES = {  # ours, what they are called there, and their defaults
     "kv_rank": ("kv_lora_rank", 512), "plain_size": ("qk_nope_head_dim", 128), "value_size": ("v_head_dim", 128),
     "head_size": ("qk_rope_head_dim", 64), "expert_ffn_size": ("moe_intermediate_size", 2048), "shared_experts": ("n_shared_experts", 1),
@@ -45,7 +45,8 @@ def read_deepseek_v3(hf: dict[str, Any]) -> dict[str, Any]:
         router_scores="sigmoid",
         router_scale=number(hf, "routed_scaling_factor", 2.5),
         router_normalised=flag(hf, "norm_topk_prob", True),
-        router_bias_rate=number(hf, "router_bias_rate", BIAS_RATE),
+        router_bias=True,
+        router_bias_rate=get(hf, "router_bias_rate", BIAS_RATE, (int, float)),
     )
 
 
@@ -58,9 +59,10 @@ def mscale(rope: dict[str, Any]) -> float:
 def write_deepseek_v3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
-    own = {theirs: getattr(model, ours) for ours, (theirs, _) in SIZES.items()} | {
+    sizes = {"num_experts": ("n_routed_experts", 256)} | SIZES
+    own = {theirs: size for ours, (theirs, _) in sizes.items() if (size := getattr(model, ours))} | {
+        "rms_norm_eps": 1e-6,
         "q_lora_rank": model.q_rank,
-        "n_routed_experts": model.num_experts,
         "first_k_dense_replace": model.first_dense,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -103,7 +105,7 @@ def with_shared(config: Config, mixture: Callable[[str, str], list[Mapped]], our
     bias = renamed(f"{ours}.router.bias", (resolved(model.num_experts),), f"{theirs}.mlp.gate.e_score_correction_bias")
     return [
         *mixture(ours, theirs),
-        *([replace(bias, buffer=True)] if model.router_bias_rate else []),
+        *([replace(bias, buffer=True)] if model.router_bias else []),
         stacked(f"{ours}.shared.up.weight", (2, ffn, hidden), [f"{theirs_shared}.{part}_proj.weight" for part in ("gate", "up")]),
         renamed(f"{ours}.shared.down.weight", (hidden, ffn), f"{theirs_shared}.down_proj.weight"),
     ]

@@ -85,27 +85,34 @@ def write_router(model: ModelConfig) -> dict[str, Any]:
     return sizes | {"norm_topk_prob": model.router_normalised}
 
 
-def read_mixtral(hf: dict[str, Any]) -> dict[str, Any]:
-    """See `Family.read`. Its weights are always normalised. Noise on the router's input (`router_jitter_noise`) is only in training."""
-    own = {
-        "num_experts": number_of_experts(hf, 8),
-        "experts_per_token": whole(hf, "num_experts_per_tok", 2),
+def read_local_experts(hf: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
+    """What Mixtral and gpt-oss share, of which these are the defaults. Their weights are always normalised."""
+    return {
+        "num_experts": number_of_experts(hf, experts),
+        "experts_per_token": whole(hf, "num_experts_per_tok", per_token),
         "expert_ffn_size": whole(hf, "intermediate_size"),
-        "window": or_null(hf, "sliding_window", None, int),
     }
-    return read_llama_like({"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5} | hf, **own)
 
 
-def write_mixtral(config: Config) -> dict[str, Any]:
-    """See `Family.write`."""
-    model = config.model
-    own = {
+def write_local_experts(model: ModelConfig) -> dict[str, Any]:
+    """Writes the settings that `read_local_experts` reads, and the window, which both have."""
+    return {
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
         "intermediate_size": model.expert_ffn_size,
         "sliding_window": model.window,
     }
-    return write_llama_like(config, "MixtralForCausalLM", "mixtral", **own)
+
+
+def read_mixtral(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`. Noise on the router's input (`router_jitter_noise`) is only in training."""
+    own = read_local_experts(hf, 8, 2) | {"window": or_null(hf, "sliding_window", None, int)}
+    return read_llama_like({"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5} | hf, **own)
+
+
+def write_mixtral(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "MixtralForCausalLM", "mixtral", **write_local_experts(config.model))
 
 
 def read_olmoe(hf: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Nothing here needs transformers: a peer's model is a `config.json`, read as an object, and named tensors.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from megacore.config import Config
+from megacore.config.experts import ExpertSettings
 from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import deepseek, expert_families, gelu_families, gpt_oss, llama_kin, settings
@@ -18,7 +20,8 @@ from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensor
 
 # No part of the function, or none behind the last step of a schedule.
 TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "z_loss", "window_schedule"}
-TRAINING_KEYS |= {"router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}
+TRAINING_KEYS |= {"router_balance", "balance_coefficient", "router_z_loss", "router_bias_rate", "capacity_factor"}
+KINDS = ("kv_rank", "num_experts")  # a family that differs in one of these has other layers, and is further away than any that does not
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,9 @@ def family_for_config(config: Config) -> Family:
     """The family that computes exactly what a model of this config computes.
 
     Raises:
-        ConfigError: none does; names the keys in which the nearest one differs.
+        ConfigError: none does; names the keys in which the nearest one differs, and its values.
     """
-    nearest: tuple[str, dict[str, Any]] | None = None
+    found: dict[str, dict[str, Any]] = {}
     for family in FAMILIES.values():
         try:
             differing = unexpressed(family, config)
@@ -116,14 +119,13 @@ def family_for_config(config: Config) -> Family:
             continue
         if not differing:
             return family
-        if nearest is None or len(differing) < len(nearest[1]):
-            nearest = family.architecture, differing
-    assert nearest is not None, "the families after Llama refuse no sizes"
-    key, value = next(iter(nearest[1].items()))
-    *others, last = nearest[1]
+        found[family.architecture] = differing
+    nearest = min(found, key=lambda name: (*(kind in found[name] for kind in KINDS), len(found[name])))
+    *others, last = found[nearest]
     named = f"{', '.join(others)} and {last}" if others else last
-    wrong = f"no known architecture has this model: {nearest[0]}, the nearest, differs in {named}"
-    raise ConfigError(f"model.{key}", wrong, f"{key} {value}")
+    wrong = f"no known architecture has this model: {nearest}, the nearest, differs in {named}"
+    right = ", ".join(f"{key} {json.dumps(value)}" for key, value in found[nearest].items())
+    raise ConfigError(f"model.{next(iter(found[nearest]))}", wrong, right)
 
 
 def unexpressed(family: Family, config: Config) -> dict[str, Any]:
@@ -133,6 +135,7 @@ def unexpressed(family: Family, config: Config) -> dict[str, Any]:
     """
     model = config.model
     passed_over = TRAINING_KEYS | ({"rope_theta"} if model.position == "learned" else set())
+    passed_over |= ExpertSettings.model_fields.keys() - {"num_experts"} if model.num_experts is None else set()
     passed_over |= {"ffn_size"} if all(map(model.has_experts, range(model.num_layers))) else set()
     ours = settings.as_peers_have_it(config).model_dump(exclude=passed_over)
     theirs = ModelConfig.model_validate(family.read(family.write(config))).model_dump(exclude=passed_over)

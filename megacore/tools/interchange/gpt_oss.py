@@ -12,10 +12,10 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.errors import CheckpointError
 from megacore.model.activations import LIMIT, SHARPNESS
-from megacore.tools.interchange.expert_families import number_of_experts, shapes_of, with_experts
+from megacore.tools.interchange.expert_families import read_local_experts, shapes_of, with_experts, write_local_experts
 from megacore.tools.interchange.llama_kin import layer_types, read_windows
 from megacore.tools.interchange.mapped import Mapped, Shape, renamed
-from megacore.tools.interchange.settings import CONFIG, read_llama_like, require, whole, write_llama_like
+from megacore.tools.interchange.settings import CONFIG, read_llama_like, require, write_llama_like
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # where the file has none
 
@@ -39,20 +39,14 @@ def read_gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
         bias=True,
         qkv_bias=True,
         attention_sinks=True,
-        num_experts=number_of_experts(hf, 128),
-        experts_per_token=whole(hf, "num_experts_per_tok", 4),
-        expert_ffn_size=whole(hf, "intermediate_size"),
+        **read_local_experts(hf, 128, 4),
     )
 
 
 def write_gpt_oss(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
-    own = {
-        "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "intermediate_size": model.expert_ffn_size,
-        "sliding_window": model.window,
+    own = write_local_experts(model) | {
         "layer_types": layer_types(model.num_layers, model.window, model.global_every),
         "swiglu_limit": LIMIT,
         "swiglu_alpha": SHARPNESS,

@@ -1,5 +1,6 @@
 """Imports another project's model as a run's folder."""
 
+import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -18,7 +19,7 @@ from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.tools.interchange.export_tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
-from megacore.tools.interchange.families import family_for_hf
+from megacore.tools.interchange.families import TRAINING_KEYS, family_for_hf
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.tools.interchange.mapped import Mapped, stored_name
 from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
@@ -114,7 +115,7 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
     """
     transformers = transformers_if_installed()
     sections: dict[str, Any] = {
-        "model": peer.model,
+        "model": dict(peer.model),
         "train": {"seq_len": min(peer.model["max_positions"], LONGEST), "precision": "fp32"},
         "optim": dict(GENTLE),
         "checkpoint": {"every": 100, "weights": str(output)},
@@ -133,7 +134,15 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         raise CheckpointError(str(peer.path), wrong, f"a whole {peer.architecture} of the sizes in its configuration")
     check_layers(compare_layers, config)
     mapped = peer.mapped(config)
-    names = peer.names(mapped)
+    try:
+        names = peer.names(mapped)
+    except CheckpointError as error:
+        changed = [key for key, value in sections["model"].items() if key not in TRAINING_KEYS and peer.model.get(key) != value]
+        if not changed:
+            raise
+        wrong = f"is {json.dumps(sections['model'][changed[0]])}, and then {peer.path} {error.wrong}"
+        right = f"as the files have it, without {' '.join(f'model.{key}' for key in changed)}"
+        raise ConfigError(f"model.{changed[0]}", wrong, right) from error
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
     with aside(output) as partial:
         settings = config.model_dump(mode="json", by_alias=True)

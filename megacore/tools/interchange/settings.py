@@ -229,7 +229,8 @@ def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 def as_peers_have_it(config: Config) -> ModelConfig:
     """The same function without NTK-aware scaling, which peers have as another base, and with mup's factors in the scales."""
-    model, update = config.model, dict[str, Any]()
+    model = config.model
+    update: dict[str, Any] = {} if model.router_bias else {"router_bias": None}  # of which they do not speak
     if isinstance(model.rope_scaling, NtkRope):
         theta = stretched_base(config.head_size, model.rope_theta, model.rope_scaling.factor)
         update |= {"rope_theta": theta, "rope_scaling": None}

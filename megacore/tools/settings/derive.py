@@ -33,6 +33,8 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
         derived["model.ffn_size"] = -(-gated // 64) * 64 if model.gated else 4 * model.hidden_size
     if model.num_experts is not None and model.expert_ffn_size is None:
         derived["model.expert_ffn_size"] = model.ffn_size or derived["model.ffn_size"]
+    if model.num_experts is not None and model.router_bias is None:
+        derived["model.router_bias"] = model.router_bias_rate > 0
     if parallel.chunks is None and parallel.schedule != "auto":
         derived["parallel.chunks"] = chunks_of(config)
     if parallel.data == "auto":

@@ -30,6 +30,8 @@ def check_experts(config: Config) -> None:
     usual = ExpertSettings.model_fields["balance_coefficient"].default
     if model.router_balance == "none" and model.balance_coefficient != usual:
         raise ConfigError("model.balance_coefficient", "router_balance is none: there is no such loss", f"{usual}, or a router_balance")
+    if model.router_bias_rate and not model.router_bias:
+        raise ConfigError("model.router_bias", "is false, and router_bias_rate would move a bias", "true, or model.router_bias_rate=0")
     check_others(config)
     divides("model.num_experts", count, "parallel.expert", parallel.expert)
     tensor = parallel.expert_tensor or parallel.tensor
