@@ -16,10 +16,12 @@ from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.topology import alone
 from megacore.errors import ConfigError
 from megacore.expert_parallel.capacity import within_capacity
 from megacore.expert_parallel.dispatch import sum_of
 from megacore.expert_parallel.experts import grouped_linear
+from megacore.expert_parallel.router import Router
 from megacore.kernels.grouped_product import grouped_product
 from megacore.model.batch import Microbatch
 from megacore.model.expert_block import MixtureOfExperts
@@ -376,6 +378,17 @@ def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Con
     monitor.figures({"step": 3}, [stage])
     assert monitor.rows_of(0, 3) == Rows({1: 1.6, 2: 2.0}, 1.0) and monitor.rows_of(1, 3) == Rows({2: 0.0}, 1.0)
     assert monitor.rows_of(2, 3) is None and monitor.rows_of(0, 4) is None
+
+
+def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: Configure) -> None:
+    """A model of one's own may have one anywhere: the run would end before its first step, or wait for a pipeline rank without one."""
+    config = configure("model.num_layers=3 model.first_dense=2", 1)
+    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: SOLO)
+    stage.blocks["1"].add_module("router", Router(config, alone(config), torch.float32, torch.device("cpu")))  # type: ignore[union-attr, index]
+    monitor = ExpertLoad()
+    monitor.start(config, mesh)  # type: ignore[arg-type]
+    monitor.built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
+    assert {name for name in monitor.figures({"step": 1}, [stage]) if "_max/" in name} == {"expert_load_max/blocks.2"}
 
 
 def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:

@@ -91,7 +91,7 @@ class ExpertLoad(Monitor):
         return loads.unflatten(1, (self.config.parallel.expert, -1)).mean(2)
 
     def _routers(self, stages: Sequence[nn.Module]) -> Iterator[tuple[int, Router]]:
-        """Those of this rank, and which of the blocks with experts each is in."""
+        """Those of this rank, and which of the blocks with experts each is in. A model of one's own may have others elsewhere."""
         for name, module in (pair for stage in stages for pair in stage.named_modules()):
-            if isinstance(module, Router):
-                yield self.blocks.index(".".join(name.split(".")[:2])), module
+            if isinstance(module, Router) and (block := ".".join(name.split(".")[:2])) in self.blocks:
+                yield self.blocks.index(block), module
