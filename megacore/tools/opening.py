@@ -7,7 +7,9 @@ from typing import Any
 
 from megacore.config import Config
 from megacore.config.implied import why_whole
+from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.shard import shard_of
+from megacore.optimizers.rule import AVERAGE
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.inputs import Inputs
@@ -36,6 +38,7 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
     yield f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}{still}"
     if choices:
         yield choices
+    yield from decayed_twice(config)
     if trainer.apart:
         yield f"WARNING: {trainer.apart}: this run can save no checkpoint, not even when it is asked to stop"
     if trainer.step == train.steps:
@@ -45,6 +48,15 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
         yield from [*changes(config, trainer.recorded), *trainer.residuals]
     elif trainer.origin:
         yield f"starting from the weights of {trainer.origin}"
+
+
+def decayed_twice(config: Config) -> Iterator[str]:
+    """A warning where the rate falls for an optimizer whose average of the weights stands in place of that."""
+    optim = config.optim
+    averages = sorted({group.rule.name for group in ParameterGroups(optim).every if AVERAGE in group.rule.kinds})
+    if averages and optim.schedule != "constant" and optim.min_lr < optim.lr:
+        name = " and ".join(averages)
+        yield f"WARNING: optim.schedule={optim.schedule} lowers the rate, in place of which {name} averages (optim.schedule=constant)"
 
 
 def changes(config: Config, recorded: Mapping[str, Any]) -> list[str]:

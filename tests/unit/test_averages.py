@@ -11,6 +11,7 @@ from megacore.engine.averages import WeightAverages
 from megacore.optimizers.ademamix import AdEMAMix, AdEMAMixSettings
 from megacore.optimizers.rule import ParameterShard
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.opening import decayed_twice
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
 from tests.one_rank import Configure, backward_of, configuring, engine_of
@@ -37,6 +38,20 @@ def after_a_bad_step(configure: Configure, precision: str) -> tuple[dict[str, to
 
 def averages_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, (tensor, _) in engine.tensors().items() if name.startswith("average/")}
+
+
+def test_a_rate_that_falls_beside_an_average_in_its_place_is_said(configure: Configure) -> None:
+    """`optim.schedule` is cosine unless a config says otherwise: who names the optimizer alone would have both, and not know it."""
+    entry = 'optim.groups=[{"match":["*norm*"],"kind":"schedule_free"}]'
+    for said, overrides in (
+        ("cosine", "optim.kind=schedule_free"),
+        ("wsd", f"optim.schedule=wsd {entry}"),
+        ("", "optim.kind=schedule_free optim.schedule=constant"),
+        ("", "optim.kind=schedule_free optim.lr=0.1 optim.min_lr=0.1"),
+        ("", "optim.ema=0.5"),
+    ):
+        lines = [*decayed_twice(configure(overrides))]
+        assert [line.partition(" lowers")[0] for line in lines] == [f"WARNING: optim.schedule={said}"] * bool(said)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

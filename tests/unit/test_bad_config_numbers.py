@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megacore.config import Config
 from megacore.errors import UserError
+from megacore.tools.choices.run import within_memory
 from megacore.tools.settings.load import referred
 from megacore.tools.stop_request import StopRequest
 from megacore.train.trainer import Trainer
@@ -69,3 +71,15 @@ def test_a_number_at_its_extremes(
         else:
             assert status in (0, 75)
             ran = True
+
+
+def test_a_model_that_no_memory_holds(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the bound of a tensor's elements, and beyond what any process can address: it ended in the allocator's traceback."""
+    monkeypatch.setattr("megacore.tools.diagnosis.guardians.fail", lambda error, *rest: None)  # which would end this process
+    with pytest.raises(UserError, match=r"config error: model: a rank has no memory for \d{15,} bytes more \(smaller sizes, or a layout"):
+        huge = [f"model.hidden_size={2**20}", f"model.ffn_size={2**27}"]
+        SCRIPTS["pretrain"](["--config", str(tree / "config.json"), *huge, f"log.dir={tmp_path / 'run'}"])
+    with pytest.raises(UserError, match="no memory for 20.00 GiB more"), within_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB")
+    with pytest.raises(RuntimeError, match="^another$"), within_memory():
+        raise RuntimeError("another")

@@ -91,6 +91,12 @@ def test_both_do_the_same_work(fork: str) -> None:
     late = small.changed("train", steps=1000).changed("optim", decay_steps=600, schedule="wsd")
     late = matched(idea.changed("train", steps=1000), late, "steps")
     assert late.config.optim.decay_steps == pytest.approx(0.6 * late.config.train.steps, abs=1), "the same part of the run"
+    grown = {"model": {"window": 8, "window_schedule": [[100, 2], [400, 4]]}, "train": {"steps": 1000, "batch_ramp": [[100, 2]]}}
+    for section, values in grown.items():
+        idea, small = idea.changed(section, **values), small.changed(section, **values)
+    late = matched(idea, small, "steps").config
+    parts = [last / late.train.steps for last, _ in (*late.model.window_schedule, *late.train.batch_ramp)]
+    assert parts == pytest.approx([0.1, 0.4, 0.1], abs=0.001), "windows and batches grow over the same parts of the run"
     for section, key, value in (("data", "packing", "best_fit"), ("train", "batch_ramp", [[2, 2]])):
         with pytest.raises(UserError, match=f"my_model has {section}.{key} "):  # other samples in each step
             check_alike(idea, small.changed(section, **{key: value}), "none")

@@ -71,6 +71,24 @@ class Contender:
         return replace(self, sections=sections)
 
 
+    def stretched(self, ratio: float) -> "Contender":
+        """The same with so many times the steps, of all that counts them: warmup, decay, batches and windows that grow."""
+        model, train, optim = self.config.model, self.config.train, self.config.optim
+
+        def counted(steps: int) -> int:
+            return max(1, round(steps * ratio))
+
+        phases = {"warmup_steps": round(optim.warmup_steps * ratio)}
+        if self.sections.get("optim", {}).get("decay_steps") is not None:
+            phases["decay_steps"] = counted(resolved(optim.decay_steps))
+        found = self.changed("train", steps=counted(train.steps)).changed("optim", **phases)
+        if train.batch_ramp:
+            found = found.changed("train", batch_ramp=[[counted(last), size] for last, size in train.batch_ramp])
+        if model.window_schedule:
+            found = found.changed("model", window_schedule=[[counted(last), window] for last, window in model.window_schedule])
+        return found
+
+
 def read_contender(path: str, overrides: Sequence[str]) -> Contender:
     """A config, or the one beside a fork's file. Raises `UserError`."""
     config = Path(path).with_suffix(".json") if path.endswith(".py") else Path(path)
@@ -121,12 +139,7 @@ def matched(idea: Contender, other: Contender, how: str) -> Contender:
         name = (idea if wanted is None else other).name
         raise ConfigError("--match", f"the operations of {name} cannot be counted", "--match none: as many steps of each")
     if how == "steps":
-        ratio = wanted / has
-        optim = other.config.optim
-        phases = {"warmup_steps": round(optim.warmup_steps * ratio)}
-        if other.sections.get("optim", {}).get("decay_steps") is not None:
-            phases["decay_steps"] = max(1, round(resolved(optim.decay_steps) * ratio))
-        return other.changed("train", steps=max(1, round(other.config.train.steps * ratio))).changed("optim", **phases)
+        return other.stretched(wanted / has)
     multiple = FFN * other.config.parallel.tensor
     size = other.config.model.ffn_size or multiple
     larger = other.changed("model", ffn_size=size + multiple).flops
