@@ -272,6 +272,24 @@ def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
     assert torch.allclose(own.router.load.rule(before, own.router.load.take()), counts / 8)
 
 
+@pytest.mark.parametrize("parts", [1, 8])
+def test_of_a_routers_gradient_in_bf16_each_part_is_rounded_once(configure: Configure, parts: int) -> None:
+    """Each rank and microbatch has a part p: an error of 2^-8 |p|, and in fp32 of n products n 2^-24 of their magnitudes. Scores or
+    their gradients in bf16 would err by 2^-8 of these magnitudes, of which p is a small part."""
+    _, own = mixture(configure("train.precision=bf16"))
+    generator, weight = torch.Generator().manual_seed(0), own.router.weight
+    x, toward = torch.randn(64, 16, generator=generator).bfloat16(), torch.randn(64, 8, generator=generator)
+    main, exact, bound = MainGradient(torch.full(weight.shape, torch.nan)), torch.zeros(8, 16).double(), torch.zeros(8, 16).double()
+    for part in range(parts):
+        d, rows = toward[part::parts], x[part::parts]
+        (own.router.score(rows).logits * d).sum().backward()
+        main.take(weight)
+        p = d.double().t() @ rows.double()
+        exact += p
+        bound += 2**-8 * p.abs() + 64 * 2**-24 * (d.double().abs().t() @ rows.double().abs())
+    assert ((main.total - exact).abs() <= bound).all()
+
+
 def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
     """What stands in memory that nobody has written would be one; so would the step before's sum, which is written over."""
     ends = torch.tensor([0, 3, 3, 5])  # the first and the third have none
