@@ -191,7 +191,6 @@ def test_ema_changes_nothing_that_is_trained(pool: Pool, folder: Path) -> None:
         np.testing.assert_allclose(average, before[model] + part * (after[model] - before[model]), rtol=1e-5, atol=1e-7)
 
 
-
 def test_soap_goes_on_in_other_layouts(pool: Pool, folder: Path) -> None:
     """Its bases belong to whole matrices, whoever owns them: one that begins anew would change the loss of the next step."""
     soap = ("optim.kind=soap", "train.precision=fp64", "train.eval_every=0")

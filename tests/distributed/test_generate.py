@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {"position": "rope", "rotary_share": 0.5, "branches": "parallel", "activation": "gelu_erf", "tie_embeddings": False},
     "smollm3": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "nope_every": 2},
-}
+}  # fmt: skip
 # Other families, of which only the exported model's text is compared with transformers'.
 FAMILIES: dict[str, dict[str, Any]] = MODELS | {
     "gemma3": {

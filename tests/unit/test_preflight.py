@@ -176,7 +176,6 @@ def test_a_disks_speed_is_that_of_its_best_try(tmp_path: Path, monkeypatch: pyte
     assert facts.disk(tmp_path, "slow", "a")["write"] == pytest.approx((3 << 20) / 9)
 
 
-
 def test_all_cores_are_measured_and_given_back() -> None:
     mine = os.sched_getaffinity(0)
     assert set(devices.cores()) == {str(core) for core in mine} and os.sched_getaffinity(0) == mine

@@ -134,18 +134,22 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
     width = model.num_heads * user.head_size
     hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
     ffn = max(tensor, -(-round(resolved(model.ffn_size) / model.hidden_size * hidden) // tensor) * tensor)
-    return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_size": head_size,
-        "hidden_size": hidden,
-        "ffn_size": ffn,
-        "max_positions": seq_len + (8 if user.max_positions > user.train.seq_len else 0),
-        "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
-        "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
-        "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
-        "kernels": "auto" if precision == "fp64" else model.kernels,
-    } | base_sizes(user, hidden, head_size) | kinds_of_blocks(user, seq_len, head_size)
+    return (
+        {
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_size": head_size,
+            "hidden_size": hidden,
+            "ffn_size": ffn,
+            "max_positions": seq_len + (8 if user.max_positions > user.train.seq_len else 0),
+            "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
+            "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
+            "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
+            "kernels": "auto" if precision == "fp64" else model.kernels,
+        }
+        | base_sizes(user, hidden, head_size)
+        | kinds_of_blocks(user, seq_len, head_size)
+    )
 
 
 def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class Contender:
         sections.setdefault(section, {}).update(values)
         return replace(self, sections=sections)
 
-
     def stretched(self, ratio: float) -> "Contender":
         """The same with so many times the steps, of all that counts them: warmup, decay, batches and windows that grow."""
         model, train, optim = self.config.model, self.config.train, self.config.optim
