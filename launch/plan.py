@@ -4,7 +4,7 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.tools.choices.bubble import bubble, bubble_warning
 from megacore.tools.choices.context_method import DEVICE
 from megacore.tools.choices.flops import counted_layers, model_flops
+from megacore.tools.choices.layer_cost import BALANCED, Loads
 from megacore.tools.choices.partition import alternatives, partitioned, simulated, stage_costs, step_times
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
@@ -37,7 +38,7 @@ from megacore.tools.planner.own_layout import fit_text, step_report
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.plot import check_plot
 from megacore.tools.planner.profile import profile
-from megacore.tools.planner.routing import read_routing
+from megacore.tools.planner.routing import Routing, loads_of, read_routing
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
 from megacore.tools.planner.workload import refuse_experts
 from megacore.tools.schedules.plan_file import write_plan
@@ -89,7 +90,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, host_size: int, memory_gib: float | None = None) -> None:
+def report(
+    config: Config,
+    device: DeviceSpec | None,
+    cluster: Cluster | None,
+    host_size: int,
+    memory_gib: float | None = None,
+    routing: Routing | None = None,
+) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -122,24 +130,27 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
             f"{peak / 1e12:g} TFLOP/s in {train.precision}; without memory traffic and communication"
         )
     console.print()
-    console.print(stage_table(config))
-    console.print(peak_text(config) + fit_text(config, device, memory_gib))
+    loads = loads_of(config, routing)
+    memories = rank_memory(config, loads=loads)
+    console.print(stage_table(config, memories))
+    console.print(peak_text(config, memories) + fit_text(config, device, memory_gib, routing))
     if config.model.num_experts is not None:
-        console.print("\nMemory and traffic are those of a balanced load: each expert gets as many tokens.")
+        balanced = "those of a balanced load: each expert gets as many tokens"
+        fullest = "those of the rank of each stage that gets most rows, in the step of that run in which it got most"
+        console.print(f"\nMemory and traffic are {balanced if routing is None else fullest}.")
     if world > 1 and config.engine.kind != "deepspeed":
-        console.print(traffic_table(config, cluster, host_size))
+        console.print(traffic_table(config, cluster, host_size, loads))
     elif world > 1:
         console.print("\nWhat is sent is predicted for the native engine and fsdp, not for deepspeed.")
     if note := one_level(config, host_size):
         console.print(note)
 
 
-def stage_table(config: Config) -> "Table":
-    """A table of what each rank of the pipeline holds and does."""
+def stage_table(config: Config, memories: Sequence[RankMemory]) -> "Table":
+    """A table of what each rank of the pipeline holds and does, and of its memory."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    memories = rank_memory(config)
     tokens = config.rank_tokens
     layers, costs = stage_layers(config), stage_costs(config)
     placement = placement_of(config)
@@ -179,9 +190,8 @@ def memory_parts(memory: RankMemory) -> dict[str, int]:
     return held | fleeting | {"total": memory.total}
 
 
-def peak_text(config: Config) -> str:
+def peak_text(config: Config, memories: Sequence[RankMemory]) -> str:
     """When the fullest rank is fullest, what lives then, and what its device needs besides."""
-    memories = rank_memory(config)
     rank, memory = max(enumerate(memories), key=lambda pair: pair[1].total)
     peak, chunks = memory.peak, len(memory.peak.live)
 
@@ -207,12 +217,12 @@ def one_level(config: Config, host_size: int) -> str:
     return f"engine.reduce_levels=2 sums in one level here: a host of {host_size} ranks (--host-size) has {each} of {data} data ranks."
 
 
-def traffic_table(config: Config, cluster: Cluster | None, host_size: int) -> "Table":
+def traffic_table(config: Config, cluster: Cluster | None, host_size: int, loads: Loads = BALANCED) -> "Table":
     """A table of what each rank of the pipeline sends in a step, by group; over a cluster's links also the time, without overlap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    traffic = rank_traffic(config, host_size)
+    traffic = rank_traffic(config, host_size, loads=loads)
     sent, seconds = [sent_by_group(transfers) for transfers in traffic], [dict[str, float]() for _ in traffic]
     caption = "Sent by each rank of the pipeline in a step, in MB."
     if cluster is not None:
@@ -287,10 +297,12 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.search:
         return search(args)
-    for name in ("tokens", "price", "routing"):
+    for name in ("tokens", "price"):
         if getattr(args, name) is not None and None in (args.device, args.cluster):
-            what = "a load decides how long a step takes" if name == "routing" else "days and money follow from a predicted step"
-            raise ConfigError(f"--{name}", what, "also --device and --cluster")
+            raise ConfigError(f"--{name}", "days and money follow from a predicted step", "also --device and --cluster")
+    if args.routing is not None and args.device is None and args.memory_gib is None and args.dry_run is None:
+        wrong = "a run's loads decide how long a step takes and whether the fullest rank's memory suffices, and no device is named"
+        raise ConfigError("--routing", wrong, "also --device, with --cluster for a step's time; or --memory-gib; or --dry-run")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
@@ -305,11 +317,12 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--device", "a step is predicted for a device", f"also --device, such as {device_names()[0]}")
     if args.calibrate and not args.cluster:
         raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
+    routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
     if args.dry_run is not None:
         refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "compare_schedules", "write", "plot", "memory_gib"))
-        return dry_run(config, args.dry_run, args.host_size)
+        return dry_run(config, args.dry_run, args.host_size, routing)
     if args.compare_schedules:
-        refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib"))
+        refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib", "routing"))
     cluster = None if args.cluster is None else read_cluster(args.cluster)
     if device is not None and cluster is not None:
         warn_of_links(device, cluster)
@@ -322,7 +335,6 @@ def run(argv: list[str]) -> int:
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
     predicted = ""
     if device is not None and cluster is not None:
-        routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
         predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price, routing)
     if args.write is not None:
         write_plan("--write", args.write, plan_of(config))
@@ -330,7 +342,7 @@ def run(argv: list[str]) -> int:
     if args.compare_schedules:
         compare_schedules(config, device)
     else:
-        report(config, device, cluster, args.host_size, args.memory_gib)
+        report(config, device, cluster, args.host_size, args.memory_gib, routing)
     print(predicted, end="")
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
@@ -394,11 +406,11 @@ def search(args: argparse.Namespace) -> int:
     return 0
 
 
-def dry_run(config: Config, ranks: str, host_size: int) -> int:
+def dry_run(config: Config, ranks: str, host_size: int, routing: Routing | None = None) -> int:
     """Runs ranks of the mesh in this process. Returns 1 if they do not do what the formulas say, or would hang."""
     from megacore.tools.dry_run.dry_report import report  # imports torch
 
-    wrong = report(config, ranks, host_size)
+    wrong = report(config, ranks, host_size, routing)
     if note := one_level(config, host_size):
         print(note)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)

@@ -5,7 +5,7 @@ sorted by expert again. With `etp` every rank that has a part of an expert gets 
 are dropped stand behind all others, and stay; where results come back, they are zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from megacore.distributed.collectives import Done, Work
 from megacore.distributed.communicator import Group
 from megacore.kernels.permute import slots_of
+
+Expected = Callable[[int, int], Sequence[int]]  # of so many rows, how many go to each of so many ranks with other experts
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,16 @@ class Route:
         return self.slots.numel() - sum(self.sent) // self.parts
 
 
-def routes_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tensor | None = None, halves: bool = False) -> list[Route]:
+def evenly(rows: int, ranks: int) -> Sequence[int]:
+    """Every expert has as many rows."""
+    return [rows // ranks] * ranks
+
+
+def routes_of(
+    chosen: Tensor, experts: int, group: Group, parts: int, fits: Tensor | None = None, halves: bool = False, expected: Expected = evenly
+) -> list[Route]:
     """The ways of rows whose experts are `chosen`, for all tokens, or for each half of them; collective over the group. `fits`: which of
-    the rows are not dropped; None: all.
+    the rows are not dropped; None: all. `expected`: of a choice without content, which all ranks then make alike.
 
     Ranks tell each other how many rows they send. Only where there are several must the host know: here alone a step waits for the
     device, because an exchange takes its sizes from the host.
@@ -57,8 +66,9 @@ def routes_of(chosen: Tensor, experts: int, group: Group, parts: int, fits: Tens
     come = torch.empty_like(to)  # [ranks, halves, experts of a rank]
     assert group.communicator is not None
     group.communicator.start_all_to_all(to, come).wait()
-    if chosen.is_meta:  # where nobody knows the choice: every expert has as many rows
-        sent = received = [[each.numel() * parts // group.size] * group.size for each, *_ in own]
+    if chosen.is_meta:
+        sent = [[n for n in expected(each.numel(), group.size // parts) for _ in range(parts)] for each, *_ in own]
+        received = [[to[group.rank]] * group.size for to in sent]
     else:
         sent, received = torch.stack([to.sum(2), come.sum(2)]).mT.tolist()
     routes = []

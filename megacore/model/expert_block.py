@@ -12,7 +12,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
 from megacore.distributed.topology import Topology
 from megacore.expert_parallel.capacity import within_capacity
-from megacore.expert_parallel.dispatch import Route, arrange, give_back, own_rows, routes_of, send, sum_of
+from megacore.expert_parallel.dispatch import Expected, Route, arrange, evenly, give_back, own_rows, routes_of, send, sum_of
 from megacore.expert_parallel.experts import Experts
 from megacore.expert_parallel.router import Router, Scored, losses_of
 from megacore.kernels.permute import combine, spread
@@ -41,6 +41,7 @@ class MixtureOfExperts(nn.Module):
         # Who proves a layout replaces choices by others, and which rows are dropped.
         self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None
         self.decide_drops: Callable[[Context, int, Tensor, Tensor, Tensor], Tensor] | None = None
+        self.expected: Expected = evenly  # on meta
         self.keeps = config.train.recompute == "full"
         self.kept: dict[int, list[Route]] = {}  # by microbatch, for the backward that runs the layer again
 
@@ -86,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         if self.decide is not None and self.training:
             chosen = self.decide(context, first, ranked, chosen)
         fits = self._fits(scored, chosen, context, first) if self.capacity and self.training else None
-        routes = routes_of(chosen, self.router.experts, self.group, self.parts, fits, self.halves)
+        routes = routes_of(chosen, self.router.experts, self.group, self.parts, fits, self.halves, self.expected)
         self.router.note(key, sum_of([route.counts for route in routes]))
         if fits is not None:
             self.router.note_drops(fits)

@@ -25,6 +25,7 @@ from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tensor_parallel import linear
 from megacore.tools.choices.activations import stage_activations
+from megacore.tools.choices.layer_cost import BlockLoad
 from megacore.tools.choices.measured import cost_of
 from megacore.tools.choices.meta_watch import Call, MetaWatch
 from megacore.tools.choices.partition import partitioned
@@ -32,7 +33,7 @@ from megacore.tools.choices.resolve_auto import loss_chunk
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.choices.torch_patches import Light
 from megacore.tools.dry_run.compare_traffic import mismatches
-from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks
+from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks, planned
 from megacore.tools.dry_run.dry_step import DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
 from megacore.tools.dry_run.fake import as_on_its_device, playing
@@ -40,6 +41,7 @@ from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.parameters import parameters
+from megacore.tools.planner.routing import Routing, loads_of
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
@@ -115,7 +117,12 @@ EXPERTS: dict[str, tuple[int, list[str]]] = {
     ),
 }  # fmt: skip
 LAYOUTS_OF_ALL = LAYOUTS | {name: (world, [*MIXTURE, *overrides]) for name, (world, overrides) in EXPERTS.items()}
-LAYOUTS_OF_ALL |= {name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()}
+HALVES, BOUNDED = "experts 4 in halves, recomputed", "experts 2 in halves, tensor 2, with a capacity"
+IN_HALVES: dict[str, tuple[int, list[str]]] = {
+    HALVES: (4, [*MIXTURE, "parallel.expert=4", "parallel.expert_halves=true", "train.recompute=full"]),
+    BOUNDED: (4, [*MIXTURE, "parallel.expert=2", "parallel.tensor=2", "parallel.expert_halves=true", "model.capacity_factor=1.25"]),
+}
+LAYOUTS_OF_ALL |= IN_HALVES | {name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()}
 
 
 def configured(folder: Path, name: str) -> tuple[int, Config]:
@@ -144,6 +151,32 @@ def test_dry_ranks_do_what_the_formulas_say(name: str, tmp_path: Path) -> None:
     assert [line for dry in ranks.values() for line in against_formulas(config, dry)] == []
     assert mismatches({rank: dry.calls for rank, dry in ranks.items()}) == []
     assert all(dry.calls for dry in ranks.values()) or world == 1
+
+
+ROUTING = Routing(((BlockLoad((2.5, 0.1, 0.6, 0.8)),), (BlockLoad((1.5, 0.9, 0.8, 0.8)),)))  # two steps, the first being less even
+
+
+@pytest.mark.parametrize("name", [*IN_HALVES, "experts 2 with biases, tensor 2, pipeline 2, split backwards"])
+def test_ranks_with_more_rows_take_what_the_plan_says(name: str, tmp_path: Path) -> None:
+    """By a run's loads: every exchange, what waits for backward, and the peak. As if each rank had as many rows, plans would not fit."""
+    world, config = configured(tmp_path, name)
+    ranks = [dry_run(config, rank, routing=ROUTING) for rank in range(0, world, config.parallel.tensor)]
+    assert [line for dry in ranks for line in against_formulas(config, dry, routing=ROUTING)] == []
+    assert mismatches({dry.rank: dry.calls for dry in ranks}) == []
+    config, kept = partitioned(config), []
+    layers = stage_layers(config)
+    last = [dry for dry in ranks if dry.stage == config.parallel.pipeline - 1]  # with experts
+    for dry in last:
+        stages = stage_activations(config, layers, loads_of(config, ROUTING, dry.expert_rank))
+        kept.append([stages[stage].kept for stage in placement_of(config)[dry.stage]])
+        assert [kept_by(dry, chunk) for chunk in range(len(kept[-1]))] == kept[-1]
+        assert dry.peak == pytest.approx(planned(config, dry, ROUTING).total, rel=0.005)
+    balanced = stage_activations(config, layers)
+    assert [balanced[stage].kept for stage in placement_of(config)[-1]] not in kept, "what could fail"
+    assert len({dry.peak for dry in last}) > 1
+    assert any("does exchange" in line for line in against_formulas(config, last[0])), "a plan of a balanced load"
+    fullest = rank_memory(config, loads=loads_of(config, ROUTING))[-1].peak.kept
+    assert fullest == max(planned(config, dry, ROUTING).peak.kept for dry in last)
 
 
 @pytest.mark.parametrize("rank", [0, 1920])

@@ -14,12 +14,12 @@ from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.planner.devices import read_cluster, read_device
-from megacore.tools.planner.memory import communicators_of, rank_memory
+from megacore.tools.planner.memory import communicators_of, fullest_rank, rank_memory
 from megacore.tools.planner.mixture_time import exchange_once
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.routing import read_routing
-from megacore.tools.planner.search import search
+from megacore.tools.planner.search import Candidate, fitting, replace_config, search
 from megacore.tools.planner.step_time import Prediction, predict
 from megacore.tools.planner.workload import Mixture, Setting, routed, setting_of
 from megacore.tools.settings.load import load
@@ -129,6 +129,10 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path
     command = ["--config", path, "--world", "4", "--device", "h100", "--cluster", "dgx_h100", "parallel.expert=4"]
     assert script.run([*command, "--routing", metrics]) == 0
     assert "1.50 times the mean on the busiest rank" in capsys.readouterr().out
+    assert script.run([*command[:4], "parallel.expert=4", "--dry-run", "0,2", "--routing", metrics]) == 0, "ranks have the run's rows"
+    for options, said in (((), "no device is named .also --device"), (("--compare-schedules", "--device", "h100"), "no effect beside it")):
+        with pytest.raises(ConfigError, match=said):
+            script.run([*command[:4], "parallel.expert=4", "--routing", metrics, *options])
     (tmp_path / "dense.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "odd.jsonl").write_text(
         '["expert_load/"]\n{"expert_load/": 1, "expert_load/blocks.1.x": 1, "expert_load/blocks.1.0": null}\n'
@@ -143,6 +147,22 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path
     ):
         with pytest.raises(ConfigError, match=f"--routing: .*{said}"):
             read_routing(wrong, experts)
+
+
+def test_the_fullest_ranks_rows_decide_whether_a_plan_fits(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank of four has all rows of a step of the run's second half: memory for a quarter of them would end that run."""
+    metrics, layout = logged(tmp_path, [4.0, 4.0, 0, 0, 0, 0, 0, 0]), ["parallel.expert=4", "train.seq_len=8192"]
+    config = partitioned(load(path, layout, 4).config)
+    even, uneven = (fullest_rank(config, routing)[2] for routing in (None, read_routing(metrics, 8)))
+    assert uneven > 1.01 * even
+    limit = str((even + uneven) / 2)
+    for options, fits in (((), "fits          yes"), (("--routing", metrics), "fits          NO")):
+        assert script.run(["--config", path, "--world", "4", "--memory-gib", limit, *layout, *options]) == 0
+        assert fits in capsys.readouterr().out
+    candidate = Candidate(config, step(LARGE), 1.0)
+    assert [len(fitting([candidate], (even + uneven) / 2, routing).fit) for routing in (None, read_routing(metrics, 8))] == [1, 0]
+    sharded = replace_config(config, "engine", kind="fsdp")
+    assert fullest_rank(sharded, read_routing(metrics, 8))[2] > 1.01 * fullest_rank(sharded)[2]
 
 
 def test_the_search_divides_experts(path: str) -> None:

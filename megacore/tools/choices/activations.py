@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from megacore.config.schema import Config
 from megacore.pipeline.schedule import Op
-from megacore.tools.choices.layer_cost import LayerCost
+from megacore.tools.choices.layer_cost import BALANCED, LayerCost, Loads
 
 
 @dataclass(frozen=True)
@@ -21,28 +21,28 @@ class StageActivations:
     at_work: dict[Op, int]  # that an action needs while it runs, besides what is kept or waits
 
 
-def layer_costs(config: Config, own: range) -> list[tuple[LayerCost, int]]:
+def layer_costs(config: Config, own: range, loads: Loads = BALANCED) -> list[tuple[LayerCost, int]]:
     """What each layer of a stage costs, given its inner ones: runs of equal layers, in order."""
-    cost_of: Callable[[Config, int], LayerCost] = import_module("megacore.tools.choices.measured").cost_of
+    cost_of: Callable[..., LayerCost] = import_module("megacore.tools.choices.measured").cost_of
     last = config.model.num_layers
     kinds = own if config.model.source is not None else [config.model.alike(layer) for layer in own]
-    alike = [(kind, len([*same])) for kind, same in groupby(kinds)]
-    runs = [*([(-1, 1)] if own.start == 0 else []), *alike, *([(last, 1)] if own.stop == last else [])]
-    costs = ((cost_of(config, layer + 1), count) for layer, count in runs)
+    alike = [(kind, len([*same])) for kind, same in groupby(zip(kinds, map(loads.get, own), strict=True))]
+    runs = [*([((-1, None), 1)] if own.start == 0 else []), *alike, *([((last, None), 1)] if own.stop == last else [])]
+    costs = ((cost_of(config, layer + 1, load), count) for (layer, load), count in runs)
     return [(cost, sum(count for _, count in same)) for cost, same in groupby(costs, key=itemgetter(0))]
 
 
-def stage_activations(config: Config, stages: Sequence[range]) -> list[StageActivations]:
+def stage_activations(config: Config, stages: Sequence[range], loads: Loads = BALANCED) -> list[StageActivations]:
     """The activations of each stage, given its inner layers."""
     found, alike = [], dict[Hashable, StageActivations]()
     for own in stages:
         behind = own.stop == config.model.num_layers
         blocks = own if config.model.source is not None else tuple(map(config.model.alike, own))
-        kind = (own.start == 0, blocks, behind)
+        kind = (own.start == 0, blocks, behind, *map(loads.get, own))
         if kind in alike:
             found.append(alike[kind])
             continue
-        runs = layer_costs(config, own)
+        runs = layer_costs(config, own, loads)
         if config.train.offload_activations:  # of inner layers; beside the one at work, what another keeps is on its way
             ends = {0} if own.start == 0 else set()
             ends |= {len(runs) - 1} if behind else set()

@@ -1,11 +1,38 @@
 """What is known of a layer that was measured (`measured.py`): bytes, operations, and what it sends."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import inf
 from typing import NamedTuple
 
 from megacore.pipeline.schedule import Op
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """How the tokens of a step were spread over a block's experts: those of any rank are, of which it says how many rows go where
+    (`dispatch.Expected`)."""
+
+    loads: tuple[float, ...]  # of each expert, as a part of the mean
+    most: float = inf  # that an expert takes, likewise (`model.capacity_factor`)
+    first: int = 0  # whose rows stand first, of the ranks that divide experts: so the first rank can play any
+
+    def of_ranks(self, ranks: int) -> list[float]:
+        """The load of each of `ranks` that divide the experts, as a part of the mean."""
+        each = len(self.loads) // ranks
+        return [sum(min(load, self.most) for load in self.loads[i : i + each]) / each for i in range(0, len(self.loads), each)]
+
+    def __call__(self, rows: int, ranks: int) -> Sequence[int]:
+        """See the class."""
+        ends = [round(rows * end / ranks) for end in accumulate(self.of_ranks(ranks), initial=0.0)]
+        to = [end - begin for begin, end in pairwise(ends)]
+        return to[self.first :] + to[: self.first]
+
+
+Loads = Mapping[int, BlockLoad]  # of blocks with experts, by number; of others they are balanced
+BALANCED: Loads = {}
 
 
 class Sent(NamedTuple):

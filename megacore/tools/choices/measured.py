@@ -5,7 +5,7 @@ A layer is measured once for all layouts in which it is the same; what a stage o
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
@@ -32,11 +32,12 @@ from megacore.distributed.observer import Observers, Operation
 from megacore.distributed.topology import Topology, alone
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
+from megacore.model.expert_block import MixtureOfExperts
 from megacore.model.layers import DTYPES, Layers, fields_of
 from megacore.model.stage import Stage, run
 from megacore.pipeline.schedule import Op
 from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue, finish_in_turn
-from megacore.tools.choices.layer_cost import Attended, LayerCost, Sent, Work
+from megacore.tools.choices.layer_cost import Attended, BlockLoad, LayerCost, Sent, Work
 from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.choices.resolve_auto import context_method_of, fuses
 from megacore.tools.choices.torch_patches import on_meta
@@ -169,14 +170,15 @@ class Taken(torch.autograd.Function):
         return torch.empty(ctx.shape, dtype=ctx.dtype, device=META)
 
 
-def cost_of(config: Config, layer: int) -> LayerCost:
-    """What a layer costs, by its number in the model's list. Raises `ConfigError` if it is a user's own, and does not run on `meta`."""
+def cost_of(config: Config, layer: int, load: BlockLoad | None = None) -> LayerCost:
+    """What a layer costs, by its number in the model's list, with this load of its experts or a balanced one. Raises `ConfigError` if it is
+    a user's own, and does not run on `meta`."""
     own = by_itself(config)
     if config.model.source is not None:
         layer = _alike(on_one_rank(own))[layer]
     elif 0 < layer <= config.model.num_layers:
         layer = 1 + config.model.alike(layer - 1)
-    return _measured(own, layer, splits_backward(config) and config.parallel.schedule not in WHOLE)
+    return _measured(own, layer, splits_backward(config) and config.parallel.schedule not in WHOLE, load)
 
 
 @cache
@@ -230,18 +232,18 @@ def by_itself(config: Config) -> Config:
 
 
 @cache
-def _measured(config: Config, layer: int, splits: bool) -> LayerCost:
+def _measured(config: Config, layer: int, splits: bool, load: BlockLoad | None = None) -> LayerCost:
     if not splits:
-        one = _Run(config, layer)
+        one = _Run(config, layer, load)
         return LayerCost(one.kept, 0, one.most, one.work, one.parameters)
-    whole, parts = _measured(config, layer, False), _Run(config, layer, split=True)
+    whole, parts = _measured(config, layer, False, load), _Run(config, layer, load, split=True)
     return replace(whole, waiting=parts.waiting, most={**whole.most, **parts.most})
 
 
 class _Run:
     """A layer's forward and backward."""
 
-    def __init__(self, config: Config, layer: int, *, split: bool = False) -> None:
+    def __init__(self, config: Config, layer: int, load: BlockLoad | None = None, *, split: bool = False) -> None:
         """`split`: its backward runs in two parts."""
         watch, layers = LayerWatch(), layers_of(config)
         mesh = Unconnected(config, Observers([watch]))
@@ -250,6 +252,8 @@ class _Run:
         with blamed, on_meta(config.train.device, watch.launched), watch:
             stage, queue = Stage(config, range(layer, layer + 1), mesh, META, layers), WeightGradQueue()
             stage.compute_on(META)
+            for _, mixture in mixtures_of(stage):
+                mixture.expected = load or mixture.expected
             for parameter in stage.parameters():
                 if parameter.requires_grad:
                     _sum_elsewhere(parameter, queue if config.engine.kind == "native" else None)
@@ -283,6 +287,13 @@ class _Run:
                     self.most[Op.BACKWARD_INPUT] = watch.most_of(backward)
                 self.waiting = watch.live
                 self.most[Op.BACKWARD_WEIGHT] = watch.most_of(lambda: deque(finish_in_turn(later), 0))
+
+
+def mixtures_of(stage: nn.Module) -> Iterator[tuple[int, MixtureOfExperts]]:
+    """The mixtures of experts of a stage's blocks, with the blocks' numbers."""
+    for name, module in stage.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            yield int(name.split(".")[1]), module
 
 
 def _sum_elsewhere(parameter: nn.Parameter, queue: WeightGradQueue | None) -> None:

@@ -11,7 +11,8 @@ from megacore.errors import ConfigError
 from megacore.tools.dry_run.compare_traffic import mismatches, named
 from megacore.tools.dry_run.dry_step import PARTS, DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
-from megacore.tools.planner.memory import rank_memory
+from megacore.tools.planner.memory import RankMemory, rank_memory
+from megacore.tools.planner.routing import Routing, loads_of
 from megacore.tools.planner.traffic import rank_traffic
 
 MOST_RANKS = 256  # that a user may name: each takes seconds
@@ -52,7 +53,7 @@ def shortened(config: Config) -> Config:
     return config.model_copy(update={"train": train})
 
 
-def report(config: Config, text: str, host_size: int) -> list[str]:
+def report(config: Config, text: str, host_size: int, routing: Routing | None = None) -> list[str]:
     """Runs the named ranks through a whole step, and all ranks of their groups through a short one; prints what is found.
 
     Returns what is wrong, a line each: a difference from the formulas, or between ranks.
@@ -63,13 +64,13 @@ def report(config: Config, text: str, host_size: int) -> list[str]:
         wrong = f"{config.num_microbatches:,} microbatches a step are run one by one"
         raise ConfigError("train.global_batch_size", wrong, f"at most {MOST_MICROBATCHES:,} for --dry-run; fewer do alike")
     began = time.perf_counter()
-    whole = [run_one(config, rank, host_size, f"rank {rank}") for rank in ranks]
-    faults = [line for dry in whole for line in against_formulas(config, dry, host_size)]
-    show(config, whole)
+    whole = [run_one(config, rank, host_size, f"rank {rank}", routing) for rank in ranks]
+    faults = [line for dry in whole for line in against_formulas(config, dry, host_size, routing)]
+    show(config, whole, routing)
     others, few = sorted(set().union(*(members(config, rank) for rank in ranks))), shortened(config)
     short = {}
     for number, rank in enumerate(others, 1):
-        short[rank] = run_one(few, rank, host_size, f"rank {rank}, {number} of {len(others)} that share a group").calls
+        short[rank] = run_one(few, rank, host_size, f"rank {rank}, {number} of {len(others)} that share a group", routing).calls
     faults += mismatches({dry.rank: dry.calls for dry in whole}) or mismatches(short)
     progress("")
     verdict = "NOT as they should be" if faults else "matched"
@@ -79,10 +80,10 @@ def report(config: Config, text: str, host_size: int) -> list[str]:
     return faults
 
 
-def run_one(config: Config, rank: int, host_size: int, what: str) -> DryRank:
+def run_one(config: Config, rank: int, host_size: int, what: str, routing: Routing | None = None) -> DryRank:
     """`dry_run`, with a line for the waiting."""
     progress(f"dry run of {what} …")
-    return dry_run(config, rank, host_size)
+    return dry_run(config, rank, host_size, routing)
 
 
 def progress(text: str) -> None:
@@ -91,17 +92,22 @@ def progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[str]:
+def planned(config: Config, dry: DryRank, routing: Routing | None = None) -> RankMemory:
+    """What the plan has for a rank's memory."""
+    return rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank, loads_of(config, routing, dry.expert_rank))[dry.stage]
+
+
+def against_formulas(config: Config, dry: DryRank, host_size: int = 8, routing: Routing | None = None) -> list[str]:
     """What a rank sends or holds that the plan does not have, a line each."""
-    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage])
-    memory = rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage]
+    loads, memory = loads_of(config, routing, dry.expert_rank), planned(config, dry, routing)
+    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, dry.data_rank, loads)[dry.stage])
     for part in ("parameters", "gradients", "optimizer"):
         if dry.held[part] != (formula := getattr(memory, part)):
             found.append(f"holds {dry.held[part]:,} bytes of {part}, and by formula {formula:,}")
     return [f"rank {dry.rank} ({dry.place}) {line}" for line in found]
 
 
-def show(config: Config, whole: Sequence[DryRank]) -> None:
+def show(config: Config, whole: Sequence[DryRank], routing: Routing | None = None) -> None:
     """Prints what the ranks hold and send, and what lives at their peaks."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -116,7 +122,7 @@ def show(config: Config, whole: Sequence[DryRank]) -> None:
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=True)
     for dry in whole:
         amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak)]
-        amounts.append(f"{rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage].total / size:.3f}")
+        amounts.append(f"{planned(config, dry, routing).total / size:.3f}")
         table.add_row(str(dry.rank), dry.place, f"{dry.parameters:,}", *amounts, f"{len(dry.calls):,}", f"{dry.seconds:.1f}")
     console.print(table)
     for dry in whole:

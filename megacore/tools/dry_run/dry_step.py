@@ -13,10 +13,11 @@ from megacore.distributed.axes import called
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
 from megacore.model.choose import layers_of
-from megacore.tools.choices.measured import batch_on_meta
+from megacore.tools.choices.measured import batch_on_meta, mixtures_of
 from megacore.tools.choices.meta_watch import Call, Journal, MetaWatch, alive
 from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.planner.fsdp_units import divides_parameters
+from megacore.tools.planner.routing import Routing, loads_of
 from megacore.train.step import TrainStep
 
 PARTS = ("parameters", "gradients", "optimizer", "other")  # of what a rank holds from step to step
@@ -32,6 +33,7 @@ class DryRank:
     tensor_rank: int
     shard_rank: int  # under fsdp; else 0
     data_rank: int  # of those that divide tokens
+    expert_rank: int  # of those that divide experts
     parameters: int  # elements, before padding
     held: dict[str, int]  # bytes of `PARTS`
     groups: dict[str, tuple[int, ...]]  # the ranks of each group that it communicates in, by the traffic's names
@@ -54,11 +56,14 @@ class DryRank:
         return found
 
 
-def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
-    """Builds `rank` and runs its first step. Raises `ConfigError` if the engine's code needs a device."""
+def dry_run(config: Config, rank: int, host_size: int = 8, routing: Routing | None = None) -> DryRank:
+    """Builds `rank` and runs its first step, with a balanced load of experts or that of a run. Raises `ConfigError` if the engine's code
+    needs a device."""
     began, config, watch = time.perf_counter(), as_on_its_device(config), MetaWatch()
     with playing(config, rank, watch, host_size) as mesh, uncollected():
-        step = TrainStep(config, mesh, draw=False)
+        step, loads = TrainStep(config, mesh, draw=False), loads_of(config, routing, 0)
+        for block, mixture in (found for stage in step.stages for found in mixtures_of(stage)):
+            mixture.expected = loads.get(block, mixture.expected)
         held = held_by(step, watch)
         built = len(watch.calls)
         batch = [batch_on_meta(config, layers_of(config), key) for key in range(config.num_microbatches)]
@@ -74,6 +79,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
             mesh.tp.rank,
             mesh.group("shard").rank if divides_parameters(config) else 0,
             mesh.gradient_group.rank,
+            mesh.group("ep").rank if config.model.num_experts is not None else 0,
             sum(parameter.numel() for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()),
             held,
             {name: group.ranks for name, group in names.items() if group.size > 1},

@@ -11,6 +11,7 @@ from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan, unsplit
 from megacore.tools.choices.activations import StageActivations, stage_activations
+from megacore.tools.choices.layer_cost import BALANCED, Loads
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.schedules.simulate import describe
@@ -36,10 +37,10 @@ class Peak:
         return self.kept + self.logits + self.working + self.transfers
 
 
-def rank_activations(config: Config) -> list[Peak]:
+def rank_activations(config: Config, loads: Loads = BALANCED) -> list[Peak]:
     """The peak of each rank of the pipeline."""
     config = partitioned(config)
-    costs, peaks = stage_activations(config, stage_layers(config)), []
+    costs, peaks = stage_activations(config, stage_layers(config), loads), []
     for stages, states, message in zip(placement_of(config), fullest(config), transfer_buffers(config), strict=True):
         own = [costs[stage] for stage in stages]
         sizes = [*(cost.kept for cost in own), *(cost.waiting for cost in own)]

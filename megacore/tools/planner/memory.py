@@ -32,11 +32,13 @@ from megacore.config.schema import Config
 from megacore.distributed.axes import AXES, Axis, ranks_along
 from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of, shared_parameters
+from megacore.tools.choices.layer_cost import BALANCED, Loads
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import Buffer, buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
 from megacore.tools.planner.parameters import block_parameters, held_by, of_each_rank, rank_parameters
+from megacore.tools.planner.routing import Routing, loads_of
 from megacore.tools.settings.ds_settings import ds_settings
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
@@ -140,9 +142,9 @@ def besides(memory: RankMemory, communicators: Sequence[int]) -> Besides:
     return Besides(CONTEXT, COMMUNICATOR * max(communicators), int(FRAGMENTATION * (memory.total - memory.held)))
 
 
-def fullest_rank(config: Config) -> tuple[int, RankMemory, float]:
+def fullest_rank(config: Config, routing: Routing | None = None) -> tuple[int, RankMemory, float]:
     """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
-    memories, communicators = rank_memory(config), communicators_of(config)
+    memories, communicators = rank_memory(config, loads=loads_of(config, routing)), communicators_of(config)
     extra = config.train.device != "cpu"  # a CPU keeps nothing besides
     needs = [(memory.total + extra * besides(memory, communicators).total) / 2**30 for memory in memories]
     worst = max(range(len(needs)), key=needs.__getitem__)
@@ -156,12 +158,14 @@ def largest_part(memory: RankMemory) -> str:
     return f"{most} ({parts[most] / 2**30:,.1f})"
 
 
-def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None) -> list[RankMemory]:
+def rank_memory(
+    config: Config, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None, loads: Loads = BALANCED
+) -> list[RankMemory]:
     """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks and, under fsdp, of its shards, the first being
-    the fullest."""
+    the fullest, with these loads of experts."""
     precision, data_rank = config.train.precision, shard_rank if data_rank is None else data_rank
     if divides_parameters(config):
-        return _fsdp_memory(config, tensor_rank, data_rank)
+        return _fsdp_memory(config, tensor_rank, data_rank, loads)
     if config.engine.kind == "deepspeed":
         return _deepspeed_memory(config)
     memories = []
@@ -169,7 +173,7 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0, data_
     masters = wide if ELEMENT_BYTES[precision] < wide else 0
     config = partitioned(config)
     laid_out, own, held = _laid_out(config, tensor_rank), whole_numbers(config, tensor_rank, data_rank), held_by(config, tensor_rank)
-    rows_of_ranks = zip(laid_out, own, held, rank_activations(config), strict=True)
+    rows_of_ranks = zip(laid_out, own, held, rank_activations(config, loads), strict=True)
     for sums, (whole, room), here, activations in rows_of_ranks:
         n = sum(one.size for one in sums)
         state = sum((one.size * masters + one.numbers * wide) // (one.ranks if config.engine.shard_optimizer else 1) for one in sums)
@@ -242,7 +246,7 @@ def whole_numbers(config: Config, tensor_rank: int = 0, data_rank: int = 0) -> l
     return of_each_rank(config, numbers)
 
 
-def _fsdp_memory(config: Config, tensor_rank: int, data_rank: int) -> list[RankMemory]:
+def _fsdp_memory(config: Config, tensor_rank: int, data_rank: int, loads: Loads) -> list[RankMemory]:
     """`rank_memory` of the fsdp engine.
 
     With `reshard`, gathered at once are: the outermost unit (embeddings, positions, final norm, head) all the time, the block that
@@ -272,7 +276,8 @@ def _fsdp_memory(config: Config, tensor_rank: int, data_rank: int) -> list[RankM
     place = (data_rank % config.shard_size,) if config.model.num_experts is None else (data_rank, config.token_ranks)
     key = "units", config.shard_size, tensor_rank, *place, *optimizer_key(config)
     memories = []
-    rows = zip(of_each_rank(config, numbers, *key), whole_numbers(config, tensor_rank, data_rank), rank_activations(config), strict=True)
+    activations_of = rank_activations(config, loads)
+    rows = zip(of_each_rank(config, numbers, *key), whole_numbers(config, tensor_rank, data_rank), activations_of, strict=True)
     for (summed, used, trained, n, own, frozen, state), (whole, room), activations in rows:
         gathered = used if again else n
         waiting = summed if again or config.num_microbatches == 1 else trained

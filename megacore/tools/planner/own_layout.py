@@ -27,23 +27,23 @@ from megacore.tools.settings.validation import check
 Change = dict[str, Any]  # by key
 
 
-def fit_text(config: Config, device: DeviceSpec | None, memory_gib: float | None) -> str:
+def fit_text(config: Config, device: DeviceSpec | None, memory_gib: float | None, routing: Routing | None = None) -> str:
     """Whether the layout fits the device, or `--memory-gib`, and what would; nothing if neither says how much there is."""
     limit = memory_gib if memory_gib is not None else device.memory_gib if device else None
     if limit is None:
         return ""
     of = "--memory-gib" if memory_gib is not None or device is None else device.name
-    return "\n" + "\n".join(fit_lines(config, limit, of)) + "\n"
+    return "\n" + "\n".join(fit_lines(config, limit, of, routing)) + "\n"
 
 
-def fit_lines(config: Config, limit: float, of: str) -> list[str]:
+def fit_lines(config: Config, limit: float, of: str, routing: Routing | None = None) -> list[str]:
     """Whether the fullest rank fits in `limit` GiB, which are `of` a device or an option; if not, what would."""
-    rank, memory, needs = fullest_rank(config)
+    rank, memory, needs = fullest_rank(config, routing)
     where = f"pipeline rank {rank} needs most, {needs:,.2f} GiB of {limit:g} ({of})"
     if needs <= limit:
         return [f"fits          yes: {where}; {limit - needs:,.2f} are left"]
     lines = [f"fits          NO: {where}: {needs - limit:,.2f} too many; most of it is {largest_part(memory)}"]
-    tried = sorted(((fullest_rank(other)[2], words) for words, other in changed(config)), key=lambda pair: pair[0])
+    tried = sorted(((fullest_rank(other, routing)[2], words) for words, other in changed(config)), key=lambda pair: pair[0])
     enough = [f"{words} ({gib:,.2f})" for gib, words in tried if gib <= limit]
     if enough:
         return [*lines, f"              any of these would, with so many GiB: {'; '.join(enough)}"]

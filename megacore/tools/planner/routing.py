@@ -1,38 +1,66 @@
 """How unevenly a run's router spread tokens over experts: the loads that it logged say how many rows the busiest rank has."""
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import inf
 from pathlib import Path
 
+from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.files import read_text
+from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.tools.choices.layer_cost import BALANCED, BlockLoad, Loads
+from megacore.tools.choices.partition import partitioned
 
 LOAD = "expert_load/"  # the figures of single experts (`monitoring.expert_load`): tokens as a part of the mean
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """Loads of the experts of every block, of some steps."""
 
-    steps: tuple[tuple[tuple[float, ...], ...], ...]
+    steps: tuple[tuple[BlockLoad, ...], ...]
 
-    @property
-    def experts(self) -> int:
-        """Of a block."""
-        return len(self.steps[0][0])
+    def busiest(self, ranks: int, most: float = inf) -> float:
+        """Rows of the rank that has most, of `ranks` that divide the experts, as a part of the mean: the mean of steps and blocks.
+        `most`: that an expert takes."""
+        found = [max(loads) for step in _of_ranks(self, ranks, most) for loads in step]
+        return sum(found) / len(found)
 
-    @cached_property
-    def _busiest(self) -> dict[int, float]:
-        return {}
 
-    def busiest(self, ranks: int) -> float:
-        """Rows of the rank that has most, of `ranks` that divide the experts, as a part of the mean: the mean of steps and blocks."""
-        if ranks not in self._busiest:
-            each = self.experts // ranks
-            found = [max(sum(loads[i : i + each]) / each for i in range(0, self.experts, each)) for step in self.steps for loads in step]
-            self._busiest[ranks] = sum(found) / len(found)
-        return self._busiest[ranks]
+@cache
+def _of_ranks(routing: Routing, ranks: int, most: float) -> list[list[list[float]]]:
+    """By step and block the load of each of `ranks`."""
+    return [[replace(load, most=most).of_ranks(ranks) for load in step] for step in routing.steps]
+
+
+@cache
+def _fullest(routing: Routing, ranks: int, most: float, blocks: tuple[int, ...]) -> tuple[int, int]:
+    """The step and the rank with most rows of all `blocks` together."""
+    every = _of_ranks(routing, ranks, most)
+    return max(product(range(len(every)), range(ranks)), key=lambda at: sum(every[at[0]][block][at[1]] for block in blocks))
+
+
+def loads_of(config: Config, routing: Routing | None, expert_rank: int | None = None) -> Loads:
+    """The loads of a model's blocks, as the fullest of the ranks that divide experts sees them, or this one. Each rank of the pipeline has
+    those of the step in which a rank of its stages has most rows: a plan must fit then too.
+
+    A model with other blocks than the run's takes those that stand at the same height.
+    """
+    config, sizes = partitioned(config), config.expert_sizes
+    if routing is None or sizes["ep"] * sizes["etp"] == 1:  # else no row travels
+        return BALANCED
+    layers, most, measured = stage_layers(config), config.model.capacity_factor or inf, min(map(len, routing.steps))
+    mixed = list(filter(config.model.has_experts, range(config.model.num_layers)))
+    at, found = {block: i * measured // len(mixed) for i, block in enumerate(mixed)}, dict[int, BlockLoad]()
+    for stages in placement_of(config):
+        if own := [block for stage in stages for block in layers[stage] if block in at]:
+            step, fullest = _fullest(routing, sizes["ep"], most, tuple(at[block] for block in own))
+            first = fullest if expert_rank is None else expert_rank
+            found |= {block: replace(routing.steps[step][at[block]], most=most, first=first) for block in own}
+    return found
 
 
 def read_routing(path: str, experts: int | None) -> Routing:
@@ -50,10 +78,13 @@ def read_routing(path: str, experts: int | None) -> Routing:
         blocks: dict[str, dict[int, float]] = {}
         for name, load in record.items():
             block, _, number = name.removeprefix(LOAD).rpartition(".")
-            if name.startswith(LOAD) and number.isdecimal() and isinstance(load, int | float) and load >= 0:
+            if name.startswith(LOAD) and number.isdecimal() and isinstance(load, int | float) and 0 <= load < inf:
                 blocks.setdefault(block, {})[int(number)] = float(load)
-        steps.append(tuple(tuple(loads[i] for i in sorted(loads)) for loads in blocks.values()))
-    counts = {len(loads) for step in steps for loads in step}
+        means = [sum(loads.values()) / len(loads) for loads in blocks.values()]
+        if means and min(means) > 0:
+            every = zip(blocks.values(), means, strict=True)
+            steps.append(tuple(BlockLoad(tuple(loads[i] / mean for i in sorted(loads))) for loads, mean in every))
+    counts = {len(block.loads) for step in steps for block in step}
     if counts != {experts}:
         has = "no load of single experts" if not counts else f"loads of {', '.join(map(str, sorted(counts)))} experts"
         raise ConfigError("--routing", f"{path} has {has}", f"loads of model.num_experts {experts}")

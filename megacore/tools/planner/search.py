@@ -53,11 +53,12 @@ class Candidate:
     config: Config
     prediction: Prediction
     peak: float  # operations a second of all devices
+    routing: Routing | None = None  # by which experts' rows take memory; else they are balanced
 
     @cached_property
     def memory(self) -> tuple[int, RankMemory, float]:
         """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
-        return fullest_rank(self.config)
+        return fullest_rank(self.config, self.routing)
 
     @property
     def needs_gib(self) -> float:
@@ -148,18 +149,21 @@ def search(
         return predictor(routed(setting, routing))
 
     every = [Candidate(layout, predict(setting_of(layout)), peak) for layout in map(partitioned, layouts(config, world, cluster))]
-    found = fitting(every, memory_gib)
+    found = fitting(every, memory_gib, routing)
     if found.fit:
         return found
     # Activations go to host memory where nothing else helps.
     none = (c.config for c in every if c.config.train.recompute == "none")
     away = (partitioned(replace_config(layout, "train", offload_activations=True)) for layout in none)
-    other = fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib)
+    other = fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib, routing)
     return other if other.fit else replace(other, least=least_of(c for c in (found.least, other.least) if c is not None))
 
 
-def fitting(candidates: list[Candidate], memory_gib: float) -> Found:
-    """Divides candidates by what they need. Memory is asked for from the fastest on, until what is left is much slower than what fits."""
+def fitting(candidates: list[Candidate], memory_gib: float, routing: Routing | None = None) -> Found:
+    """Divides candidates by what they need. Memory is asked for from the fastest on, until what is left is much slower than what fits.
+
+    With a run's routing, what a balanced load needs comes first, and leaves few: without a capacity the fullest rank needs no less.
+    """
     candidates = sorted(candidates, key=lambda candidate: candidate.seconds)
     fit: list[Candidate] = []
     large: list[Candidate] = []
@@ -170,6 +174,8 @@ def fitting(candidates: list[Candidate], memory_gib: float) -> Found:
         if candidate.holds_gib > memory_gib:
             hopeless.append(candidate)
         else:
+            if routing is not None and (candidate.config.model.capacity_factor or candidate.needs_gib <= memory_gib):
+                candidate = replace(candidate, routing=routing)
             (fit if candidate.needs_gib <= memory_gib else large).append(candidate)
     best = fit[0].seconds if fit else 1.0
     in_order = sorted(fit, key=lambda candidate: (round(candidate.seconds / best, 4), candidate.needs_gib))

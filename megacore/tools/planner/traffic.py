@@ -36,7 +36,7 @@ from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.schema import Config
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.activations import layer_costs
-from megacore.tools.choices.layer_cost import Sent
+from megacore.tools.choices.layer_cost import BALANCED, Loads, Sent
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.buckets import Buffer, buffers_of
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
@@ -75,7 +75,7 @@ def ring_share(operation: str, size: int) -> float:
 
 
 def rank_traffic(
-    config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None
+    config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None, loads: Loads = BALANCED
 ) -> list[list[Transfer]]:
     """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
     shards, the first being the fullest.
@@ -111,17 +111,17 @@ def rank_traffic(
     plain = config.model.source is None and config.model.num_experts is None  # such layers have no buffers
     of_counts = [[] for _ in placement] if plain else of_each_rank(config, counts)
     for stages, of_state, updates, sums in zip(placement, of_each_rank(config, state), of_matrices, of_counts, strict=True):
-        found = [*_layers(config, [layers[stage] for stage in stages]), *_pipeline(config, stages, final, flow)]
+        found = [*_layers(config, [layers[stage] for stage in stages], loads), *_pipeline(config, stages, final, flow)]
         found += [*of_state, *updates, *sums, *_figures(config, flow)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
 
-def _layers(config: Config, stages: Iterable[range]) -> list[Transfer]:
+def _layers(config: Config, stages: Iterable[range], loads: Loads) -> list[Transfer]:
     """Transfers over tensor and context ranks in forward and backward of stages, given their inner layers, as the layers begin them."""
     calls: Counter[Sent] = Counter()
     for own in stages:
-        for cost, count in layer_costs(config, own):
+        for cost, count in layer_costs(config, own, loads):
             calls.update({sent: count * config.num_microbatches * times for sent, times in cost.sent.items()})
     return [
         Transfer(s.group, s.operation, s.size, times * s.elements, s.element_bytes, times, stays=s.operation == "exchange")

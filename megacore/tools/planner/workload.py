@@ -287,7 +287,7 @@ def routed(s: Setting, routing: Routing | None) -> Setting:
     """The same with the load that a run logged."""
     if s.mixture is None or routing is None:
         return s
-    return replace(s, mixture=replace(s.mixture, busiest=min(routing.busiest(s.mixture.ranks), s.mixture.most)))
+    return replace(s, mixture=replace(s.mixture, busiest=routing.busiest(s.mixture.ranks, s.mixture.most)))
 
 
 def gradient_bytes(config: Config) -> float:
