@@ -388,7 +388,8 @@ def search(args: argparse.Namespace) -> int:
     warn_of_links(device, cluster)
     smallest_world(args.config, args.overrides)  # what is set aside must be values all the same
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
-    alone += ["parallel.expert=1", "parallel.expert_tensor=null", "parallel.sequence=false", "parallel.schedule=1f1b"]
+    alone += ["parallel.expert=1", "parallel.expert_tensor=null", "parallel.expert_halves=false"]
+    alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
     if config.model.source is not None:
         check_source(config, args)

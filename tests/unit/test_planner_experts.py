@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -13,9 +14,10 @@ from megacore.tools.choices.flops import projection_weights
 from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.fake import as_on_its_device, playing
+from megacore.tools.planner import search as search_module
 from megacore.tools.planner.devices import read_cluster, read_device
 from megacore.tools.planner.memory import communicators_of, fullest_rank, rank_memory
-from megacore.tools.planner.mixture_time import exchange_once
+from megacore.tools.planner.mixture_time import exchange_once, mixture_times, waits
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.routing import read_routing
@@ -97,6 +99,49 @@ def test_the_busiest_rank_decides() -> None:
     for term in ("products", "passes", "experts"):
         assert uneven.terms[term] > 1.1 * balanced.terms[term], term
     assert uneven.terms["attention"] == balanced.terms["attention"]
+
+
+def test_halves_hide_each_others_exchanges() -> None:
+    """By hand, two halves with 1 s an exchange and 3 s of experts each: the first has come at 1, and is computed at 4. The second is at 7,
+    and is back at 8: of 8 s 2 are waited. In one part both exchanges of 2 s are, of which shared experts hide one."""
+    assert (waits(1.0, 3.0, 2), waits(2.0, 6.0, 1), waits(2.0, 6.0, 1, 5.0)) == (2.0, 4.0, 2.0)
+    # Exchanges of 3 s, experts of 1: rows come at 3 and 6, are back at 9 and 12, and only the experts' 2 s are hidden; beside them 2 more.
+    assert (waits(3.0, 1.0, 2), waits(3.0, 1.0, 2, 2.0)) == (10.0, 8.0)
+
+
+def test_halves_are_predicted() -> None:
+    """Of exchanges less is waited for; products have half the rows, and every expert's gradient is added twice."""
+    machine, m = Machine(read_device("h100"), read_cluster("dgx_h100"), profile("megacore")), LARGE.mixture
+    assert m is not None
+    in_halves = replace(LARGE, mixture=replace(m, halves=True))
+    (forward, backward), (whole, whole_back) = (mixture_times(setting, machine) for setting in (in_halves, LARGE))
+    rows = 4096 * 4 / 2
+    up, down = (machine.product(rows / 8, i, c, "bf16", 8) for i, c in ((4096, 2 * 2048), (2048, 4096)))
+    computed = up + down + machine.pass_over(machine.profile.passes * 2 * rows * 3 * 2048)
+    one, counts = machine.links.exchange(2 * rows * 4096, 8), machine.links.exchange(2 * 8 * 64, 8)
+    assert computed > one, "the first half is back, and the second has come, while experts compute"
+    assert forward["experts"] == pytest.approx(counts + 2 * one) and whole["experts"] > 1.8 * forward["experts"]
+    assert forward["products"] == pytest.approx(machine.product(4096, 4096, 64, "bf16") + 2 * (up + down))
+    again = machine.pass_over(machine.profile.accumulate_bytes * LARGE.expert_parameters)
+    assert backward["passes"] - whole_back["passes"] == pytest.approx(again) and forward["passes"] == whole["passes"]
+    slow = replace(machine, device=replace(machine.device, overlaps=False))
+    assert mixture_times(in_halves, slow)[0]["experts"] == pytest.approx(counts + 4 * one)
+
+
+def test_the_search_sends_rows_in_halves_where_that_is_faster(path: str) -> None:
+    """Sixteen ranks on two machines, whose rows take as long as products; within one machine and of few features it is slower."""
+    wide = ["model.num_experts=16", "model.hidden_size=4096", "model.expert_ffn_size=4096", "train.seq_len=4096", "parallel.expert=16"]
+    every = ((16, wide, True), (8, ["parallel.expert=8"], False))
+    for world, sizes, faster in every:
+        layout = load(path, [*sizes, "train.global_batch_size=32"], world).config
+        with patch.object(search_module, "layouts", lambda *_, layout=layout: [layout]):
+            found = search(layout, world, read_device("h100"), read_cluster("dgx_h100"), profile("megacore"), 1e6)
+        assert [c.config.parallel.expert_halves for c in found.fit] == ([True, False] if faster else [False])
+        assert f"parallel.expert_halves={str(faster).lower()}" in found.fit[0].overrides()
+        assert ("in halves" in found.fit[0].describe()) == faster
+        own = setting_of(found.fit[0].config)
+        assert own.mixture is not None and own.mixture.halves == faster
+        assert predict(own, read_device("h100"), read_cluster("dgx_h100"), profile("megacore")) == found.fit[0].prediction
 
 
 def test_small_groups_share_the_device() -> None:

@@ -43,7 +43,7 @@ HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 l
 SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
 
 KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
-OF_EXPERTS = ("expert", "expert_tensor")
+OF_EXPERTS = ("expert", "expert_tensor", "expert_halves")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class Candidate:
         context = f" × context {parallel.context} ({context_method_of(self.config)})" if parallel.context > 1 else ""
         sizes = self.config.expert_sizes
         experts = f", expert {sizes['ep']} × expert_tensor {sizes['etp']}" if self.config.model.num_experts is not None else ""
+        experts += " in halves" if parallel.expert_halves else ""
         axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}{experts}"
         return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
 
@@ -148,7 +149,16 @@ def search(
     def predict(setting: Setting) -> Prediction:
         return predictor(routed(setting, routing))
 
-    every = [Candidate(layout, predict(setting_of(layout)), peak) for layout in map(partitioned, layouts(config, world, cluster))]
+    def predicted(layout: Config) -> Iterator[Candidate]:
+        """Also with exchanges of rows in halves, where that is faster."""
+        setting = setting_of(layout)
+        yield (whole := Candidate(layout, predict(setting), peak))
+        if (m := setting.mixture) is not None and m.ranks * m.parts > 1:
+            halves = predict(replace(setting, mixture=replace(m, halves=True)))
+            if halves.step < whole.seconds:
+                yield Candidate(replace_config(layout, "parallel", expert_halves=True), halves, peak)
+
+    every = [found for layout in map(partitioned, layouts(config, world, cluster)) for found in predicted(layout)]
     found = fitting(every, memory_gib, routing)
     if found.fit:
         return found
@@ -274,7 +284,7 @@ def expert_ranks(config: Config, tensor: int, token_ranks: int) -> list[dict[str
     if config.model.num_experts is None:
         return [{}]
     sizes = product(divisors(config.model.num_experts), sorted({1, tensor}))
-    return [dict(zip(OF_EXPERTS, pair, strict=True)) for pair in sizes if token_ranks * tensor % prod(pair) == 0]
+    return [dict(zip(OF_EXPERTS, (*pair, False), strict=True)) for pair in sizes if token_ranks * tensor % prod(pair) == 0]
 
 
 def engines(token_ranks: int) -> Iterator[dict[str, Any]]:

@@ -48,6 +48,7 @@ class Mixture:
     once: bool = False  # a token goes once to each machine with experts of its own, and is passed on there; else once for each expert
     busiest: float = 1.0  # rows of the rank that has most, as a part of the mean
     most: float = inf  # rows that an expert takes, likewise (`model.capacity_factor`)
+    halves: bool = False  # of a microbatch, which take turns in travelling and in their experts
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,9 @@ def mixture_of(config: Config) -> Mixture | None:
     ffn, share = resolved(model.expert_ffn_size), sum(map(model.has_experts, range(model.num_layers))) / model.num_layers
     chosen, shared = model.experts_per_token, model.shared_experts * ffn
     most = model.capacity_factor or inf
-    return Mixture(model.num_experts, chosen, ffn, shared, share, sizes["ep"], sizes["etp"], busiest=min(1.0, most), most=most)
+    halves = config.parallel.expert_halves and sizes["ep"] * sizes["etp"] > 1  # else no row travels
+    ranks = sizes["ep"], sizes["etp"]
+    return Mixture(model.num_experts, chosen, ffn, shared, share, *ranks, busiest=min(1.0, most), most=most, halves=halves)
 
 
 def latent_of(config: Config) -> Latent | None:
