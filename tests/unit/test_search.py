@@ -21,7 +21,7 @@ from megacore.tools.planner.activations import fullest
 from megacore.tools.planner.devices import read_cluster, read_device
 from megacore.tools.planner.memory import besides, communicators_of, rank_memory
 from megacore.tools.planner.profile import profile
-from megacore.tools.planner.run_cost import best_interval, cost, loss
+from megacore.tools.planner.run_cost import best_interval, cost, cost_lines, loss
 from megacore.tools.planner.search import Found, layouts, lost, offloaded, replace_config, search
 from megacore.tools.planner.search_plot import label_of
 from megacore.tools.planner.search_report import launcher
@@ -188,6 +188,13 @@ def test_checkpoints_are_saved_at_the_best_interval() -> None:
     found = cost(config, 2.0, 1e9, 16, 8, 2.5, 700)
     assert found.steps == 477 and found.money == pytest.approx(2.5 * found.device_hours)
     assert found.days == pytest.approx(477 * 2.0 / 86400) and found.energy_mwh == pytest.approx(found.device_hours * 700e-6)
+
+
+@pytest.mark.parametrize(("step", "lasts"), [(1e-2, "1.22 seconds"), (1.0, "2.033 minutes"), (100.0, "3.389 hours"), (1e4, "14.12 days")])
+def test_a_runs_time_is_said_in_units_that_fit_it(step: float, lasts: str) -> None:
+    """A tiny run lasted 8e-05 days."""
+    line = cost_lines(load("configs/gpt_tiny.json", [], 1).config, step, 122 * 32 * 128, 8, None, None)[0]
+    assert f"are 122 steps: {lasts} (" in line and "e-" not in line
 
 
 def test_a_run_of_64_devices_costs_what_arithmetic_says() -> None:

@@ -12,6 +12,7 @@ from megacore.tools.planner.error_bars import bar
 from megacore.tools.settings.group_table import parameter_shards
 
 DAY = 86400.0
+UNITS = {"days": DAY, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 # Grattafiori et al. 2024 (Llama 3, table 5): 419 unexpected interruptions in 54 days of 16,384 H100.
 DEVICE_HOURS_A_FAILURE = 16384 * 54 * 24 / 419
 RESTART_SECONDS = 600.0  # from a failure to the first step behind the checkpoint
@@ -77,8 +78,11 @@ def cost_lines(
     world = config.world_size
     found = cost(config, step_seconds, tokens, world, host_ranks, price, power_watts, less)
     error = bar(world, config.parallel.pipeline, host_ranks)
-    days = f"{found.days:.4g} days ({error.around(found.days)}), or {found.device_hours / world / 24:.4g} with failures and checkpoints"
-    lines = [f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours"]
+    unit = unit_of(found.days * DAY)
+    plain, whole = found.days * DAY / UNITS[unit], found.device_hours * 3600 / world / UNITS[unit]
+    time = f"{plain:.4g} {unit} ({error.around(plain)}), or {whole:.4g} with failures and checkpoints"
+    hours = f"{found.device_hours:,.0f}" if found.device_hours >= 10 else f"{found.device_hours:.2g}"
+    lines = [f"{tokens:.3g} tokens are {found.steps:,} steps: {time}, which are {hours} device hours"]
     if found.money is not None:
         lines.append(f"money     {found.money:,.0f}, at {price:g} a device and hour")
     if found.energy_mwh is not None:
@@ -88,6 +92,11 @@ def cost_lines(
     takes = f"a checkpoint takes {found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
     lines.append(f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), if {takes}")
     return lines
+
+
+def unit_of(seconds: float) -> str:
+    """The largest unit of which a time has one."""
+    return next((unit for unit, each in UNITS.items() if seconds >= each), "seconds")
 
 
 def best_interval(delta: float, between: float) -> float:
