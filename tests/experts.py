@@ -1,151 +1,42 @@
 """Proves mixtures of experts in layouts of 4 and 8 ranks: each two values of what can be chosen occur together in one of them.
 
-python -m tests.experts              proves all of them, a third over a strict wire too: twenty minutes on two cores
-python -m tests.experts --list       says which they are
-python -m tests.experts --only 3 7   some, by their numbers
-python -m tests.experts --write      writes docs/experts_proof.md, if all are equal to one process
+python -m tests.experts                   proves all of them, a third over a strict wire too: twenty minutes on two cores
+python -m tests.experts --list            says which they are
+python -m tests.experts --only 3 7        some, by their numbers
+python -m tests.experts --results FILE    keeps there what is found, and does not prove again what is there of the same code
+python -m tests.experts --write           writes docs/experts_proof.md, if all are equal to one process
 """
 
 import contextlib
+import hashlib
 import io
-import random
+import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import product
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
-
-import torch
 
 import tests.experts
 from launch.checkpoint import run as checkpoint_command
 from megacore.config.experts import ExpertSettings
-from megacore.config.parallel import CHUNKS
 from megacore.errors import ConfigError
-from megacore.expert_parallel.router import Router
 from megacore.files import ROOT
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import ROUTING
-from megacore.tools.verify.layouts import Layout, impossible, parse
 from megacore.tools.verify.proof_report import explain
 from megacore.tools.verify.run import Options, Result, prove
-from megacore.tools.verify.shrink import load_whole
 from megacore.tools.verify.workers import ProofWorkers
-from tests.pairwise import Pair, Row, cover
+from tests.expert_rows import CHOICES, CONFIG, FACTORS, Proof, proofs
 from tests.strict import Rules
 from tests.strict.runs import Case, Runs
 from tests.training import write_weights
 
-CONFIG, DOCUMENT = str(ROOT / "configs/moe_tiny.json"), ROOT / "docs" / "experts_proof.md"
-DEEP = "model.num_layers=8"  # for four ranks of a pipeline with two chunks each
+DOCUMENT = ROOT / "docs" / "experts_proof.md"
 STRICT_PART = 3  # of the layouts one in so many is run over a strict wire, of those whose routers are as they are
 MIXTURE = (
     "model.num_layers=8", "model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.bias=false", "model.ffn_size=32",
     "model.num_experts=8", "model.expert_ffn_size=32", "model.first_dense=1", "model.router_z_loss=0.01",
 )  # fmt: skip
-SIZES = {"tp": (1, 2, 4), "pp": (1, 2, 4), "dp": (1, 2, 4), "cp": (1, 2), "ep": (1, 2, 4), "etp": (1, 2, 4)}
-WORLDS = (4, 8)
-SEED, DRAWN = 1, 32  # of the cover; settings that are drawn for each layout
-ENGINES = {
-    "native": (),
-    "sharded": ("engine.shard_optimizer=true",),
-    "two levels": ("engine.reduce_levels=2",),
-    "fsdp": ("engine.kind=fsdp",),
-}
-DEEPSEEK = (
-    "model.router_scores=sigmoid", "model.router_scale=2.5", "model.expert_groups=4", "model.groups_per_token=2",
-    "model.router_bias_rate=0.01", "model.router_balance=global",
-)  # fmt: skip
-ROUTERS = {"softmax": (), "sigmoid": DEEPSEEK, "ties": (), "one expert": ("model.experts_per_token=1",)}
-BATCHES = {
-    "even": (),
-    "few tokens": ("train.seq_len=4", "train.micro_batch_size=1"),
-    "uneven": ("train.seq_len=4", "train.micro_batch_size=3", "train.global_batch_size=24", "model.num_layers=9"),
-    "documents": ("data.document_mask=true", "data.packing=best_fit"),
-}
-CAPACITIES = {"all": (), "0.75": ("model.capacity_factor=0.75",)}
-RECOMPUTE = ("none", "selective", "full")
-FACTORS = (*SIZES, "sp", "schedule", "engine", "recompute", "router", "batch", "capacity", "ranks")
-
-
-@dataclass(frozen=True)
-class Proof:
-    """A row of the cover."""
-
-    row: Row
-
-    @cached_property
-    def of(self) -> dict[str, str]:
-        """Values by factor."""
-        return dict(zip(FACTORS, self.row, strict=True))
-
-    @property
-    def layout(self) -> Layout:
-        """Its ranks and schedule."""
-        return layout_of(self.row[: FACTORS.index("schedule") + 1])
-
-    @property
-    def settings(self) -> list[str]:
-        """What goes with it, as overrides."""
-        of = self.of
-        chosen = ENGINES[of["engine"]], ROUTERS[of["router"]], BATCHES[of["batch"]], CAPACITIES[of["capacity"]]
-        return [DEEP, f"train.recompute={of['recompute']}", *(override for overrides in chosen for override in overrides)]
-
-    @property
-    def plant(self) -> str | None:
-        """What makes scores alike, in the layout and in the one process."""
-        return {"ties": "tests.experts:coarse", "one expert": "tests.experts:alike"}.get(self.of["router"])
-
-    def allowed(self) -> bool:
-        """Whether a run accepts it, as its config says and as the proof makes it small."""
-        try:
-            load(CONFIG, [*self.settings, "train.device=cpu", *self.layout.overrides()], self.layout.world)
-            return impossible(self.layout, load_whole(CONFIG, self.settings)) is None
-        except ConfigError:
-            return False
-
-
-def layout_of(row: Row) -> Layout:
-    """The layout of the first values of a row."""
-    *sizes, sp, schedule = row
-    named = "".join(f"{axis}{size}" for axis, size in zip(SIZES, sizes, strict=True) if size != "1" or axis == "etp")
-    return parse(f"{named}{'sp' * (sp == 'yes')}{'' if schedule == 'none' else f'@{schedule}'}")
-
-
-def every_row() -> Iterator[Row]:
-    """All layouts whose numbers of ranks fit together, each with some settings drawn from all."""
-    rng, settings = random.Random(SEED), list(product(ENGINES, RECOMPUTE, ROUTERS, BATCHES, CAPACITIES))
-    for sizes in product(*SIZES.values()):
-        of = dict(zip(SIZES, sizes, strict=True))
-        stage = of["tp"] * of["dp"] * of["cp"]
-        if (ranks := stage * of["pp"]) not in WORLDS or stage % (of["ep"] * of["etp"]):
-            continue
-        sequence = ("no", "yes") if of["tp"] > 1 else ("no",)
-        schedules = tuple(CHUNKS) if of["pp"] > 1 else ("none",)
-        for own in product(sequence, schedules):
-            for rest in rng.sample(settings, DRAWN):
-                yield (*map(str, sizes), *own, *rest, str(ranks))
-
-
-@cache
-def proofs() -> tuple[list[Proof], set[Pair]]:
-    """The rows of the cover, and the pairs that no run accepts."""
-    rows, never = cover(every_row(), lambda row: Proof(row).allowed(), SEED)
-    return [Proof(row) for row in rows], never
-
-
-def coarse() -> Any:
-    """Scores in sixteenths: often several are equal."""
-    return mock.patch.object(Router, "ranked", lambda self, scores: (scores.detach() * 16).round())
-
-
-def alike() -> Any:
-    """Scores that are all equal: every token goes to the first expert, ranks with others have no rows, and nobody chooses these."""
-    return mock.patch.object(Router, "ranked", lambda self, scores: torch.zeros_like(scores))
 
 
 @dataclass(frozen=True)
@@ -181,18 +72,18 @@ class StrictRuns:
 
     def verdict(self, proof: Proof, upcycled: bool) -> str:
         """What is wrong, in a line; empty if nothing is. `upcycled`: it trains on from a dense model's weights, to which noise is added."""
-        model = (*MIXTURE, *ROUTERS[proof.of["router"]])
-        begin = (f"checkpoint.weights={self.upcycled(proof.of['router'])}",) if upcycled else ("model.shared_experts=1",)
-        chosen = ENGINES[proof.of["engine"]], CAPACITIES[proof.of["capacity"]], (f"train.recompute={proof.of['recompute']}",)
-        case = Case(proof.layout.name, (*model, *begin, *(override for overrides in chosen for override in overrides)))
+        model = (*MIXTURE, *proof.chosen("router", "layers"))
+        begin = f"checkpoint.weights={self.upcycled(proof)}" if upcycled else "model.shared_experts=1"
+        case = Case(proof.layout.name, (*model, begin, *proof.chosen("engine", "recompute", "capacity", "exchange")))
         return self.runs.verdict(case, Rules(seed=proofs()[0].index(proof)))
 
-    def upcycled(self, router: str) -> Path:
-        """A checkpoint whose experts are a dense model's layers and noise, with such a router; made once."""
-        made, settings = self.folder / router, (*MIXTURE, *ROUTERS[router])
+    def upcycled(self, proof: Proof) -> Path:
+        """A checkpoint whose experts are a dense model's layers and noise, with such a router and such layers; made once."""
+        name = f"{proof.of['router']}_{proof.of['layers']}"
+        made, settings = self.folder / name, (*MIXTURE, *proof.chosen("router", "layers"))
         if not made.exists():
             dense = [override for override in settings if override.partition(".")[2].partition("=")[0] not in ExpertSettings.model_fields]
-            source = write_weights(self.folder / f"{router}_dense", load(self.runs.config, dense).config)
+            source = write_weights(self.folder / f"{name}_dense", load(self.runs.config, dense).config)
             with contextlib.redirect_stdout(io.StringIO()):
                 checkpoint_command(["upcycle", str(source), "--output", str(made), "--noise", "0.1", *settings])
         return made
@@ -204,7 +95,7 @@ def document(found: dict[int, Found]) -> str:
     rows = []
     for number, proof in enumerate(chosen):
         of, said = proof.of, found[number]
-        rest = (of[name] for name in ("engine", "recompute", "router", "batch", "capacity"))
+        rest = (of[name] for name in CHOICES)
         rows.append(f"| {proof.layout.name} | {' | '.join(rest)} | {said.verify} | {said.strict or '–'} |")
     lacking = [f"- {FACTORS[i]} {a} with {FACTORS[j]} {b}" for i, a, j, b in sorted(never)]
     beside = "\n\nNo run accepts these pairs, so no row has them:\n\n" + "\n".join(lacking) if lacking else ""
@@ -221,6 +112,8 @@ python -m tests.experts              # proves all of them again: twenty minutes 
 python -m tests.experts --only 3 7   # some, by their places in the table, from 0
 ```
 
+With `--results FILE` a run that was interrupted goes on, as long as no code changes.
+
 A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` ranks hold different ones, `sp` is sequence parallelism.
 
 - **engine**: native, its state divided (`engine.shard_optimizer`), its sums in two levels of hosts (`engine.reduce_levels=2`), or FSDP2.
@@ -232,6 +125,10 @@ A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` r
   "documents" has whole documents packed into samples, and attention within them.
   Tokens of a microbatch that tensor ranks cannot divide are refused, in one line.
 - **capacity**: rows that an expert takes, as a part of the mean; "all" drops none.
+- **exchange**: a microbatch's tokens go to experts at once, or in two halves (`parallel.expert_halves`).
+- **layers**: "biases" has them in experts, routers and all other layers; "latent" is latent attention, with latents of queries too.
+
+All rows have an expert that all tokens share, a dense first block, and a loss of the router's logits.
 
 **largest difference** is that of all gradients, parameters, moments, buffers, losses and norms on all ranks from one process in plain fp64.
 Routing comes first: choices must be those of the one process.
@@ -241,9 +138,45 @@ They have an even batch there.
 They begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model) with noise.
 Losses, norms and every tensor of their checkpoints must be within 1e-9.
 
-| layout | engine | recompute | router | batch | capacity | largest difference | strict wire: drawn / upcycled |
-|---|---|---|---|---|---|---|---|
+Other tests prove what no row has:
+
+| what | test |
+|---|---|
+| Muon for every expert by itself | `tests/distributed/test_experts.py` |
+| checkpoints that move between `ep`, `etp` and `pp` | the same |
+| texts that are written over `ep` and tensor ranks | the same |
+| latent attention under ring and Ulysses | `tests/distributed/test_latent_attention.py` |
+| published models in, trained, and out | `tests/distributed/test_published_mixtures.py` |
+| mistakes with experts, planted | `tests/faults`, [the table](faults.md) |
+
+| layout | engine | recompute | router | batch | capacity | exchange | layers | largest difference | strict wire: drawn / upcycled |
+|---|---|---|---|---|---|---|---|---|---|
 """
+
+
+class Kept:
+    """What was found of the code as it is, in a file of a line for each row; without a file nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.code = path, code()
+        lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
+        kept = [json.loads(line) for line in lines if line.endswith("}")]  # not one in whose middle a run was ended
+        self.found = {tuple(line["row"]): Found(**line["found"]) for line in kept if line["code"] == self.code}
+
+    def add(self, proof: Proof, found: Found) -> None:
+        """Keeps what became of a row."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps({"code": self.code, "row": proof.row, "found": asdict(found)}))
+
+
+def code() -> str:
+    """A digest of all code that a proof runs."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in ("megacore", "kernels", "launch", "tests", "configs") for path in (ROOT / folder).rglob("*.*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def main(argv: list[str]) -> int:
@@ -251,6 +184,7 @@ def main(argv: list[str]) -> int:
     parser = Parser("python -m tests.experts", tests.experts.__doc__)
     parser.add_argument("--list", action="store_true", help="only say which there are")
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER", help="some, by their numbers from 0")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep there what is found, and go on from it")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}, if all are equal")
     args = parser.parse_args(argv)
     chosen, _ = proofs()
@@ -265,15 +199,18 @@ def main(argv: list[str]) -> int:
     natural = [number for number, proof in enumerate(chosen) if proof.plant is None]
     count = -(-len(chosen) // STRICT_PART)
     over_strict = {natural[i * len(natural) // count] for i in range(count)}
-    found = dict[int, Found]()
+    found, kept = dict[int, Found](), Kept(args.results)
     with tempfile.TemporaryDirectory() as folder, ProofWorkers(ROOT) as workers:
         runs = StrictRuns(Path(folder))
         try:
             for number in numbers:
-                found[number] = examine(chosen[number], workers, runs if number in over_strict else None)
-                said = found[number]
+                proof = chosen[number]
+                if proof.row not in kept.found:
+                    kept.found[proof.row] = examine(proof, workers, runs if number in over_strict else None)
+                    kept.add(proof, kept.found[proof.row])
+                said = found[number] = kept.found[proof.row]
                 beside = f", {said.near_ties} near ties" * bool(said.near_ties) + f"; over a strict wire {said.strict}" * bool(said.strict)
-                print(f"{number} {chosen[number].layout.name}: {said.verify}{beside}", flush=True)
+                print(f"{number} {proof.layout.name}: {said.verify}{beside}", flush=True)
         finally:
             runs.runs.close()
     right = sum(one.right for one in found.values())

@@ -2,7 +2,8 @@
 
 from itertools import product
 
-from tests.experts import BATCHES, CAPACITIES, DOCUMENT, ENGINES, FACTORS, RECOMPUTE, ROUTERS, proofs
+from tests.expert_rows import CHOICES, proofs
+from tests.experts import DOCUMENT
 from tests.pairwise import cover, pairs_of
 
 
@@ -19,6 +20,6 @@ def test_the_table_is_of_this_cover() -> None:
     chosen, never = proofs()
     lines = [line.split(" | ")[0] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
     assert lines == [f"| {proof.layout.name}" for proof in chosen] and not never
-    settings = [(proof.of["engine"], *proof.row[FACTORS.index("recompute") : -1]) for proof in chosen]
-    for (i, some), (j, others) in product(enumerate((ENGINES, RECOMPUTE, ROUTERS, BATCHES, CAPACITIES)), repeat=2):
+    settings = [[proof.of[name] for name in CHOICES] for proof in chosen]
+    for (i, some), (j, others) in product(enumerate(CHOICES.values()), repeat=2):
         assert i >= j or {(row[i], row[j]) for row in settings} == set(product(some, others))
