@@ -26,6 +26,7 @@ from tests.faults import (
     compression,
     context,
     data,
+    dispatch,
     experts,
     links,
     matrices,
@@ -34,6 +35,7 @@ from tests.faults import (
     precision,
     public,
     races,
+    routers,
     split,
     structure,
     tensor,
@@ -46,10 +48,8 @@ from tests.unit.test_experts import MODEL, other_than_plain
 # The modules enter their faults as they are imported; here they are in one order, whichever module imports another.
 FAULTS.sort(key=lambda fault: fault.plant.__module__)
 __all__ = [
-    "FAULTS", "Checks", "compression", "context", "data", "document", "experts", "links", "matrices", "pipeline", "plans", "precision",
-    "public",
-    "races", "split",
-    "structure", "tensor", "trainer",
+    "FAULTS", "Checks", "compression", "context", "data", "dispatch", "document", "experts", "links", "matrices", "pipeline", "plans",
+    "precision", "public", "races", "routers", "split", "structure", "tensor", "trainer",
 ]  # fmt: skip
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
