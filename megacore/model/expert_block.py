@@ -66,7 +66,10 @@ class MixtureOfExperts(nn.Module):
         y = joined(parts)
         if self.divides:
             y = gather_tokens(y, self.tp)[: len(x)]
-        return y if shared is None else y + shared, *self._losses(scored, chosen, context, first)
+        y = y if shared is None else y + shared
+        if not y.requires_grad:  # all before it is frozen too: no backward comes for the routes
+            self.kept.pop(context.key, None)
+        return y, *self._losses(scored, chosen, context, first)
 
     def _losses(self, scored: Scored, chosen: Tensor, context: Context, first: int) -> list[Tensor]:
         """The sums of `losses_of`; of a text that is written none is asked for."""
@@ -91,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         self.router.note(key, sum_of([route.counts for route in routes]))
         if fits is not None:
             self.router.note_drops(fits)
-        if self.keeps and self.training and torch.is_grad_enabled():
+        if self.keeps and self.training:
             self.kept[key] = routes
         return routes
 

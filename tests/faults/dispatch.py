@@ -12,7 +12,7 @@ from megacore.distributed.communicator import SOLO
 from megacore.expert_parallel import dispatch, experts
 from megacore.model import expert_block
 from tests.faults import both, fault
-from tests.faults.experts import EXPERTS, ROUTED
+from tests.faults.experts import EXPERTS, ROUTED, SUMS, UP
 
 patch = mock.patch.object
 DROPS = (*EXPERTS, "model.capacity_factor=0.6")
@@ -74,6 +74,36 @@ def biases_whatever_their_weight() -> Any:
         return combine(weights) + (more.sum(1) if mixture.group.size > 1 else 0.0)
 
     return combined(unweighted)
+
+
+HALVES = (*EXPERTS, "parallel.expert_halves=true")
+
+
+@fault("of a microbatch's two halves the first alone is counted", "ep2",
+       "every update agrees; a buffer (what is counted, or over which ranks) does not: first blocks.1.feed_forward.router.load",
+       *HALVES)  # fmt: skip
+def second_half_uncounted() -> Any:
+    return patch(expert_block, "sum_of", lambda parts: parts[0])
+
+
+@fault("… come back in the other order", "ep2", "module blocks.1.feed_forward, its output, microbatch 0, forward", *HALVES)
+def halves_in_the_other_order() -> Any:
+    joined = expert_block.joined
+    return patch(expert_block, "joined", lambda parts: joined(parts if parts[0].dtype == torch.int64 else parts[::-1]))
+
+
+@fault("… only the first has a part in the gradients of experts", "ep2", f"{SUMS} {UP}", *HALVES)
+def second_half_without_gradient() -> Any:
+    grouped_linear, times = experts.grouped_linear, 0
+
+    def first_alone(x: Tensor, weight: Tensor, shape: tuple[int, ...], *rest: Any) -> Tensor:
+        nonlocal times
+        if shape[0] == 8:  # all experts, whose tokens go at once
+            return grouped_linear(x, weight, shape, *rest)
+        times += 1
+        return grouped_linear(x, weight.detach() if times % 4 in (3, 0) else weight, shape, *rest)
+
+    return patch(experts, "grouped_linear", first_alone)
 
 
 Combine = Callable[[Tensor], Tensor]

@@ -3,12 +3,14 @@
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from megacore.distributed import buffers
 from megacore.distributed import collectives as comm
 from megacore.expert_parallel import dispatch, router
 from megacore.model import expert_block
+from megacore.train.step import TrainStep
 from tests.faults import fault
 from tests.faults.experts import EXPERTS, ROUTED
 
@@ -102,3 +104,64 @@ def bias_by_its_copies() -> Any:
 @fault("… in bf16, where experts may be chosen that are as good", "tp2", ROUTED, *BIASED, precision="bf16")
 def bias_by_its_copies_in_bf16() -> Any:
     return bias_by_its_copies()
+
+
+SIGMOIDS = ("model.router_scores=sigmoid", "model.router_bias_rate=0.1")
+
+
+@fault("the bias by which experts are chosen also weighs them (transformers PR 41647, vLLM PR 12002)", "one", "the result",
+       *SIGMOIDS, check="formula")  # fmt: skip
+def bias_that_weighs() -> Any:
+    weights = router.Router.weights
+
+    def biased(self: router.Router, scores: Tensor, chosen: Tensor) -> Tensor:
+        assert self.bias is not None
+        return weights(self, scores + self.bias.value, chosen)
+
+    return patch(router.Router, "weights", biased)
+
+
+@fault("groups of experts are chosen by their best alone, where scores are sigmoids (vLLM PR 13474)", "one", "the result",
+       *SIGMOIDS, "model.expert_groups=4", "model.groups_per_token=2", check="formula")  # fmt: skip
+def groups_by_their_best() -> Any:
+    return patch(router, "NARROWEST", 1)
+
+
+@fault("… and an expert of another group is taken before one whose score and bias are negative", "one", "the result",
+       "model.router_bias_rate=0.1", "model.expert_groups=4", "model.groups_per_token=1", check="formula")  # fmt: skip
+def other_groups_before_negative_scores() -> Any:
+    masked_fill = Tensor.masked_fill
+
+    def with_zero(self: Tensor, mask: Tensor, value: float) -> Tensor:
+        return masked_fill(self, mask, 0.0 if value == -torch.inf else value)
+
+    def choose(self: router.Router, ranked: Tensor) -> Tensor:
+        with patch(Tensor, "masked_fill", with_zero):
+            return right(self, ranked)
+
+    right = router.Router.choose
+    return patch(router.Router, "choose", choose)
+
+
+@fault("a router's bias moves after every microbatch, by a rank's own counts (torchtitan PR 1304)", "dp2", ROUTED, *BIASED)
+def bias_by_microbatches() -> Any:
+    note = router.Router.note
+
+    def moved(self: router.Router, key: int, counts: Tensor) -> None:
+        note(self, key, counts)
+        assert self.bias is not None
+        self.bias.value = router.towards_mean(0.1)(self.bias.value, counts.double())
+
+    return patch(router.Router, "note", moved)
+
+
+@fault("losses of balance are not divided by the microbatches that a rank adds up (NeMo Automodel PR 3359)", "dp2",
+       "module blocks.3.feed_forward, gradient of its output 1, microbatch 0, backward", *BALANCED)  # fmt: skip
+def balance_by_microbatches() -> Any:
+    weights = TrainStep.weights
+
+    def undivided(self: TrainStep, batch: Any) -> dict[str, float | Tensor]:
+        found = weights(self, batch)
+        return found | {router.BALANCE: len(batch) * found[router.BALANCE]}
+
+    return patch(TrainStep, "weights", undivided)

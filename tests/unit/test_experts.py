@@ -323,6 +323,19 @@ def test_a_pass_without_gradients_keeps_no_route(configure: Configure) -> None:
     assert not any(m.kept for m in model.modules() if isinstance(m, MixtureOfExperts))
 
 
+def test_a_frozen_mixture_keeps_no_route(configure: Configure) -> None:
+    """No backward runs it again: what it keeps of every microbatch would never be freed."""
+    config = configure("train.recompute=full")
+    model, shape = whole_model(config), (config.train.micro_batch_size, config.train.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("norm") or "head" in name)
+    assert any(p.requires_grad for p in model.parameters())
+    _, losses = model({}, Microbatch(tokens, tokens, 0))
+    sum(losses.values(), torch.zeros(())).backward()
+    assert not any(m.kept for m in model.modules() if isinstance(m, MixtureOfExperts))
+
+
 REFUSED = [
     ("model.num_experts=null model.experts_per_token=3", 1, r"model.experts_per_token: there are no experts"),
     ("model.num_experts=null model.expert_ffn_size=null parallel.expert=2", 2, r"parallel.expert: there are no experts"),
