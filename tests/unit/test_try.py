@@ -107,7 +107,7 @@ def test_both_do_the_same_work(fork: str) -> None:
 def test_experts_beside_a_dense_model(tmp_path: Path) -> None:
     """A mixture has more parameters than it uses for a token: the dense model gets as much work, not as many parameters."""
     sizes = {key: value for key, value in MODEL.items() if key != "source"} | {"num_experts": 8, "expert_ffn_size": 64, "bias": False}
-    (tmp_path / "mixture.json").write_text(json.dumps(CONFIG | {"model": sizes, "parallel": {"expert": 1}}))
+    (tmp_path / "mixture.json").write_text(json.dumps(CONFIG | {"model": sizes, "parallel": {"expert": 1, "expert_halves": True}}))
     idea = read_contender(str(tmp_path / "mixture.json"), [])
     dense = matched(idea, opponent(idea, "gpt", []), "ffn")
     assert dense.config.model.num_experts is None and dense.parameters < idea.parameters

@@ -113,7 +113,7 @@ def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contend
     others = ExpertSettings.model_fields.keys() | LatentSettings.model_fields.keys() | {"source", "source_digest"}
     plain = ModelConfig.model_fields.keys() - others
     sections["model"] = model = {key: value for key, value in model.items() if key in plain}
-    for key in ("expert", "expert_tensor"):
+    for key in ("expert", "expert_tensor", "expert_halves"):
         sections.get("parallel", {}).pop(key, None)
     if model == idea.sections["model"]:
         raise ConfigError("--against", f"{idea.name} is the plain model: it has no model.source, experts or latents", "another config")
