@@ -1,6 +1,6 @@
 """Proves mixtures of experts in layouts of 4 and 8 ranks: each two values of what can be chosen occur together in one of them.
 
-python -m tests.experts                   proves all of them, a third over a strict wire too: twenty minutes on two cores
+python -m tests.experts                   proves all of them, a third over a strict wire too: 17 minutes on two cores
 python -m tests.experts --list            says which they are
 python -m tests.experts --only 3 7        some, by their numbers
 python -m tests.experts --results FILE    keeps there what is found, and does not prove again what is there of the same code
@@ -108,7 +108,7 @@ HEAD = """# Experts in every layout
 They are a pairwise cover: each two of the values in this table occur together in a row, if a run accepts the two.
 
 ```bash
-python -m tests.experts              # proves all of them again: twenty minutes on two busy cores
+python -m tests.experts              # proves all of them again: 17 minutes on two busy cores
 python -m tests.experts --only 3 7   # some, by their places in the table, from 0
 ```
 
