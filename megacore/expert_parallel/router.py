@@ -109,7 +109,7 @@ class Router(nn.Module):
                 load = self.load.value[None].to(shares.dtype)
             else:
                 own = torch.arange(first, first + len(chosen), device=chosen.device) // seq_len
-                load = self._load_of_sequences(own, chosen, sequences)[own].to(shares.dtype)
+                load = self._load_of_sequences(own, chosen, sequences).to(shares.dtype)[own]  # a row a token: not in fp64
             found.append((shares * load).sum())
         if self.model.router_z_loss:
             found.append(scored.logits.logsumexp(1).square().sum())
