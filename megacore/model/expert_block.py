@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config
+from megacore.config.implied import compiles
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
 from megacore.distributed.topology import Topology
@@ -29,6 +30,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
         super().__init__()
         model = config.model
+        if compiles(config):  # the graph ends around it: how many tokens an expert has differs from step to step
+            self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
         self.tp, self.group, self.parts = mesh.tp, mesh.group("ep", "etp"), mesh.group("etp").size
         self.divides = mesh.tp.size > 1 and not config.parallel.sequence
         activation = partial(ACTIVATIONS[model.activation], implementation=model.kernels)

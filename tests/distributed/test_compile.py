@@ -57,6 +57,22 @@ def test_windows_that_grow_compile_nothing_again(pool: Any, config: str, tmp_pat
     assert training.figures(tmp_path / "grown") != training.figures(tmp_path / "plain")
 
 
+MIXTURE = [*LLAMA, "model.num_experts=4", "model.expert_ffn_size=16", "model.shared_experts=1", "model.first_dense=1",
+           "model.router_balance=sequence", "model.router_bias_rate=0.01", "model.router_z_loss=0.01"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", ["parallel.expert=2 train.recompute=full", "parallel.tensor=2 parallel.sequence=true model.capacity_factor=1"]
+)
+def test_experts_stand_between_graphs(pool: Any, config: str, tmp_path: Path, case: str) -> None:
+    """A block with experts is graphs around its mixture, alike for all such blocks, however many tokens an expert has."""
+    overrides = [*MIXTURE, "data.valid=null", *case.split()]
+    found = pool.run(2, compiled_rank, config, overrides, str(tmp_path / "compiled"))
+    assert all(graphs == 3 and len(reasons) == 1 and "disable" in reasons[0] for graphs, reasons in found)
+    assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "plain")) == [0, 0]
+    assert training.difference(training.figures(tmp_path / "compiled"), training.figures(tmp_path / "plain")) < TOLERANCE["fp32"]
+
+
 def summed_twice(config: str, overrides: list[str], log_dir: str) -> tuple[int, list[str]]:
     """A rank's compiled run in which the collective of a compiled block's way out is done twice."""
     all_reduce = comm.all_reduce

@@ -347,7 +347,6 @@ REFUSED = [
     ("model.norm_place=both", 1, "model.norm_place: both puts norms behind the branches, where blocks with experts have none"),
     ("model.norm_place=post", 1, "model.norm_place: post puts norms behind"),
     ("model.branches=parallel", 1, "model.branches: parallel branches read the same"),
-    ("train.compile=true", 1, "train.compile: how many tokens"),
     ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),
     ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
     ("model.balance_coefficient=0.1", 1, "model.balance_coefficient: router_balance is none"),

@@ -26,7 +26,7 @@ def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[
     width = features * (3 if s.gated else 2)
     # Rows are copied, once each: no other passes hide in that. What comes is sorted by expert, and back.
     permuted = e * s.hidden * (2 * own + 2 * sent + (4 * rows if size > 1 else 0.0))
-    moved = p.passes * (p.compiled_passes if s.compiled else 1.0) * e * rows * width
+    moved = p.passes * e * rows * width
     travels = e * rows * s.hidden / turns
     one = machine.links.exchange(travels, size)
     if m.once and m.parts == 1:

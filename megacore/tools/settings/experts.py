@@ -69,8 +69,6 @@ def check_others(config: Config) -> None:
         raise ConfigError("model.branches", wrong, "serial")
     if model.parametrization == "mup":
         raise ConfigError("model.parametrization", "mup knows no rates for experts", "standard")
-    if config.train.compile is True:
-        raise ConfigError("train.compile", "how many tokens an expert has differs from step to step", "false")
     if config.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "DeepSpeed sums all gradients over the same ranks, and experts' over fewer", "native or fsdp")
 
