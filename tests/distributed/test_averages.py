@@ -100,13 +100,6 @@ def trained(pool: Pool, folder: Path, name: str, ranks: int, *overrides: str) ->
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("averages")
     prefix = training.write_corpus(folder)

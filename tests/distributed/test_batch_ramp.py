@@ -68,13 +68,6 @@ def always_the_last_size() -> Any:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Any:
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps, and its config."""
     folder = tmp_path_factory.mktemp("ramp")

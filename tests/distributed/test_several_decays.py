@@ -1,6 +1,5 @@
 """Several decays from one run's checkpoints: each has the rates and the samples of a run that decays there, and says where it cannot."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from tests import training
 from tests.pool import Pool
 
 DECAYS = {4: 2, 6: 3}  # steps from a checkpoint on
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
