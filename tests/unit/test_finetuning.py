@@ -52,6 +52,7 @@ FREE = {
     "router_balance",
     "balance_coefficient",
     "router_z_loss",
+    "router_bias_rate",
     "capacity_factor",
 }  # of rotary positions, no table has them
 
@@ -64,6 +65,9 @@ def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
     for key in model.keys() - FREE:
         with pytest.raises(CheckpointError, match="of digest another" if key == "source_digest" else rf"model\.{key}="):
             reader.check_model(model | {key: "another"})
+    del reader.state["model"]["router_bias"]  # of an earlier release, where the rate said whether there is one
+    with pytest.raises(CheckpointError, match=r"model\.router_bias_rate="):
+        reader.check_model(model | {"router_bias_rate": 0.1})
 
 
 def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:
