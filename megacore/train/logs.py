@@ -66,9 +66,10 @@ class Monitor:
         `computed`: seconds a step that it worked itself. `waits`: its waits in so many `steps`."""
         return {}
 
-    def figures(self, figures: Mapping[str, Any], stages: Sequence["nn.Module"]) -> Mapping[str, float]:
+    def figures(self, figures: Mapping[str, Any], stages: Sequence["nn.Module"]) -> Mapping[str, float | list[float]]:
         """On every rank, for each report: further figures of a logged step, from those there are and from this rank's stages of the model.
-        All ranks answer alike. Where that needs others' numbers, they communicate over the mesh of `start`; then none may fail alone."""
+        Lists of numbers are for metrics.jsonl alone. All ranks answer alike. Where that needs others' numbers, they communicate over the
+        mesh of `start`; then none may fail alone."""
         return {}
 
     def report(self, report: Report) -> None:
@@ -110,7 +111,8 @@ class Monitors(list[Monitor]):
         """Adds those that monitors have of a logged step to `figures`."""
         for monitor in tuple(self):
             with self.surviving(monitor):
-                more = {name: float(figure) for name, figure in monitor.figures(figures, stages).items()}
+                found = monitor.figures(figures, stages)
+                more = {name: figure if isinstance(figure, list) else float(figure) for name, figure in found.items()}
                 if taken := sorted(more.keys() & {*FIGURES, *figures}):
                     raise ValueError(f"{taken[0]} is another figure's name")
                 figures.update(more)

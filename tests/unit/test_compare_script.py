@@ -172,9 +172,11 @@ def test_draws_layers_over_steps(tmp_path: Path) -> None:
     assert read_statistics(folder)["gradient_rms"] == {1: layers, 3: dict.fromkeys(layers, 3.0)}
     done = run_script("launch/compare.py", folder, "--heat-map", str(tmp_path / "heat.png"))
     assert done.returncode == 0 and (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG"), done.stderr
-    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps({"step": n, "expert_load/blocks.1.0": 0.5 * n}) + "\n" for n in (1, 2)))
+    lines = [{"step": n, "expert_load/blocks.1": [0.5 * n, 2.0]} for n in (1, 2)]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_statistics(folder)
-    assert found["expert_load"] == {1: {"blocks.1.0": 0.5}, 2: {"blocks.1.0": 1.0}}, "a run may have loads of experts alone"
+    loads = {n: {"blocks.1.0": 0.5 * n, "blocks.1.1": 2.0} for n in (1, 2)}
+    assert found["expert_load"] == loads, "a run may have loads of experts alone"
     draw({folder: found}, str(tmp_path / "loads.png"))
     done = run_script("launch/compare.py", write_run(tmp_path / "none", LOSSES), "--heat-map", str(tmp_path / "none.png"))
     assert done.returncode == 2 and f"{tmp_path}/none/metrics.jsonl: holds no statistics" in done.stderr

@@ -21,7 +21,7 @@ from megacore.train.logs import Monitor
 from megacore.train.step import TrainStep
 
 BLOCKS = "blocks."
-MOST = 1024  # experts of all blocks, of which each has a figure of its own
+DIGITS = 4  # of an expert's load: a large model has thousands of them in a line
 
 
 class Rows(NamedTuple):
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 class ExpertLoad(Monitor):
     """Figures of a logged step: `expert_load_max/…`, `expert_load_min/…`, `expert_rank_load/…` (the fullest rank's), `expert_rank/…` (which
-    that is along `parallel.expert`), `expert_entropy/…` (1: balanced), and for each expert `expert_load/…`; with a capacity
+    that is along `parallel.expert`), `expert_entropy/…` (1: balanced), and `expert_load/…`, a list of all experts; with a capacity
     `expert_drops/…`, a part of all rows since the logged step before."""
 
     def start(self, config: Config, mesh: Mesh) -> None:
@@ -48,7 +48,7 @@ class ExpertLoad(Monitor):
         own[[1 + at for at, _ in self._routers(step.stages)]] = 1
         self.held = all_gather(own[None], self.mesh.world).tolist()
 
-    def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
+    def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float | list[float]]:
         """See `Monitor`. A stage's ranks know the same, and stages tell each other."""
         experts, capacity = resolved(self.config.model.num_experts), self.config.model.capacity_factor
         every = torch.zeros(len(self.blocks), experts, dtype=torch.float64, device=self.mesh.device)
@@ -57,7 +57,7 @@ class ExpertLoad(Monitor):
             every[at] = router.load.value
             rows[at, 0], rows[at, 1] = router.take_drops()
         all_reduce(every, self.mesh.pp)
-        found: dict[str, float] = {}
+        found: dict[str, float | list[float]] = {}
         by_rank, fullest = self._of_ranks(every).max(1)
         kept = self._of_ranks(every.clamp(max=capacity or math.inf))
         self.step, self.rows = figures["step"], (kept / kept.mean(1, keepdim=True)).cpu()
@@ -71,10 +71,8 @@ class ExpertLoad(Monitor):
             kinds["expert_drops"] = dropped / routed.clamp(min=1)
         for kind, values in kinds.items():
             found |= {f"{kind}/{block}": value for block, value in zip(self.blocks, values.tolist(), strict=True)}
-        if every.numel() <= MOST:
-            for block, loads in zip(self.blocks, every.tolist(), strict=True):
-                found |= {f"expert_load/{block}.{number}": load for number, load in enumerate(loads)}
-        return found
+        loads = zip(self.blocks, every.tolist(), strict=True)
+        return found | {f"expert_load/{block}": [round(load, DIGITS) for load in own] for block, own in loads}
 
     def rows_of(self, rank: int, step: int) -> Rows | None:
         """What the router sent to a rank in the logged `step`, by the mean of the ranks that hold the same experts; with a capacity no

@@ -22,7 +22,7 @@ KINDS = {
     "expert_load": "load of experts, 1 is the mean",
 }  # fmt: skip
 OWN_ROWS = ("largest_logit", "expert_load")  # kinds whose rows are not those of activations; their colours are linear
-INCHES = 0.13  # of a row
+INCHES, MOST = 0.13, 400  # of a row; of so many rows at most: more are thinner
 
 Steps = dict[int, dict[str, float]]  # figures by step, and by layer
 
@@ -35,8 +35,9 @@ def read_statistics(folder: str) -> dict[str, Steps]:
         for step, line in recorded(file):
             for name, figure in json.loads(line).items():
                 kind, _, what = name.partition("/")
-                if kind in KINDS and isinstance(figure, int | float):
-                    found[kind].setdefault(step, {})[what] = figure
+                if kind in KINDS:
+                    named = {f"{what}.{i}": one for i, one in enumerate(figure)} if isinstance(figure, list) else {what: figure}
+                    found[kind].setdefault(step, {}).update((name, one) for name, one in named.items() if isinstance(one, int | float))
     if not any(found.values()):
         raise LogError(str(path), "holds no statistics", 'a run with log.statistics={"every": 100}, or one with experts')
     layers = [what for figures in found["activation_rms"].values() for what in figures]
@@ -55,7 +56,7 @@ def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
 
     kinds = [kind for kind in KINDS if any(any(found[kind].values()) for found in runs.values())]
     rows = max(len(next(iter(found[kind].values()), {})) for found in runs.values() for kind in kinds)
-    figure = Figure(figsize=(4 * len(kinds), len(runs) * (1.2 + max(8, rows) * INCHES)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(4 * len(kinds), len(runs) * (1.2 + min(max(8, rows), MOST) * INCHES)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # no display, no global state
     panels = figure.subplots(len(runs), len(kinds), squeeze=False)
     for column, kind in enumerate(kinds):
@@ -77,7 +78,8 @@ def show(axes: "Axes", steps: Steps, norm: "Normalize") -> "QuadMesh":
     gap = numbers[-1] - numbers[-2] if len(numbers) > 1 else 1
     edges = [*(step - gap / 2 for step in numbers), numbers[-1] + gap / 2]
     image = axes.pcolormesh(edges, np.arange(len(layers) + 1) - 0.5, values, norm=norm, cmap="viridis")
-    axes.set_yticks(range(len(layers)), layers)
+    ticks = range(0, len(layers), -(-len(layers) // MOST))  # names that there is room for
+    axes.set_yticks(ticks, [layers[i] for i in ticks])
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.set_xlabel("step", fontsize=8)
     axes.tick_params(labelsize=7, length=0)

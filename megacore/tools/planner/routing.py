@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
@@ -14,7 +15,7 @@ from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.layer_cost import BALANCED, BlockLoad, Loads
 from megacore.tools.choices.partition import partitioned
 
-LOAD = "expert_load/"  # the figures of single experts (`monitoring.expert_load`): tokens as a part of the mean
+LOAD = "expert_load/"  # a block's figures of single experts (`monitoring.expert_load`): tokens as a part of the mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,11 @@ def loads_of(config: Config, routing: Routing | None, expert_rank: int | None = 
     return found
 
 
+def _are_loads(loads: Any) -> bool:
+    known = isinstance(loads, list) and all(isinstance(load, int | float) and 0 <= load < inf for load in loads)
+    return known and 0 < sum(loads) < inf
+
+
 def read_routing(path: str, experts: int | None) -> Routing:
     """The loads in the second half of a run's metrics.jsonl. Raises `ConfigError`."""
     right = "the metrics.jsonl of a run with experts"
@@ -75,15 +81,9 @@ def read_routing(path: str, experts: int | None) -> Routing:
         raise ConfigError("--routing", f"cannot read {path}: {error}", right) from None
     steps = []
     for record in records[len(records) // 2 :]:
-        blocks: dict[str, dict[int, float]] = {}
-        for name, load in record.items():
-            block, _, number = name.removeprefix(LOAD).rpartition(".")
-            if name.startswith(LOAD) and number.isdecimal() and isinstance(load, int | float) and 0 <= load < inf:
-                blocks.setdefault(block, {})[int(number)] = float(load)
-        means = [sum(loads.values()) / len(loads) for loads in blocks.values()]
-        if means and min(means) > 0:
-            every = zip(blocks.values(), means, strict=True)
-            steps.append(tuple(BlockLoad(tuple(loads[i] / mean for i in sorted(loads))) for loads, mean in every))
+        blocks = [loads for name, loads in record.items() if name.startswith(LOAD) and _are_loads(loads)]
+        if blocks:
+            steps.append(tuple(BlockLoad(tuple(load * len(loads) / sum(loads) for load in loads)) for loads in blocks))
     counts = {len(block.loads) for step in steps for block in step}
     if counts != {experts}:
         has = "no load of single experts" if not counts else f"loads of {', '.join(map(str, sorted(counts)))} experts"
