@@ -139,6 +139,17 @@ def test_a_run_that_went_back_is_replayed_with_the_samples_that_it_was_dealt(poo
     assert status == 0 and "step 12 with batch 15" in said, said
 
 
+def test_a_capacity_drops_the_rows_that_it_dropped(pool: Any, bad_run: tuple[Path, int], tmp_path: Path) -> None:
+    """It is of a microbatch: with other microbatches other rows are dropped, and a good device would be blamed."""
+    config, run = str(bad_run[0].parent / "config.json"), tmp_path / "run"
+    experts = ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=16", "model.capacity_factor=0.6"]
+    experts += ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false"]
+    layout = ["parallel.data=2", "parallel.expert=2", "train.micro_batch_size=2", "train.precision=fp64", "train.steps=7"]
+    pool.run(2, training.run_rank, config, [*OVERRIDES, *experts, *layout], str(run))
+    [(status, said)] = pool.run(1, replayed, str(run), "--step", "7")
+    assert status == 0 and "as recorded within fp64's rounding" in said, said
+
+
 def test_gradients_that_were_compressed_are_no_fault_of_a_device(pool: Any, bad_run: tuple[Path, int], tmp_path: Path) -> None:
     """In fp32 8 bits change the norm by more than rounding. And no tensor of a healthy step is out of line."""
     config, run = str(bad_run[0].parent / "config.json"), tmp_path / "run"

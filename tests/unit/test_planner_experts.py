@@ -180,7 +180,7 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path
             script.run([*command[:4], "parallel.expert=4", "--routing", metrics, *options])
     (tmp_path / "dense.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "odd.jsonl").write_text(
-        '["expert_load/"]\n{"expert_load/": 1, "expert_load/blocks.1": [1, null], "expert_load/blocks.2": [], "expert_load/blocks.3": [0]}\n'
+        '["expert_load/"]\n{"expert_load/": 1, "expert_load/blocks.1": [1, null], "expert_load/blocks.2": [], "expert_load/blocks.3": 0}\n'
     )
     with pytest.raises(ConfigError, match="the model has no experts"):
         read_routing(metrics, None)

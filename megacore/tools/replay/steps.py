@@ -57,7 +57,8 @@ def config_of(base: Reader, sections: dict[str, Any], source: str | None, folder
         model["source"] = str(Path(source).absolute())
     model |= {"attention": "auto", "kernels": "auto"}
     train |= {"device": "auto", "compile": False, "recompute": "none", "offload_activations": False, "eval_every": 0}
-    if not model.get("dropout") and source is None:  # its random numbers are a microbatch's, and a layer may compute across samples
+    # Dropout's random numbers and an expert's capacity are a microbatch's, and a layer of the user's own may compute across samples.
+    if not model.get("dropout") and model.get("capacity_factor") is None and source is None:
         train["micro_batch_size"] = 1
     raw = {"model": model, "train": train, "data": sections["data"] | {"valid": None}, "optim": sections["optim"] | {"max_rollbacks": 0}}
     raw["checkpoint"] = {"resume": str(base.path.absolute()), "every": 0, "last": False}
