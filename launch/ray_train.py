@@ -22,7 +22,7 @@ from megacore.files import check_folder, open_plain
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
-from megacore.tools.metrics_file import recorded
+from megacore.tools.metrics_file import LINE_BYTES, recorded
 from megacore.tools.relaunch.hosts import load_any, plan
 from megacore.tools.relaunch.ray_cluster import RayCluster
 from megacore.tools.relaunch.scaling import add_options, rules_of, size_of
@@ -41,7 +41,6 @@ in good health. The run saves, stops, and goes on with the same global batch, la
 --ranks-command finds MEGACORE_LOG_DIR in its environment, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have room.
 To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it too.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
-TAIL_BYTES = 65536  # at the end of metrics.jsonl, in which a checkpoint's step is looked for
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's, of checkpoints that we may have removed since: it would then start no run
 REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
 
@@ -261,8 +260,8 @@ def figures(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """What a run has logged of a checkpoint's step; the step alone where it has logged nothing."""
     step = int(checkpoint.name.rpartition("_")[2])
     with suppress(OSError, ValueError, IndexError), open_plain(folder / "metrics.jsonl") as file:
-        found = [line for logged, line in recorded(file, TAIL_BYTES) if logged == step and b'"loss"' in line]
-        return json.loads(found[-1])
+        found = [line for logged, line in recorded(file, 2 * LINE_BYTES) if logged == step and b'"loss"' in line]
+        return {name: figure for name, figure in json.loads(found[-1]).items() if not isinstance(figure, list)}
     return {"step": step}
 
 

@@ -54,7 +54,7 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="torch.compile for every block: one graph, which all blocks share; "
+        description="torch.compile for every block: a graph that all blocks of a kind share, and that ends around a mixture of experts; "
         "auto: on a CPU, what a long run measures before its first step; elsewhere not so far",
     )
     deterministic: bool = Field(

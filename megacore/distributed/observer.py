@@ -43,10 +43,11 @@ class Waits:
 
 
 class Slow(NamedTuple):
-    """Of a rank that holds up the others: seconds of its own work in a step, and the median of those of its like."""
+    """Of a rank that holds up the others: seconds of its own work in a step, the median of those of its like, and whose seconds."""
 
     seconds: float
     usual: float
+    of: str = "host"
 
 
 class Observer:

@@ -10,7 +10,8 @@ from pydantic import Field, ValidationError
 
 from megacore.records import Amount, Count, Record, Whole, complaint
 
-LINE_BYTES = 1 << 20  # more than any record has, though it may name all ranks
+LINE_BYTES = 1 << 20  # more than any record has, though it may name all ranks and the loads of all experts
+TAIL_BYTES = 1 << 16  # in which the last record stands, unless it is long
 Figure = Annotated[float, Field(ge=-1e100, le=1e100)]  # a figure of a run that diverges may be large
 
 
@@ -88,6 +89,21 @@ def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, byt
         at_start = part.endswith(b"\n")
 
 
+def newest(file: BinaryIO) -> list[tuple[int, bytes]]:
+    """Records at the end of a metrics.jsonl, as `recorded` gives them: at least the last one, however long it is."""
+    size = TAIL_BYTES
+    while not (found := list(recorded(file, size))) and size < 2 * LINE_BYTES:
+        size *= 2
+    return found
+
+
 def as_json(figures: dict[str, Any]) -> str:
     """Figures as JSON, with null for NaN, which JSON does not have."""
-    return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})
+    return json.dumps({name: finite(value) for name, value in figures.items()})
+
+
+def finite(value: Any) -> Any:
+    """A figure, or a list of them, with None for what is not finite."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

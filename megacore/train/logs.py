@@ -112,7 +112,7 @@ class Monitors(list[Monitor]):
         for monitor in tuple(self):
             with self.surviving(monitor):
                 found = monitor.figures(figures, stages)
-                more = {name: figure if isinstance(figure, list) else float(figure) for name, figure in found.items()}
+                more = {name: [*map(float, figure)] if isinstance(figure, list) else float(figure) for name, figure in found.items()}
                 if taken := sorted(more.keys() & {*FIGURES, *figures}):
                     raise ValueError(f"{taken[0]} is another figure's name")
                 figures.update(more)

@@ -126,7 +126,7 @@ SLOW = 2  # a rank
 
 def rank_with_a_slow_one(config_path: str, log_dir: str, routed: bool) -> str:
     """A run by a clock that steps and rows of experts move; what its rank 0 prints. Experts take rank `SLOW` four times as long as even
-    rows do, because the router sends all rows there (`routed`), or because its device takes four times as long for each."""
+    rows do, because the router sends all rows there (`routed`), or because it takes four times as long for each."""
     rank, now, forward, run = place_from_environment().rank, [0.0], Experts.forward, Runtime.run
 
     def stepping(self: Runtime, *args: Any) -> Any:
@@ -154,7 +154,7 @@ def rank_with_a_slow_one(config_path: str, log_dir: str, routed: bool) -> str:
     return printed.getvalue()
 
 
-def test_a_slow_rank_is_slow_by_routing_or_by_its_device(pool: Any, tmp_path: Path) -> None:
+def test_a_slow_rank_is_slow_by_routing_or_by_itself(pool: Any, tmp_path: Path) -> None:
     """It takes as many seconds in both runs. Somebody would replace a device to which the router sends all tokens, or tune the router while
     a device fails; or would go to another host."""
     experts = {"num_experts": 8, "experts_per_token": 1, "router_normalised": False, "expert_ffn_size": 8, "activation": "swiglu"}
@@ -168,7 +168,7 @@ def test_a_slow_rank_is_slow_by_routing_or_by_its_device(pool: Any, tmp_path: Pa
     )
     for routed, said in (
         (True, "slow by routing: host node1 rank 2 got 4.00 times the mean of rows in blocks 1, 2 and holds up the others"),
-        (False, "slow device: host node1 rank 2 holds up the others with 1.00 times the mean of rows"),
+        (False, "slow host: host node1 rank 2 holds up the others with 1.00 times the mean of rows"),
     ):
         folder = tmp_path / str(routed)
         printed, *others = pool.run(4, rank_with_a_slow_one, config, str(folder), routed)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megacore.distributed.observer import Slow
 from megacore.engine.spike_detector import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
 from megacore.tools.diagnosis.stragglers import Stragglers, outliers
 from megacore.train.metrics import StepMetrics
@@ -100,7 +101,7 @@ def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
 
 
 def test_stragglers_stand_out_from_the_median() -> None:
-    assert outliers([0.2, 0.2, 0.9, 0.2], 1.0) == {2: (0.9, 0.2)}
+    assert outliers([0.2, 0.2, 0.9, 0.2], 1.0) == {2: Slow(0.9, 0.2)}
     assert outliers([0.2, 0.21, 0.39, 0.2], 1.0) == {}, "less than twice the median"
     assert outliers([0.001, 0.001, 0.02, 0.001], 1.0) == {}, "twenty times the median, and nothing beside the step"
     stragglers = Stragglers()
@@ -112,6 +113,6 @@ def test_a_slow_device_stands_out_among_those_of_its_stage() -> None:
     """Hosts only enqueue, so all look alike; another stage has other layers, and its devices other times."""
     hosts, fast, slow = [0.1] * 8, [0.5] * 4, [0.9, 0.9, 1.1, 0.9]
     stragglers = Stragglers(stages=2)
-    assert [stragglers.named(hosts, fast + slow, 1.2) for _ in range(3)] == [{}, {}, {6: (1.1, 0.9)}]
+    assert [stragglers.named(hosts, fast + slow, 1.2) for _ in range(3)] == [{}, {}, {6: Slow(1.1, 0.9, "device")}]
     assert not Stragglers(stages=2).named(hosts, [*fast, 0.9, 0.9, 1.0, 0.9], 1.2), "as much as devices vary"
     assert not any(Stragglers(stages=1).named(hosts, [0.0] * 8, 1.2) for _ in range(3)), "CPUs report none"

@@ -177,6 +177,7 @@ def test_draws_layers_over_steps(tmp_path: Path) -> None:
     found = read_statistics(folder)
     loads = {n: {"blocks.1.0": 0.5 * n, "blocks.1.1": 2.0} for n in (1, 2)}
     assert found["expert_load"] == loads, "a run may have loads of experts alone"
-    draw({folder: found}, str(tmp_path / "loads.png"))
+    many = {1: {f"blocks.{i}": 1.0 for i in range(15_000)}}  # more rows than a picture has room for
+    draw({folder: found, "large": found | {"expert_load": many}, "dense": found | {"expert_load": {}}}, str(tmp_path / "loads.png"))
     done = run_script("launch/compare.py", write_run(tmp_path / "none", LOSSES), "--heat-map", str(tmp_path / "none.png"))
     assert done.returncode == 2 and f"{tmp_path}/none/metrics.jsonl: holds no statistics" in done.stderr

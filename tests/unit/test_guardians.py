@@ -57,6 +57,18 @@ def test_records_are_read_among_whatever_else_stands_there(tmp_path: Path) -> No
         assert file.read_bytes() == good[0] + b"\n" + good[1] + b"\nthen"
 
 
+def test_the_last_record_is_found_however_long_it_is(tmp_path: Path) -> None:
+    """A healthy run of 15,000 experts would be taken for one that does not move, and be ended; Ray would get all their loads."""
+    file = tmp_path / "metrics.jsonl"
+    long = {"expert_load/blocks.1": [1.2345] * 15_000}
+    lines = [{"step": step, "loss": 1.5} | long for step in range(1, 6)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 5, "valid_loss": 1}]))
+    assert Supervisor([], tmp_path).progress() == (0, 5)
+    assert figures(tmp_path, tmp_path / "step_00000005") == {"step": 5, "loss": 1.5}
+    file.write_bytes(file.read_bytes().rpartition(b'{"step": 5, "v')[0])
+    assert len(file.read_bytes()) > 5 * 100_000 and Supervisor([], tmp_path).progress() == (0, 5)
+
+
 def test_records_that_cannot_be_read_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder, a pipe that nobody fills, a file system that does not answer: behind a launch a failure would leave the run alone."""
     (tmp_path / "metrics.jsonl").mkdir()

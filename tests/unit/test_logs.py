@@ -1,10 +1,12 @@
 """What is said while a run goes on: the time that is left, who holds up the others, and TensorBoard behind a resume."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megacore.config import Config
 from megacore.config.schema import LogConfig
@@ -13,6 +15,8 @@ from megacore.distributed.observer import Slow
 from megacore.distributed.rank_info import host_name
 from megacore.pipeline.schedule import Action, Op
 from megacore.records import FIGURES
+from megacore.tools.diagnosis.stragglers import REPORTS, Stragglers
+from megacore.tools.metrics_file import as_json
 from megacore.tools.monitoring.expert_load import Rows
 from megacore.tools.monitoring.first_step import FirstStep
 from megacore.tools.monitoring.slow_ranks import SlowRanks, reason
@@ -20,7 +24,7 @@ from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
 from megacore.tools.settings.load import load
-from megacore.train.logs import Report
+from megacore.train.logs import Monitor, Monitors, Report
 from tests.training import write_config
 
 
@@ -110,12 +114,12 @@ def test_a_long_first_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, c
 def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
     logs = SlowRanks()
-    logs.start(config, SimpleNamespace(device="cpu", world=SOLO))  # type: ignore[arg-type]
+    logs.start(config, SimpleNamespace(device=torch.device("cpu"), world=SOLO))  # type: ignore[arg-type]
     logs.hosts *= 4
     logs.open(config, Path("unused"), 1, print)
     for step, slow in enumerate(([3], [3], [], [3, 2], [2]), 1):
         logs.report(report(step, dict.fromkeys(slow, Slow(0.9, 0.3))))
-    said = [line.split(f": slow device: host {host_name()} ") for line in capsys.readouterr().out.splitlines()]
+    said = [line.split(f": slow host: host {host_name()} ") for line in capsys.readouterr().out.splitlines()]
     behind = "holds up the others, busy for 0.90 s of 1.00 s"
     assert said == [[f"step {step}", f"rank {rank} {behind}"] for step, rank in ((1, 3), (4, 3), (4, 2))]
 
@@ -131,12 +135,37 @@ def test_rows_explain_a_rank_that_is_no_slower_than_they_are_many() -> None:
             own,
             "slow by routing: rank 3 got 1.55 times the mean of rows in blocks 3, 4, 5, 6, 7, 8, 9, 10 and 2 more and holds up the others",
         ),
-        (2.2, 0.75, own, "slow device: rank 3 holds up the others with 1.50 times the mean of rows"),
-        (2.2, 0.0, {1: 0.9}, "slow device: rank 3 holds up the others with 0.90 times the mean of rows"),
+        (2.2, 0.75, own, "slow host: rank 3 holds up the others with 1.50 times the mean of rows"),
+        (2.2, 0.0, {1: 0.9}, "slow host: rank 3 holds up the others with 0.90 times the mean of rows"),
         (2.2, 0.0, {1: 2.0, 2: 0.5}, "slow by routing: rank 3 got 2.00 times the mean of rows in block 1 and holds up the others"),
     ):
         assert reason("rank 3", Slow(seconds, 1.0), Rows(rows, usual)) == said
-    assert reason("rank 3", Slow(2.0, 1.0), None) == "slow device: rank 3 holds up the others"
+    assert reason("rank 3", Slow(2.0, 1.0, "device"), None) == "slow device: rank 3 holds up the others"
+
+
+def test_on_gpus_rows_explain_devices_alone(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """A host whose data or Python is slow would be called the router's, or its device, and a good GPU would be taken out."""
+    stragglers = Stragglers()
+    for _ in range(REPORTS):
+        found = stragglers.named([0.1, 0.1, 0.9, 0.1], [0.5, 0.5, 0.5, 0.9], 1.0)
+    assert {rank: slow.of for rank, slow in found.items()} == {2: "host", 3: "device"}
+    logs = SlowRanks(SimpleNamespace(rows_of=lambda rank, step: Rows({1: 9.0}, 1.0)))  # type: ignore[arg-type]
+    logs.start(config, SimpleNamespace(device=torch.device("cpu"), world=SOLO))  # type: ignore[arg-type]
+    logs.hosts, logs.computes = ["a"] * 4, "device"
+    logs.open(config, Path("unused"), 1, print)
+    logs.report(report(1, found))
+    assert [line.split(":")[1] for line in capsys.readouterr().out.splitlines()] == [" slow host", " slow by routing"]
+
+
+def test_a_list_of_figures_is_of_numbers(tmp_path: Path) -> None:
+    """Else the run's records would end at what JSON does not have, and their own file be blamed for a monitor of the user's."""
+    said: list[str] = []
+    monitor = Monitor()
+    figures: dict[str, Any] = {"step": 1}
+    monitor.figures = lambda *_: {"own/x": [object()]}  # type: ignore[method-assign, assignment, return-value]
+    Monitors([monitor], said.append).add_figures(figures, [])
+    assert figures == {"step": 1} and "Monitor failed" in said[0]
+    assert as_json({"own/x": [1.0, math.nan]}) == '{"own/x": [1.0, null]}'
 
 
 def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> None:

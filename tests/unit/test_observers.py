@@ -159,7 +159,7 @@ def test_who_knows_nothing_is_passed_over() -> None:
             return {3: Slow(1.5, 1.0)}
 
     both = Observers([Listener(), Knowing()])
-    assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: (1.5, 1.0)}
+    assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: Slow(1.5, 1.0)}
     assert Observers().waits() == Waits() and Observers().stragglers([1.0], [0.0], 1.0) == {}
 
 

@@ -6,11 +6,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.planner_rows import read
 from launch import plan as script
+from megacore.distributed.topology import alone
 from megacore.errors import ConfigError
+from megacore.model.expert_block import MixtureOfExperts
 from megacore.tools.choices.flops import projection_weights
+from megacore.tools.choices.measured import mixtures_of
 from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.fake import as_on_its_device, playing
@@ -185,9 +190,9 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(path: str, tmp_path
     with pytest.raises(ConfigError, match="the model has no experts"):
         read_routing(metrics, None)
     for wrong, experts, said in (
-        (f"{tmp_path}/odd.jsonl", 8, "no load"),
+        (f"{tmp_path}/odd.jsonl", 8, "no list"),
         (metrics, 16, "loads of 8 experts"),
-        (f"{tmp_path}/dense.jsonl", 8, "no load"),
+        (f"{tmp_path}/dense.jsonl", 8, "no list"),
         ("no", 8, "cannot read"),
     ):
         with pytest.raises(ConfigError, match=f"--routing: .*{said}"):
@@ -206,8 +211,18 @@ def test_the_fullest_ranks_rows_decide_whether_a_plan_fits(path: str, tmp_path: 
         assert fits in capsys.readouterr().out
     candidate = Candidate(config, step(LARGE), 1.0)
     assert [len(fitting([candidate], (even + uneven) / 2, routing).fit) for routing in (None, read_routing(metrics, 8))] == [1, 0]
+    least = [fitting([candidate], 0.001, routing).least for routing in (None, read_routing(metrics, 8))]
+    assert [one is not None and round(one.needs_gib, 6) for one in least] == [round(even, 6), round(uneven, 6)], "what lacks"
     sharded = replace_config(config, "engine", kind="fsdp")
     assert fullest_rank(sharded, read_routing(metrics, 8))[2] > 1.01 * fullest_rank(sharded)[2]
+
+
+def test_a_mixture_elsewhere_has_no_loads_of_a_block(path: str) -> None:
+    """A model of one's own may have one in its first layer: no plan could be made of it."""
+    config = load(path, [], 1).config
+    one, other = (MixtureOfExperts(config, alone(config), torch.float32, torch.device("meta"), 0.02) for _ in range(2))
+    stage = nn.ModuleDict({"front": one, "blocks": nn.ModuleDict({"3": nn.ModuleDict({"feed_forward": other})})})
+    assert list(mixtures_of(stage)) == [(3, other)]
 
 
 def test_the_search_divides_experts(path: str) -> None:

@@ -4,6 +4,7 @@ A layer is measured once for all layouts in which it is the same; what a stage o
 (`activations.py`, `traffic.py`).
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -290,10 +291,11 @@ class _Run:
 
 
 def mixtures_of(stage: nn.Module) -> Iterator[tuple[int, MixtureOfExperts]]:
-    """The mixtures of experts of a stage's blocks, with the blocks' numbers."""
+    """The mixtures of experts of a stage's blocks, with the blocks' numbers. One that a layer of the user's own has elsewhere is passed
+    over."""
     for name, module in stage.named_modules():
-        if isinstance(module, MixtureOfExperts):
-            yield int(name.split(".")[1]), module
+        if isinstance(module, MixtureOfExperts) and (found := re.match(r"blocks\.(\d+)\.", name)):
+            yield int(found[1]), module
 
 
 def _sum_elsewhere(parameter: nn.Parameter, queue: WeightGradQueue | None) -> None:

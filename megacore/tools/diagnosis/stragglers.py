@@ -27,7 +27,7 @@ class Stragglers:
         peers = len(devices) // self.stages
         for first in range(0, len(devices), peers):
             late = outliers(devices[first : first + peers], step_seconds, DEVICE_FACTOR, DEVICE_PART)
-            found |= {first + rank: slow for rank, slow in late.items()}
+            found |= {first + rank: slow._replace(of="device") for rank, slow in late.items()}
         self.in_a_row = {rank: self.in_a_row.get(rank, 0) + 1 for rank in found}
         return {rank: slow for rank, slow in found.items() if self.in_a_row[rank] >= REPORTS}
 

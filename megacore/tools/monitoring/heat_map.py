@@ -65,6 +65,9 @@ def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
         norm: Normalize = Normalize(min(every), max(every)) if kind in OWN_ROWS else LogNorm(min(above), max(above))
         for row, (name, found) in enumerate(runs.items()):
             axes = panels[row, column]
+            if not any(found[kind].values()):
+                axes.set_axis_off()  # another run has figures of this kind
+                continue
             image = show(axes, found[kind], norm)
             axes.set_title(f"{KINDS[kind]}\n{name}" if len(runs) > 1 else KINDS[kind], loc="left", fontsize=10)
         figure.colorbar(image, ax=panels[:, column], shrink=0.8)

@@ -35,6 +35,7 @@ class SlowRanks(Monitor):
         """Asks for all hosts' names. Collective."""
         own = torch.frombuffer(bytearray(host_name().encode()[:NAME].ljust(NAME, b"\0")), dtype=torch.uint8)
         told = all_gather(own[None].to(mesh.device), mesh.world).tolist()
+        self.computes = "host" if mesh.device.type == "cpu" else "device"  # whose seconds grow with the rows
         self.hosts = [bytes(name).rstrip(b"\0").decode(errors="replace") for name in told]
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
@@ -48,19 +49,19 @@ class SlowRanks(Monitor):
             for rank, slow in report.stragglers.items():
                 if rank in self.named:
                     continue
-                rows = None if self.loads is None else self.loads.rows_of(rank, step)
+                rows = self.loads.rows_of(rank, step) if self.loads is not None and slow.of == self.computes else None
                 took = f"busy for {slow.seconds:.2f} s of {seconds:.2f} s"
                 self.say(f"step {step}: {reason(f'host {self.hosts[rank]} rank {rank}', slow, rows)}, {took}")
         self.named = set(report.stragglers)
 
 
 def reason(who: str, slow: Slow, rows: Rows | None) -> str:
-    """Why `who` holds up the others. `rows`: what the router sent there; None of a rank without experts."""
+    """Why `who` holds up the others. `rows`: what the router sent there; None where that explains nothing."""
     if rows is None:
-        return f"slow device: {who} holds up the others"
+        return f"slow {slow.of}: {who} holds up the others"
     mean = fmean(rows.own.values())
     if mean <= 1 or slow.seconds * rows.usual > slow.usual * mean:
-        return f"slow device: {who} holds up the others with {mean:.2f} times the mean of rows"
+        return f"slow {slow.of}: {who} holds up the others with {mean:.2f} times the mean of rows"
     full = sorted((block for block, load in rows.own.items() if load > 1), key=lambda block: -rows.own[block])
     blocks = ", ".join(map(str, sorted(full[:SHOWN]))) + (f" and {len(full) - SHOWN} more" if len(full) > SHOWN else "")
     where, times = "block" if len(full) == 1 else "blocks", fmean(rows.own[block] for block in full)

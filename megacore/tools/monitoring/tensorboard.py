@@ -24,7 +24,7 @@ class Board(Monitor):
 
     def record(self, figures: dict[str, Any]) -> None:
         """Writes the numbers among a step's figures."""
-        self.seen |= figures.keys()
+        self.seen |= {name for name, figure in figures.items() if not isinstance(figure, list)}
         if self.writer is not None:
             self._try(lambda: self._add(figures))
 

@@ -86,6 +86,6 @@ def read_routing(path: str, experts: int | None) -> Routing:
             steps.append(tuple(BlockLoad(tuple(load * len(loads) / sum(loads) for load in loads)) for loads in blocks))
     counts = {len(block.loads) for step in steps for block in step}
     if counts != {experts}:
-        has = "no load of single experts" if not counts else f"loads of {', '.join(map(str, sorted(counts)))} experts"
+        has = "no list of experts' loads" if not counts else f"loads of {', '.join(map(str, sorted(counts)))} experts"
         raise ConfigError("--routing", f"{path} has {has}", f"loads of model.num_experts {experts}")
     return Routing(tuple(steps))

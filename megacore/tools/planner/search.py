@@ -192,6 +192,7 @@ def fitting(candidates: list[Candidate], memory_gib: float, routing: Routing | N
     large.sort(key=lambda candidate: candidate.needs_gib)
     # To ask all for their memory would take longer than the search: of those whose state is too much, least state and activations count.
     nearest = [*large[:1], *sorted(hopeless, key=state_and_activations)[:1]]
+    nearest = [replace(candidate, routing=routing) for candidate in nearest]
     return Found(in_order, large, len(hopeless), len(candidates), None if fit else least_of(nearest))
 
 

@@ -38,7 +38,7 @@ def report(
         batch = config.train.global_batch_size
         if not found.counted:
             raise ConfigError("train.global_batch_size", f"{batch} divides in no layout of {world} devices", "a multiple of their number")
-        raise too_small(config, found, world, device, cluster, profile, limit)
+        raise too_small(config, found, world, device, cluster, profile, limit, routing)
     print(f"{world:,} × {device.name} over {cluster.name}")
     table(found, limit, cluster.node_ranks)
     best = found.fit[0]
@@ -50,7 +50,7 @@ def report(
 
 
 def too_small(
-    config: Config, found: Found, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, limit: float
+    config: Config, found: Found, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, limit: float, routing: Routing | None
 ) -> ConfigError:  # fmt: skip
     """How much memory lacks for the layout that needs least, and what would hold the run: a larger device, or more of them."""
     least = found.least
@@ -66,7 +66,7 @@ def too_small(
     state = parameters(config) * (optimizer_bytes(config) + GRADIENT_BYTES[config.train.precision])
     more = [n * world for n in MORE if n * world <= MOST_DEVICES] if room > 0 else []  # else no number helps
     for devices in (n for n in more if state / n < room):
-        if fit := search(config, devices, device, cluster, profile, limit).fit:
+        if fit := search(config, devices, device, cluster, profile, limit, routing).fit:
             return ConfigError("--memory-gib", wrong, f"{right}; or --world {devices}: {fit[0].describe()}, {fit[0].needs_gib:,.1f} GiB")
     return ConfigError("--memory-gib", wrong, f"{right}{f'; {more[-1]:,} devices are too few as well' if more else ''}")
 

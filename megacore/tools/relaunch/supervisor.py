@@ -24,7 +24,7 @@ from megacore.errors import ConfigError
 from megacore.files import open_plain, read_plain
 from megacore.records import Record, complaint
 from megacore.tools.diagnosis.heartbeat import LOST
-from megacore.tools.metrics_file import recorded
+from megacore.tools.metrics_file import newest
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.child_watch import ChildWatch
 from megacore.tools.relaunch.fleet import Machines, TooFew
@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.2
 WAIT_SECONDS = 5.0  # between looks for machines, where there are too few
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
-LAST_BYTES = 65536  # at the end of the run's records, in which its last step stands
+LAST_BYTES = 65536  # of a note about what was lost
 LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
 # The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network is cut.
 NOTICE = "-o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
@@ -171,7 +171,7 @@ class Supervisor:
         steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name))]
         logged: list[int] = []
         with contextlib.suppress(OSError), open_plain(self.folder / "metrics.jsonl") as file:
-            logged = [step for step, _ in recorded(file, LAST_BYTES)]
+            logged = [step for step, _ in newest(file)]
         return max(steps, default=0), max(logged, default=0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
