@@ -220,7 +220,8 @@ class Trainer:
             self.say(f"final validation loss {loss:.4f} nats a token{beside}")
         if self.latest is not None:
             self.say(f"checkpoint: {self.latest}")
-        self.say(f"records: {self.config.log.dir}/metrics.jsonl, and tensorboard --logdir {self.config.log.dir}")
+        log = self.config.log
+        self.say(f"records: {log.dir}/metrics.jsonl" + (f", and tensorboard --logdir {log.dir}" if log.tensorboard else ""))
 
     # Checkpoints
 

@@ -25,7 +25,7 @@ from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
 from megacore.tools.settings.load import load
 from megacore.train.logs import Monitor, Monitors, Report
-from tests.training import write_config
+from tests.training import run_rank, write_config, write_corpus
 
 
 @pytest.fixture
@@ -200,3 +200,13 @@ def test_lines_that_are_no_records_do_not_end_a_resume(tmp_path: Path) -> None:
     file.write_text("\n".join(['{"step": 1}', *damage, '{"step": 2}', '{"step": 3}', '{"ste']))
     open_metrics(file, 3).close()
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_run_ends_with_the_records_that_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: bool) -> None:
+    """Whoever follows the last line would find TensorBoard empty."""
+    path = write_config(tmp_path, write_corpus(tmp_path), train={"steps": 1})
+    run_rank(path, [f"log.tensorboard={str(shown).lower()}"], str(tmp_path / "run"))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"records: {tmp_path}/run/metrics.jsonl" + (f", and tensorboard --logdir {tmp_path}/run" if shown else "")
+    assert (tmp_path / "run/tensorboard").exists() == shown
