@@ -23,6 +23,13 @@ def processor() -> str:
     return f"{name} (family {fields['cpu family'].strip()}, model {fields['model'].strip()})" if "cpu family" in fields else name
 
 
+def instructions() -> str:
+    """The widest that PyTorch's own loops use, and AMX, where oneDNN's products of bf16 have it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    amx = cpuinfo.is_file() and "amx_bf16" in cpuinfo.read_text()
+    return torch.backends.cpu.get_cpu_capability() + (" and AMX" if amx else "")
+
+
 def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 1.0) -> float:
     """Operations a second of a large square product, the best of as many as fit in `seconds`: 2·n³ each."""
     size = 8192 if device.type == "cuda" else 2048
@@ -87,7 +94,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "processor": processor(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "instructions": instructions(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "system": platform.platform(),
