@@ -118,7 +118,7 @@ def test_a_mask_and_packing_together(tmp_path: Path) -> None:
 def test_a_microbatch_keeps_documents_and_padding_apart(tmp_path: Path) -> None:
     """With document_mask: positions start anew in each document, and padding is a document of its own that no target follows."""
     path = write_config(tmp_path, write(tmp_path / "c"), train={"seq_len": SEQ, "global_batch_size": 2}, model={"vocab_size": 200})
-    config = load(path, ["data.packing=best_fit", "data.document_mask=true"], 1).config
+    config = load(path, ["data.packing=best_fit", "data.document_mask=true", f"log.dir={tmp_path}/run"], 1).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     stream = Inputs(config, 0).stream
     loader, seen = Loader(config, mesh, stream), 0
