@@ -10,7 +10,9 @@ setup(
     name="megacore",
     version="0.1.0",
     description="GPT pretraining over named parallel axes, written to be read, changed and proved",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").is_file() else "",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8")
+    if (ROOT / "README.md").is_file()
+    else "",
     long_description_content_type="text/markdown",
     author="megacore contributors",
     license="MIT",
@@ -18,7 +20,9 @@ setup(
     packages=find_packages(include=["megacore", "megacore.*"]),
     # kernels/ is imported as megacore.kernels, and has no __init__.py: a package on PyPI is called `kernels`.
     package_dir={"megacore.kernels": "kernels"},
-    package_data={"megacore.tools.planner": ["errors.json", "fitted.json", "devices/*.json", "clusters/*.json"]},
+    package_data={
+        "megacore.tools.planner": ["errors.json", "fitted.json", "devices/*.json", "clusters/*.json"]
+    },
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",  # tools/deepspeed touches private names of it
@@ -37,8 +41,21 @@ setup(
         # GPU builds of torch bring the Triton they were made for; alone it serves the kernels' tests on a CPU.
         "triton": ["triton>=3.4; platform_system == 'Linux'"],
         "test": [
-            *("mypy>=1.15", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.11", "tokenizers>=0.21", "transformers>=4.56"),
-            *("kubernetes-validate>=1.31", "prometheus-client>=0.20", "pyarrow>=18", "pyyaml>=6", "tiktoken>=0.9"),
+            *(
+                "mypy>=1.15",
+                "pytest>=8",
+                "pytest-xdist>=3.6",
+                "ruff>=0.11",
+                "tokenizers>=0.21",
+                "transformers>=4.56",
+            ),
+            *(
+                "kubernetes-validate>=1.31",
+                "prometheus-client>=0.20",
+                "pyarrow>=18",
+                "pyyaml>=6",
+                "tiktoken>=0.9",
+            ),
             "triton>=3.4; platform_system == 'Linux'",
         ],
         # Models from and to Hugging Face's format are compared with it.

@@ -1,7 +1,8 @@
-"""How long attention takes on this device, forward and backward, by the formula (eager) and by PyTorch's kernel (sdpa).
+"""How long attention takes on this device, forward and backward, by the formula (eager)
+and by PyTorch's kernel (sdpa).
 
-What `model.attention=auto` chooses is this table in a rule, `megacore/config/implied.py`. Each time is the median of the calls of half
-a second, after two; the two ways take turns.
+What `model.attention=auto` chooses is this table in a rule, `megacore/config/implied.py`. Each time is the
+median of the calls of half a second, after two; the two ways take turns.
 """
 
 from collections.abc import Iterator
@@ -28,14 +29,27 @@ HEADS, TOKENS = 4, 2048
 
 def config_of(kind: str, precision: str, seq_len: int, head_size: int) -> Config:
     """A block with such an attention, and sequences of together about `TOKENS` tokens."""
-    model = {"num_layers": 1, "num_heads": HEADS, "hidden_size": HEADS * head_size, "vocab_size": 2, "attention": kind}
+    model = {
+        "num_layers": 1,
+        "num_heads": HEADS,
+        "hidden_size": HEADS * head_size,
+        "vocab_size": 2,
+        "attention": kind,
+    }
     batch = max(1, TOKENS // seq_len)
-    train = {"precision": precision, "seq_len": seq_len, "micro_batch_size": batch, "global_batch_size": batch}
+    train = {
+        "precision": precision,
+        "seq_len": seq_len,
+        "micro_batch_size": batch,
+        "global_batch_size": batch,
+    }
     return resolve({"model": model, "train": train}, [], "attention", 1).config
 
 
 def calls(config: Config, device: torch.device) -> Iterator[float]:
-    """Seconds of forward and backward of one call after the other, of ``[batch, heads, seq, head]`` as the qkv layer leaves it."""
+    """Seconds of forward and backward of one call after the other, of ``[batch, heads, seq,
+    head]`` as the qkv layer leaves it.
+    """
     model = whole_model(config, device)
     attention = model.inner[0].attention
     assert isinstance(attention, Attention)
@@ -53,7 +67,13 @@ def calls(config: Config, device: torch.device) -> Iterator[float]:
 def main(argv: list[str]) -> None:
     """Prints a line for each precision, length and head size."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--lengths", type=counts, default="64,128,256,512,1024,2048,4096", metavar="N,…", help="of sequences, in tokens")
+    parser.add_argument(
+        "--lengths",
+        type=counts,
+        default="64,128,256,512,1024,2048,4096",
+        metavar="N,…",
+        help="of sequences, in tokens",
+    )
     parser.add_argument("--heads", type=counts, default="32,64,128", metavar="N,…", help="features of a head")
     parser.add_argument("--precisions", default="fp32,bf16", metavar="NAMES")
     args = parser.parse_args(argv)
@@ -71,7 +91,11 @@ def main(argv: list[str]) -> None:
                 own.append(next(contender))
         eager, sdpa = (median(own) for own in seconds)
         chosen = attention_of(config_of("auto", *sizes), mesh.device.type)
-        print(f"{precision} | {length} | {head} | {eager * 1e3:.2f} | {sdpa * 1e3:.2f} | {sdpa / eager:.2f}× | {chosen}", flush=True)
+        print(
+            f"{precision} | {length} | {head} | {eager * 1e3:.2f} | {sdpa * 1e3:.2f} | "
+            f"{sdpa / eager:.2f}× | {chosen}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

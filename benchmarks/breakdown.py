@@ -1,7 +1,8 @@
 """Where a rank's step goes: every moment of it is charged to one part, so that the parts add up to the whole.
 
-On a CPU the parts are host time. On a GPU they are time on the stream that computes, between events recorded in it: what is
-launched there and runs there, and how long the stream stands waiting for communication that nothing hides.
+On a CPU the parts are host time. On a GPU they are time on the stream that computes, between events recorded
+in it: what is launched there and runs there, and how long the stream stands waiting for communication that
+nothing hides.
 """
 
 from collections import defaultdict
@@ -29,8 +30,8 @@ COMMUNICATION = ("tp", "cp", EXPERTS, "dp", "pp", "tied", "loss", "norm")  # by 
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that observers hear of
-# Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is taken out:
-# for what it receives, and when it is done early, in the first sum that others join later.
+# Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is
+# taken out: for what it receives, and when it is done early, in the first sum that others join later.
 IDLE_IN = ("pp", "tied", "loss", "norm", "dp")
 
 
@@ -44,7 +45,8 @@ class Stopwatch(Observer):
         self.marks: list[tuple[Any, str]] = []
         self.open = ["other"]
         self.within: list[AbstractContextManager[None]] = []  # the plan's action that is being done
-        self.spans: list[tuple[Action, int, int]] = []  # each action of the plan, its first mark, and the mark behind its last
+        # each action of the plan, its first mark, and the mark behind its last
+        self.spans: list[tuple[Action, int, int]] = []
 
     def mark(self) -> None:
         """From here on time is the innermost open part's."""
@@ -69,7 +71,10 @@ class Stopwatch(Observer):
 
     @contextmanager
     def part(self, name: str, action: Action | None = None) -> Iterator[None]:
-        """Charges the block to `name`, less what is opened within; a trace shows it under that name. `action`: what the block does."""
+        """Charges the block to `name`, less what is opened within; a trace shows it under that name.
+
+        `action`: what the block does.
+        """
         first = len(self.marks)
         self.open.append(name)
         self.mark()
@@ -96,7 +101,11 @@ class Stopwatch(Observer):
 
     def mean_of(self, op: Op, chunk: int) -> float:
         """Seconds of a chunk's mean action of a kind, with all that is in it; 0 if there is none."""
-        found = [self.between(first, last) for action, first, last in self.spans if (action.op, action.chunk) == (op, chunk)]
+        found = [
+            self.between(first, last)
+            for action, first, last in self.spans
+            if (action.op, action.chunk) == (op, chunk)
+        ]
         return mean(found) if found else 0.0
 
 
@@ -112,8 +121,8 @@ class Breakdown:
 def measured_step(training: Training, watch: Stopwatch | None = None) -> Breakdown:
     """Runs a step with its parts measured, by `watch` if it is given; collective.
 
-    The bubble is what the simulated schedule, fed with the stages' own seconds of this step, says that this stage idles: it is taken
-    out of its waits, and what remains of them is communication that was not hidden.
+    The bubble is what the simulated schedule, fed with the stages' own seconds of this step, says that this
+    stage idles: it is taken out of its waits, and what remains of them is communication that was not hidden.
     """
     watch = watch or Stopwatch(training.mesh.device)
     wire = Wire(training.mesh, watch.part)
@@ -162,8 +171,15 @@ def simulated(plan: Plan, watch: Stopwatch, pp: Group, device: torch.device) -> 
 
 
 def beside_each_other(training: Training) -> Timeline:
-    """A measured step between the rows of its simulation: two rows for each rank of the pipeline. Collective over the pipeline."""
-    plan, pp, watch = training.train_step.plans[training.config.num_microbatches], training.mesh.pp, Stopwatch(training.mesh.device)
+    """A measured step between the rows of its simulation: two rows for each rank of the pipeline.
+
+    Collective over the pipeline.
+    """
+    plan, pp, watch = (
+        training.train_step.plans[training.config.num_microbatches],
+        training.mesh.pp,
+        Stopwatch(training.mesh.device),
+    )
     measured_step(training, watch)
     actions = [[action for action in own if action.op in COMPUTE] for own in plan.actions]
     own = torch.zeros(1, max(map(len, actions)), 2, dtype=torch.float64, device=training.mesh.device)
@@ -175,13 +191,23 @@ def beside_each_other(training: Training) -> Timeline:
     rows = []
     for rank, held in enumerate(actions):
         rows.append(tuple(span for span in expected.spans[rank] if span.action.op in COMPUTE))
-        rows.append(tuple(Span(action, start, end) for action, (start, end) in zip(held, gathered[rank].tolist(), strict=False)))
-    twice = Plan(tuple(own for own in plan.actions for _ in (0, 1)), tuple(own for own in plan.placement for _ in (0, 1)))
+        rows.append(
+            tuple(
+                Span(action, start, end)
+                for action, (start, end) in zip(held, gathered[rank].tolist(), strict=False)
+            )
+        )
+    twice = Plan(
+        tuple(own for own in plan.actions for _ in (0, 1)),
+        tuple(own for own in plan.placement for _ in (0, 1)),
+    )
     return Timeline(twice, tuple(rows))
 
 
 def shares(steps: list[Breakdown], mesh: Mesh) -> dict[str, float]:
     """Each part's share of the steps, in per cent, of all ranks together; collective."""
     own = [sum(step.total for step in steps), *(sum(step.seconds[part] for step in steps) for part in PARTS)]
-    total, *parts = all_reduce(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.world).tolist()
+    total, *parts = all_reduce(
+        torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.world
+    ).tolist()
     return {part: 100 * seconds / total for part, seconds in zip(PARTS, parts, strict=True)}

@@ -5,12 +5,28 @@ from pathlib import Path
 
 # One colour a part of a step: work in blues and greens, waiting in reds and greys.
 COLOURS = {
-    "compute": "#2f6fab", "optimizer": "#7fb3d5", "data": "#8fbf8f",
-    "router": "#8e44ad", "permute": "#f0b27a", "exchange": "#c0392b", "experts": "#1f4e79", "shared": "#2f6fab", "feed-forward": "#16a085",
-    "attention": "#8fbf8f", "communication": "#e67e22", "rest": "#dddddd",
-    "tp": "#c0392b", "cp": "#9b59b6", "dp": "#e67e22", "pp": "#f1c40f", "tied": "#d98880", "loss": "#edbb99", "norm": "#f5b7b1",
-    "bubble": "#b0b0b0", "other": "#dddddd",
-}  # fmt: skip
+    "compute": "#2f6fab",
+    "optimizer": "#7fb3d5",
+    "data": "#8fbf8f",
+    "router": "#8e44ad",
+    "permute": "#f0b27a",
+    "exchange": "#c0392b",
+    "experts": "#1f4e79",
+    "shared": "#2f6fab",
+    "feed-forward": "#16a085",
+    "attention": "#8fbf8f",
+    "communication": "#e67e22",
+    "rest": "#dddddd",
+    "tp": "#c0392b",
+    "cp": "#9b59b6",
+    "dp": "#e67e22",
+    "pp": "#f1c40f",
+    "tied": "#d98880",
+    "loss": "#edbb99",
+    "norm": "#f5b7b1",
+    "bubble": "#b0b0b0",
+    "other": "#dddddd",
+}
 KINDS = ("#2f6fab", "#e67e22")  # bars of two kinds side by side
 
 
@@ -32,13 +48,17 @@ def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], unit: str,
 
 
 def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]]], title: str) -> None:
-    """For each group a panel: each name has one horizontal bar a kind, side by side, and a line stands at 1."""
+    """For each group a panel: each name has one horizontal bar a kind, side by side,
+    and a line stands at 1.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(4, len(groups)) or 1
     lines = -(-len(groups) // columns) or 1
-    kinds = list(dict.fromkeys(kind for bars in groups.values() for values in bars.values() for kind in values))
+    kinds = list(
+        dict.fromkeys(kind for bars in groups.values() for values in bars.values() for kind in values)
+    )
     height = 0.8 / max(1, len(kinds))
     figure = Figure(figsize=(4.4 * columns, 3.4 * lines + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -47,7 +67,9 @@ def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]
         for place, kind in enumerate(kinds):
             values = {row: bars[name][kind] for row, name in enumerate(bars) if kind in bars[name]}
             rows = [row + (place - (len(kinds) - 1) / 2) * height for row in values]
-            drawn = axes.barh(rows, list(values.values()), height, label=kind, color=KINDS[place % len(KINDS)])
+            drawn = axes.barh(
+                rows, list(values.values()), height, label=kind, color=KINDS[place % len(KINDS)]
+            )
             axes.bar_label(drawn, fmt="{:.2f}", fontsize=8, padding=2)
         axes.axvline(1.0, color="#333333", linewidth=0.8, linestyle="--")
         axes.set_yticks(range(len(bars)), list(bars))
@@ -58,13 +80,19 @@ def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[len(groups) :]:
         axes.set_visible(False)
-    shown = {label: bar for axes in grid for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(shown.values()), list(shown), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
+    shown = {
+        label: bar for axes in grid for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(shown.values()), list(shown), loc="outside lower right", ncols=2, frameon=False, fontsize=8
+    )
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(path)
 
 
-def lines_over_sizes(path: Path, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str, title: str) -> None:
+def lines_over_sizes(
+    path: Path, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str, title: str
+) -> None:
     """Points (bytes, value) joined to lines by name, both axes logarithmic."""
     figure, axes = _figure(8.0, 4.5)
     for name, points in lines.items():

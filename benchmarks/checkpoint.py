@@ -1,11 +1,12 @@
 """What a checkpoint costs the training loop, saved in it and beside it, and how fast its parts are.
 
-Blocks of training steps take turns: without a save, with one behind the first step in the loop, and with one beside it, on the same
-state. What a save costs is by how much its block is longer than the block without: how long the loop stands still, and by how much the
-steps beside a save are slower (memory, caches, the interpreter's lock). A block is long enough for a save beside it. Where Linux tells,
-the time for which the loop was ready and had to wait for a core is left out: on a machine that is shared it is other programs', and a save
-beside the loop needs a core that training leaves free. Differences are taken within each round; their median
-counts, and half of them lie in the span beside it.
+Blocks of training steps take turns: without a save, with one behind the first step in the loop, and with one
+beside it, on the same state. What a save costs is by how much its block is longer than the block without: how
+long the loop stands still, and by how much the steps beside a save are slower (memory, caches, the
+interpreter's lock). A block is long enough for a save beside it. Where Linux tells, the time for which the
+loop was ready and had to wait for a core is left out: on a machine that is shared it is other programs', and
+a save beside the loop needs a core that training leaves free. Differences are taken within each round; their
+median counts, and half of them lie in the span beside it.
 """
 
 import argparse
@@ -45,9 +46,22 @@ WAYS = ("none", "in the loop", "beside it")
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument("--config", default="benchmarks/checkpoint.json", metavar="FILE", help="a JSON file (%(default)s: 29 M parameters)")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to save (%(default)s)")
-    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="blocks of each kind (%(default)s)")
+    parser.add_argument(
+        "--config",
+        default="benchmarks/checkpoint.json",
+        metavar="FILE",
+        help="a JSON file (%(default)s: 29 M parameters)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        metavar="DIR",
+        help="where to save (%(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=count, default=5, metavar="N", help="blocks of each kind (%(default)s)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     check_folder("--folder", args.folder)
@@ -68,11 +82,16 @@ class Block:
     def __init__(self, training: Training, mesh: Mesh, folder: Path) -> None:
         self.training, self.mesh = training, mesh
         clean = retention(folder, keep=1)
-        self.savers = {way: Saver(folder, Ranks(mesh), clean=clean, background=way == WAYS[2], device=mesh.device) for way in WAYS[1:]}
+        self.savers = {
+            way: Saver(folder, Ranks(mesh), clean=clean, background=way == WAYS[2], device=mesh.device)
+            for way in WAYS[1:]
+        }
         self.steps = 2
 
     def run(self, way: str) -> tuple[float, float, float]:
-        """Seconds of the block, of the loop's standing still in it, and (on the wall) from the save's beginning to its end."""
+        """Seconds of the block, of the loop's standing still in it, and (on the wall) from
+        the save's beginning to its end.
+        """
         saver, stood, saved = self.savers.get(way), 0.0, None
         self.training.before_update = (lambda: None) if saver is None else saver.hold_update
         started = clock()
@@ -112,7 +131,10 @@ def measure(block: Block, rounds: int) -> dict[str, Any]:
             seconds, still, _ = block.run(way)
             took[way].append(seconds)
             stood[way].append(still)
-    longer = {way: [with_save - without for with_save, without in zip(took[way], took["none"], strict=True)] for way in WAYS[1:]}
+    longer = {
+        way: [with_save - without for with_save, without in zip(took[way], took["none"], strict=True)]
+        for way in WAYS[1:]
+    }
     costs = {way: median(longer[way]) for way in WAYS[1:]}
     return {
         "steps a block": block.steps,
@@ -162,9 +184,15 @@ def show(result: dict[str, Any]) -> None:
     table = Table("a save", "longer block", "loop stands still")
     for way in WAYS[1:]:
         low, high = result["cost_quartiles"][way]
-        table.add_row(way, f"{result['cost_seconds'][way]:.3f} s ({low:.3f} to {high:.3f})", f"{result['stood_still_seconds'][way]:.4f} s")
+        table.add_row(
+            way,
+            f"{result['cost_seconds'][way]:.3f} s ({low:.3f} to {high:.3f})",
+            f"{result['stood_still_seconds'][way]:.4f} s",
+        )
     table.add_row("beside / in the loop", f"{result['cost_ratio']:.1%}", f"{result['stood_still_ratio']:.1%}")
-    console.print(f"{result['state']} of state, blocks of {result['steps a block']} steps; target: below {TARGET:.0%}")
+    console.print(
+        f"{result['state']} of state, blocks of {result['steps a block']} steps; target: below {TARGET:.0%}"
+    )
     console.print(table)
     table = Table("one core, one file", "GB/s")
     for name, speed in result["speeds"].items():
@@ -186,7 +214,14 @@ def main(argv: list[str], place: RankInfo) -> None:
         if place.rank == 0:
             show(result | {"speeds": (figures := speeds(folder))})
             shutil.rmtree(folder)
-            print(json.dumps(machine.describe() | {"config": config.model_dump(by_alias=True)} | result | {"speeds": figures}))
+            print(
+                json.dumps(
+                    machine.describe()
+                    | {"config": config.model_dump(by_alias=True)}
+                    | result
+                    | {"speeds": figures}
+                )
+            )
     except BaseException as error:
         fail(error, place, mesh)
         raise

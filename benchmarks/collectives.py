@@ -1,9 +1,11 @@
-"""How fast each group of the mesh communicates: every operation that a step uses, from 1 KiB to 1 GiB, and a line through the times.
+"""How fast each group of the mesh communicates: every operation that a step uses, from 1 KiB to 1
+GiB, and a line through the times.
 
-Of each size: the median time of the slowest rank; the algorithm bandwidth, bytes of the whole over time; and the bus bandwidth, bytes that
-a rank of a ring sends over time, which can be held against a link's. The line is α + β · bytes that a rank sends, fitted to small
-and large messages alike (least squares of the relative error). `--cluster-file` writes the lines of gathers, scatters and sums as the links
-that `python launch/plan.py --cluster FILE.json` predicts with.
+Of each size: the median time of the slowest rank; the algorithm bandwidth, bytes of the whole over time; and
+the bus bandwidth, bytes that a rank of a ring sends over time, which can be held against a link's. The line
+is α + β · bytes that a rank sends, fitted to small and large messages alike (least squares of the relative
+error). `--cluster-file` writes the lines of gathers, scatters and sums as the links that
+`python launch/plan.py --cluster FILE.json` predicts with.
 
 NCCL's own settings are printed as they are, and none is changed.
 """
@@ -38,15 +40,21 @@ from megacore.tools.output_files import check_output
 from megacore.tools.planner.traffic import ring_share
 from megacore.tools.settings.load import load
 
-EXAMPLE = "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest 16 parallel.tensor=2"
+EXAMPLE = (
+    "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest "
+    "16 parallel.tensor=2"
+)
 SMALLEST = 1024  # bytes
-SMALL, CALLS = 2**20, 10  # up to so many bytes, so many calls in a row are timed: a barrier lets ranks go at different moments
+# up to so many bytes, so many calls in a row are timed: a barrier lets ranks go at different moments
+SMALL, CALLS = 2**20, 10
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 
 
 @dataclass(frozen=True)
 class Line:
-    """The time of one call: `alpha` seconds, and `beta` more for every byte that a rank sends (Hockney 1994)."""
+    """The time of one call: `alpha` seconds, and `beta` more for every byte that a rank
+    sends (Hockney 1994).
+    """
 
     alpha: float
     beta: float
@@ -61,11 +69,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="whose mesh it is")
     parser.add_argument("--largest", type=float, default=1024.0, metavar="MIB", help="largest message (1024)")
-    parser.add_argument("--repeat", type=count, default=5, metavar="N", help="calls of each size, after 2 that do not count (5)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="default: benchmarks/results/collectives_<date>.json; a chart beside it"
+        "--repeat",
+        type=count,
+        default=5,
+        metavar="N",
+        help="calls of each size, after 2 that do not count (5)",
     )
-    parser.add_argument("--cluster-file", type=Path, metavar="FILE.json", help="writes these links for launch/plan.py --cluster")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="default: benchmarks/results/collectives_<date>.json; a chart beside it",
+    )
+    parser.add_argument(
+        "--cluster-file",
+        type=Path,
+        metavar="FILE.json",
+        help="writes these links for launch/plan.py --cluster",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if not args.largest * 2**20 >= SMALLEST:
@@ -86,7 +108,11 @@ def call(operation: str, group: Group, size: int, device: torch.device) -> Calla
     if operation == "all_to_all":
         out = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(out, whole, group=group.process_group)
-    received, after, before = torch.empty_like(whole), (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    received, after, before = (
+        torch.empty_like(whole),
+        (group.rank + 1) % group.size,
+        (group.rank - 1) % group.size,
+    )
 
     def around() -> None:
         """Every rank sends to the next, and receives from the one before."""
@@ -101,7 +127,9 @@ def call(operation: str, group: Group, size: int, device: torch.device) -> Calla
 
 
 def seconds(operation: str, group: Group, size: int, mesh: Mesh, repeat: int) -> float:
-    """Median time of a call, of the slowest rank of all; collective over the mesh, all of whose groups work at once, as in a step."""
+    """Median time of a call, of the slowest rank of all; collective over the mesh, all of whose
+    groups work at once, as in a step.
+    """
     act, times = call(operation, group, size, mesh.device), []
     calls = CALLS if size <= SMALL else 1
 
@@ -117,21 +145,29 @@ def seconds(operation: str, group: Group, size: int, mesh: Mesh, repeat: int) ->
             act()
         wait()
         times.append((perf_counter() - started) / calls)
-    slowest = all_reduce(torch.tensor(times[2:], dtype=torch.float64, device=mesh.device), mesh.world, dist.ReduceOp.MAX)
+    slowest = all_reduce(
+        torch.tensor(times[2:], dtype=torch.float64, device=mesh.device), mesh.world, dist.ReduceOp.MAX
+    )
     return median(slowest.tolist())
 
 
 def fit(points: list[tuple[float, float]]) -> Line:
-    """The line through (bytes that a rank sends, seconds) with the least relative errors, neither of whose terms is negative.
+    """The line through (bytes that a rank sends, seconds) with the least relative errors,
+    neither of whose terms is negative.
 
-    A size's weight is its time's inverse square: else the largest message alone would decide, and latency would be noise.
+    A size's weight is its time's inverse square: else the largest message alone would decide, and latency
+    would be noise.
     """
     weights = [1 / time**2 for _, time in points]
     total = sum(weights)
     x0 = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
     y0 = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
     spread = sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    beta = sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True)) / spread if spread else 0.0
+    beta = (
+        sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True)) / spread
+        if spread
+        else 0.0
+    )
     beta = max(0.0, beta)
     return Line(max(0.0, y0 - beta * x0), beta)
 
@@ -147,7 +183,11 @@ def sizes(largest: int, group: Group) -> Iterator[int]:
 def groups(mesh: Mesh) -> list[Group]:
     """Those of more than one rank that every rank has one of; of groups with the same ranks, the first."""
     candidates = (mesh.tp, mesh.gradient_group, mesh.pp, mesh.world)
-    found = {group.ranks: group for group in reversed(candidates) if group.size > 1 and group.ranks in mesh.communicators}
+    found = {
+        group.ranks: group
+        for group in reversed(candidates)
+        if group.size > 1 and group.ranks in mesh.communicators
+    }
     return [group for group in candidates if found.get(group.ranks) is group]
 
 
@@ -187,40 +227,65 @@ def measure(mesh: Mesh, largest: int, repeat: int, say: Callable[[str], None]) -
             bus = max(sent / time for sent, time in points)
             bandwidth = 1e-9 / line.beta if line.beta else math.inf
             say(
-                f"{group.name:<6} {group.size:>4} ranks {operation:<15} latency {1e6 * points[0][1]:10,.1f} µs  bus {bus / 1e9:8.3f} GB/s  "
+                f"{group.name:<6} {group.size:>4} ranks {operation:<15} latency "
+                f"{1e6 * points[0][1]:10,.1f} µs  bus {bus / 1e9:8.3f} GB/s  "
                 f"α {1e6 * line.alpha:8.1f} µs  1/β {bandwidth:8.3f} GB/s  off by {error:.0%} at most"
             )
     return {"measured": rows, "lines": lines}
 
 
 def cluster_content(lines: list[dict[str, Any]], machine_ranks: int) -> dict[str, Any]:
-    """What a cluster file of the planner holds (see tools/planner/devices.py), from the fitted lines of gathers, scatters and sums.
+    """What a cluster file of the planner holds (see tools/planner/devices.py), from the fitted lines
+    of gathers, scatters and sums.
 
-    A level for the largest group within a machine and one for the largest beyond it, if there are such groups. A sum goes round the
-    ring twice: what it takes longer to begin than a gather is its hops' latency, and the rest is the call's. A ring that leaves a
-    machine uses the links of all its ranks there.
+    A level for the largest group within a machine and one for the largest beyond it, if there are such
+    groups. A sum goes round the
+    ring twice: what it takes longer to begin than a gather is its hops' latency, and the rest is the call's.
+    A ring that leaves a machine uses the links of all its ranks there.
     """
     sizes = sorted({line["ranks"] for line in lines})
-    chosen = [max(group) for group in ([n for n in sizes if n <= machine_ranks], [n for n in sizes if n > machine_ranks]) if group]
+    chosen = [
+        max(group)
+        for group in ([n for n in sizes if n <= machine_ranks], [n for n in sizes if n > machine_ranks])
+        if group
+    ]
     levels: list[dict[str, Any]] = []
     calls = []
     for ranks in chosen:
         of = {line["operation"]: line for line in lines if line["ranks"] == ranks}
         once = [of[name] for name in ("all_gather", "reduce_scatter") if name in of]
         begin = median(line["alpha_seconds"] for line in once)
-        hops = min(max(of["all_reduce"]["alpha_seconds"] - begin, 0.0), begin) if "all_reduce" in of else begin
+        hops = (
+            min(max(of["all_reduce"]["alpha_seconds"] - begin, 0.0), begin) if "all_reduce" in of else begin
+        )
         calls.append(begin - hops)
         rings = [*once, of["all_reduce"]] if "all_reduce" in of else once
         sharing = machine_ranks if ranks > machine_ranks else 1
         bandwidth = 1 / (max(median(line["beta_seconds_per_byte"] for line in rings), 1e-15) * sharing)
-        levels.append({"link": "measured", "ranks": machine_ranks, "bytes_per_second": bandwidth, "latency_seconds": hops / (ranks - 1)})
+        levels.append(
+            {
+                "link": "measured",
+                "ranks": machine_ranks,
+                "bytes_per_second": bandwidth,
+                "latency_seconds": hops / (ranks - 1),
+            }
+        )
     levels[-1]["ranks"] = None
-    return {"name": "measured links", "source": "benchmarks.collectives", "call_seconds": calls[0], "levels": levels}
+    return {
+        "name": "measured links",
+        "source": "benchmarks.collectives",
+        "call_seconds": calls[0],
+        "levels": levels,
+    }
 
 
 def nccl_settings() -> dict[str, str]:
     """What the environment sets of NCCL and gloo."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))
+    }
 
 
 def write(report: dict[str, Any], output: Path) -> None:
@@ -228,8 +293,15 @@ def write(report: dict[str, Any], output: Path) -> None:
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in report["measured"]:
-        curves.setdefault(f"{row['group']}, {row['operation']}", []).append((row["bytes"], row["bus_bytes_per_second"] / 1e9))
-    lines_over_sizes(output.with_suffix(".png"), curves, "bus bandwidth, GB/s", f"{report['mesh']}: {report['machine']['processor']}")
+        curves.setdefault(f"{row['group']}, {row['operation']}", []).append(
+            (row["bytes"], row["bus_bytes_per_second"] / 1e9)
+        )
+    lines_over_sizes(
+        output.with_suffix(".png"),
+        curves,
+        "bus bandwidth, GB/s",
+        f"{report['mesh']}: {report['machine']['processor']}",
+    )
 
 
 def run(args: argparse.Namespace, config: Config, mesh: Mesh) -> None:
@@ -245,12 +317,18 @@ def run(args: argparse.Namespace, config: Config, mesh: Mesh) -> None:
         say(f"{name}={value}")
     result = measure(mesh, int(args.largest * 2**20), args.repeat, say)
     if is_loss_rank:
-        report = machine.describe() | {"mesh": mesh.describe(), "backend": mesh.backend, "environment": nccl_settings()} | result
+        report = (
+            machine.describe()
+            | {"mesh": mesh.describe(), "backend": mesh.backend, "environment": nccl_settings()}
+            | result
+        )
         output = args.output or Path(__file__).parent / "results" / f"collectives_{report['date'][:10]}.json"
         write(report, output)
         say(f"written to {output}")
         if args.cluster_file is not None:
-            content = cluster_content(result["lines"], min(mesh.place.local_world_size, mesh.place.world_size))
+            content = cluster_content(
+                result["lines"], min(mesh.place.local_world_size, mesh.place.world_size)
+            )
             args.cluster_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -258,7 +336,9 @@ def main(argv: list[str], place: RankInfo) -> int:
     """One rank's part; returns its exit status."""
     args = parse(argv)
     if place.world_size == 1:
-        raise ConfigError("world", "one rank has nobody to talk to", "start it with a launcher, as in the example of -h")
+        raise ConfigError(
+            "world", "one rank has nobody to talk to", "start it with a launcher, as in the example of -h"
+        )
     if place.rank == 0:
         for option, path in (("--output", args.output), ("--cluster-file", args.cluster_file)):
             if path is not None:

@@ -1,7 +1,8 @@
-"""One process of a contender of benchmarks.speed or benchmarks.peers: for every line on stdin it takes a step and answers with a
-line of JSON.
+"""One process of a contender of benchmarks.speed or benchmarks.peers: for every line on stdin it takes a step
+and answers with a line of JSON.
 
-It waits asleep in between, so that contenders can take turns on the same cores. A rank reads its place from the environment.
+It waits asleep in between, so that contenders can take turns on the same cores. A rank reads its place from
+the environment.
 """
 
 import json
@@ -23,8 +24,8 @@ from megacore.train.metrics import peak_memory
 
 EXAMPLE = "yes | head -3 | python -m benchmarks.contender megacore benchmarks/speed.json train.precision=fp32"
 
-# Peers by kind: module and class, which takes a config and has methods `step`, which returns seconds, and `loss`. Imported only
-# where it is asked for: each is at home in an environment of its own.
+# Peers by kind: module and class, which takes a config and has methods `step`, which returns seconds, and
+# `loss`. Imported only where it is asked for: each is at home in an environment of its own.
 PEERS = {
     "transformers": ("benchmarks.peers.transformers_loop", "PlainLoop"),
     "transformers-compiled": ("benchmarks.peers.transformers_loop", "CompiledLoop"),
@@ -40,9 +41,13 @@ BY_PART = "megacore-by-part"
 KINDS = ("megacore", BY_PART, *STAGES, *PEERS)
 
 
-def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list[float]], Callable[[], float | None], dict[str, Any]]:
-    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage; for `BY_PART` its
-    parts too. What the last step's loss was, by this rank's microbatches, if it has any. And what a run settled on by itself."""
+def build(
+    kind: str, path: str, overrides: list[str]
+) -> tuple[Callable[[], list[float]], Callable[[], float | None], dict[str, Any]]:
+    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage; for
+    `BY_PART` its parts too. What the last step's loss was, by this rank's microbatches, if it has any. And
+    what a run settled on by itself.
+    """
     if kind in STAGES:
         stages = [LoneStage(path, overrides, index, STAGES[kind]) for index in range(STAGES[kind])]
         return lambda: [seconds for stage in stages for seconds in stage.measure()], lambda: None, {}
@@ -62,11 +67,18 @@ def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list
 
 
 def main(argv: list[str]) -> None:
-    """Builds the contender, says what its process has, and serves; what it cannot do it answers with the reason."""
+    """Builds the contender, says what its process has, and serves; what it cannot
+    do it answers with the reason.
+    """
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("config", metavar="FILE")
-    parser.add_argument("--settings", choices=SETTINGS, default=OWN, help=f"of a peer's process; {EQUAL}: those of megacore's ({OWN})")
+    parser.add_argument(
+        "--settings",
+        choices=SETTINGS,
+        default=OWN,
+        help=f"of a peer's process; {EQUAL}: those of megacore's ({OWN})",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     # Answers alone go to the real stdout; what libraries print there joins stderr.
@@ -80,11 +92,19 @@ def main(argv: list[str]) -> None:
         print(json.dumps({"ready": True, "process": observed() | settled}), file=answers)
         for _ in sys.stdin:
             seconds = turn()
-            print(json.dumps({"seconds": seconds, "memory_bytes": peak_memory(device), "loss": loss()}), file=answers)
+            print(
+                json.dumps({"seconds": seconds, "memory_bytes": peak_memory(device), "loss": loss()}),
+                file=answers,
+            )
     except Exception as error:
         traceback.print_exc()
         print(
-            json.dumps({"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}),
+            json.dumps(
+                {
+                    "failed": f"{type(error).__name__}: "
+                    f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                }
+            ),
             file=answers,
         )
         raise

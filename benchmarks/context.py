@@ -1,8 +1,10 @@
-"""Ring against gather against ulysses: what context ranks send for one attention, and how long it takes, beside what is predicted.
+"""Ring against gather against ulysses: what context ranks send for one attention, and how long it
+takes, beside what is predicted.
 
-Four ranks run attention, forward and backward, over sequences that they divide, by each method in turn. Bytes are counted where they
-are sent, and predicted by the planner's formulas. The time is the slowest rank's, the median of the rounds. It is predicted as that of
-the same attention on keys that are there already, plus all transfers one after the other, by lines fitted to the group's operations
+Four ranks run attention, forward and backward, over sequences that they divide, by each method in turn. Bytes
+are counted where they are sent, and predicted by the planner's formulas. The time is the slowest rank's, the
+median of the rounds. It is predicted as that of the same attention on keys that are there already, plus all
+transfers one after the other, by lines fitted to the group's operations
 in the same process: ranks that share cores cannot compute while they send.
 """
 
@@ -40,15 +42,29 @@ from megacore.tools.planner.traffic import Transfer, rank_traffic, ring_share
 from megacore.tools.settings.load import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = "python -m benchmarks.context --output benchmarks/results/context.json --figure docs/figures/context.png"
+EXAMPLE = (
+    "python -m benchmarks.context --output benchmarks/results/context.json --figure docs/figures/context.png"
+)
 RANKS, HEADS, HEAD = 4, 8, 64
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 def config_of(method: str, seq_len: int, kv_heads: int) -> Config:
     """One block with such an attention, over one sequence."""
-    model = {"num_layers": 1, "num_heads": HEADS, "num_kv_heads": kv_heads, "hidden_size": HEADS * HEAD, "vocab_size": 2}
-    train = {"precision": "fp32", "seq_len": seq_len, "micro_batch_size": 1, "global_batch_size": 1, "device": "cpu"}
+    model = {
+        "num_layers": 1,
+        "num_heads": HEADS,
+        "num_kv_heads": kv_heads,
+        "hidden_size": HEADS * HEAD,
+        "vocab_size": 2,
+    }
+    train = {
+        "precision": "fp32",
+        "seq_len": seq_len,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "device": "cpu",
+    }
     parallel = {"context": RANKS, "context_method": method}
     return resolve({"model": model, "train": train, "parallel": parallel}, [], "context", RANKS).config
 
@@ -61,7 +77,9 @@ def slowest(act: Callable[[], object], mesh: Mesh, rounds: int) -> float:
         started = perf_counter()
         act()
         own.append(perf_counter() - started)
-    return median(all_reduce(torch.tensor(own[1:], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).tolist())
+    return median(
+        all_reduce(torch.tensor(own[1:], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).tolist()
+    )
 
 
 def tensors(config: Config) -> list[Tensor]:
@@ -71,27 +89,40 @@ def tensors(config: Config) -> list[Tensor]:
 
 
 def attention(config: Config, mesh: Mesh, *, sends: bool) -> Callable[[], None]:
-    """Forward and backward of this rank's queries; without `sends` the keys of all ranks are there already."""
+    """Forward and backward of this rank's queries; without `sends` the keys of all
+    ranks are there already.
+    """
     sequences = Sequences(config.train.seq_len, mesh.cp, config.parallel.context_method)
     q, k, v = tensors(config)
     keys, values = (x.requires_grad_() for x in gathered(k.detach(), v.detach(), sequences))
     found = sequences.with_keys(sequences.everything, q)
 
     def act() -> None:
-        y = attend(q, k, v, sequences, 0.125) if sends else DocumentAttention.apply(q, keys, values, found, 0.125, False)
+        y = (
+            attend(q, k, v, sequences, 0.125)
+            if sends
+            else DocumentAttention.apply(q, keys, values, found, 0.125, False)
+        )
         y.backward(torch.ones_like(y))
 
     return act
 
 
 def lines(mesh: Mesh, largest: int, rounds: int) -> dict[str, Any]:
-    """For each operation of the group the line through its times, up to `largest` bytes that a rank sends; collective."""
+    """For each operation of the group the line through its times, up to `largest` bytes
+    that a rank sends; collective.
+    """
     fitted = {}
     for operation in OPERATIONS:
         points = []
         for share in (64, 8, 2, 1):
             size = int(largest / share / ring_share(operation, mesh.cp.size)) // 64 * 64
-            points.append((size * ring_share(operation, mesh.cp.size), seconds_of(operation, mesh.cp, size, mesh, rounds)))
+            points.append(
+                (
+                    size * ring_share(operation, mesh.cp.size),
+                    seconds_of(operation, mesh.cp, size, mesh, rounds),
+                )
+            )
         fitted[operation] = fit(points)
     return fitted
 
@@ -108,10 +139,19 @@ def measure(mesh: Mesh, seq_len: int, kv_heads: int, rounds: int) -> list[dict[s
         act = attention(config, mesh, sends=True)
         with Wire(mesh, lambda name: nullcontext()) as wire:
             act()
-        row: dict[str, Any] = {"method": config.parallel.context_method, "seq_len": seq_len, "kv_heads": kv_heads}
-        row |= {"bytes": sum(t.sent_bytes for t in wire.transfers()), "predicted_bytes": sum(t.sent_bytes for t in transfers)}
+        row: dict[str, Any] = {
+            "method": config.parallel.context_method,
+            "seq_len": seq_len,
+            "kv_heads": kv_heads,
+        }
+        row |= {
+            "bytes": sum(t.sent_bytes for t in wire.transfers()),
+            "predicted_bytes": sum(t.sent_bytes for t in transfers),
+        }
         row |= {"seconds": slowest(act, mesh, rounds), "attention_seconds": alone}
-        row["transfer_seconds"] = sum(t.calls * fitted[t.operation].seconds(t.sent_bytes / t.calls) for t in transfers)
+        row["transfer_seconds"] = sum(
+            t.calls * fitted[t.operation].seconds(t.sent_bytes / t.calls) for t in transfers
+        )
         rows.append(row)
     return rows
 
@@ -131,20 +171,43 @@ def draw(report: dict[str, Any], path: Path) -> None:
         at = range(len(rows))
         sent, taken = grid[0][column], grid[1][column]
         for axes, key, scale in ((sent, "bytes", 1e6), (taken, "seconds", 1.0)):
-            axes.bar([x - 0.2 for x in at], [row[key] / scale for row in rows], 0.36, color=BLUE, label="measured")
-        sent.bar([x + 0.2 for x in at], [row["predicted_bytes"] / 1e6 for row in rows], 0.36, color=ORANGE, label="predicted")
+            axes.bar(
+                [x - 0.2 for x in at], [row[key] / scale for row in rows], 0.36, color=BLUE, label="measured"
+            )
+        sent.bar(
+            [x + 0.2 for x in at],
+            [row["predicted_bytes"] / 1e6 for row in rows],
+            0.36,
+            color=ORANGE,
+            label="predicted",
+        )
         work = [row["attention_seconds"] for row in rows]
         taken.bar([x + 0.2 for x in at], work, 0.36, color=GREY, label="predicted: attention alone")
-        taken.bar([x + 0.2 for x in at], [row["transfer_seconds"] for row in rows], 0.36, work, color=ORANGE, label="predicted: transfers")
-        sent.set_title(f"{seq_len:,} tokens, {HEADS} heads, {kv_heads} key/value heads", loc="left", fontsize=10)
+        taken.bar(
+            [x + 0.2 for x in at],
+            [row["transfer_seconds"] for row in rows],
+            0.36,
+            work,
+            color=ORANGE,
+            label="predicted: transfers",
+        )
+        sent.set_title(
+            f"{seq_len:,} tokens, {HEADS} heads, {kv_heads} key/value heads", loc="left", fontsize=10
+        )
         for axes in (sent, taken):
             axes.set_xticks(list(at), [row["method"] for row in rows])
             axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].set_ylabel("sent by a rank, MB")
     grid[1][0].set_ylabel("seconds")
-    handles = {label: bar for axes in grid.flat for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    drawn.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    where = f"{report['machine']['processor']}, {report['machine']['cores']} cores for {RANKS} ranks, gloo, fp32"
+    handles = {
+        label: bar for axes in grid.flat for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    drawn.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
+    where = (
+        f"{report['machine']['processor']}, {report['machine']['cores']} cores for {RANKS} ranks, gloo, fp32"
+    )
     drawn.suptitle(f"One attention, forward and backward\n{where}", x=0.01, ha="left", fontsize=10)
     drawn.savefig(path)
 
@@ -156,31 +219,58 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         sent = (row[key] / 1e6 for key in ("bytes", "predicted_bytes"))
         seconds = row["seconds"], row["attention_seconds"] + row["transfer_seconds"], row["transfer_seconds"]
-        cells = [f"{row['seq_len']:,}", row["kv_heads"], row["method"], *(f"{x:.2f}" for x in sent), *(f"{x:.3f}" for x in seconds)]
+        cells = [
+            f"{row['seq_len']:,}",
+            row["kv_heads"],
+            row["method"],
+            *(f"{x:.2f}" for x in sent),
+            *(f"{x:.3f}" for x in seconds),
+        ]
         print(" | ".join(map(str, cells)))
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """Measures in ranks of its own. Raises `RuntimeError` with what they say if they fail."""
     options = ["--tokens", args.tokens, "--kv-heads", args.kv_heads, "--rounds", str(args.rounds)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", "benchmarks.context"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+        "-m",
+        "benchmarks.context",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*launcher, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*launcher, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return machine.describe() | {"ranks": RANKS, "rounds": args.rounds, "rows": json.loads(done.stdout.splitlines()[-1])}
+    return machine.describe() | {
+        "ranks": RANKS,
+        "rounds": args.rounds,
+        "rows": json.loads(done.stdout.splitlines()[-1]),
+    }
 
 
 def main(argv: list[str], place: RankInfo) -> None:
     """The table, or one rank's part in it."""
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--tokens", default="8192", metavar="N,…", help="of sequences (8192)")
-    parser.add_argument("--kv-heads", default="8,2", metavar="N,…", help=f"key/value heads, for {HEADS} heads (8,2)")
-    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="that are measured, after one that is not (5)")
+    parser.add_argument(
+        "--kv-heads", default="8,2", metavar="N,…", help=f"key/value heads, for {HEADS} heads (8,2)"
+    )
+    parser.add_argument(
+        "--rounds", type=count, default=5, metavar="N", help="that are measured, after one that is not (5)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the figures down")
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draws them")
     args = parser.parse_args(argv)
-    cases = [(int(tokens), int(heads)) for tokens in args.tokens.split(",") for heads in args.kv_heads.split(",")]
+    cases = [
+        (int(tokens), int(heads)) for tokens in args.tokens.split(",") for heads in args.kv_heads.split(",")
+    ]
     if "RANK" in os.environ:
         mesh = join(config_of(METHODS[0], *cases[0]), place)
         rows = [row for case in cases for row in measure(mesh, *case, args.rounds)]

@@ -1,8 +1,10 @@
-"""What documents cost: steps with attention within them, what best-fit packing pads and saves, how even context ranks' work is.
+"""What documents cost: steps with attention within them, what best-fit packing pads and saves,
+how even context ranks' work is.
 
-Steps: a small model trains on one sample, filled with documents of one length, with `data.document_mask` and without. Counted are the
-operations that attention's kernels were asked for; predicted is `megacore/tools/choices/flops.py`. Times are medians of rounds in which the
-lengths take turns. Packing is that of a corpus; work is counted for random documents.
+Steps: a small model trains on one sample, filled with documents of one length, with `data.document_mask` and
+without. Counted are the operations that attention's kernels were asked for; predicted is
+`megacore/tools/choices/flops.py`. Times are medians of rounds in which the lengths take turns. Packing is
+that of a corpus; work is counted for random documents.
 """
 
 import json
@@ -31,7 +33,14 @@ from megacore.tools.settings.load import resolve
 
 EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"
 SEQ_LEN, LENGTHS = 8192, (256, 512, 1024, 2048, 4096, 8192)
-MODEL = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "vocab_size": 4096, "position": "rope", "attention": "sdpa"}
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_heads": 4,
+    "vocab_size": 4096,
+    "position": "rope",
+    "attention": "sdpa",
+}
 BALANCED = 32768
 DRAWN: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {  # documents for a sample, at random
     "all of 256": lambda rng, seq_len: np.full(seq_len // 256, 256),
@@ -63,7 +72,9 @@ class Documents(RandomStream):
 
 
 class AttentionOperations(TorchDispatchMode):
-    """Counts what attention's kernels are asked for: 4 operations a pair of tokens and feature forward, and 8 backward."""
+    """Counts what attention's kernels are asked for: 4 operations a pair of tokens and
+    feature forward, and 8 backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +87,11 @@ class AttentionOperations(TorchDispatchMode):
             q, k, *rest = args[backward:]
             causal = next(value for value in rest if isinstance(value, bool))
             if q.dim() == 3:  # a GPU's kernel for many documents, which is told where they end
-                lengths = [np.diff(x.tolist()).tolist() for x in rest if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
+                lengths = [
+                    np.diff(x.tolist()).tolist()
+                    for x in rest
+                    if isinstance(x, torch.Tensor) and x.dtype == torch.int32
+                ]
                 each, size = list(zip(*lengths, strict=True)), q.shape[1] * q.shape[2]
             else:
                 each, size = [(q.shape[2], k.shape[2])], q.shape[0] * q.shape[1] * q.shape[3]
@@ -96,7 +111,9 @@ class Contender:
         self.training = Training(self.config, self.mesh, Documents(self.config, each or seq_len))
         generator = torch.Generator().manual_seed(0)
         shape = (1, self.config.model.num_heads, seq_len, self.config.head_size)
-        self.qkv = [torch.randn(shape, generator=generator).to(self.mesh.device).requires_grad_() for _ in range(3)]
+        self.qkv = [
+            torch.randn(shape, generator=generator).to(self.mesh.device).requires_grad_() for _ in range(3)
+        ]
         documents = ((*range(0, seq_len, each or seq_len), seq_len),)
         self.sequences = Sequences(seq_len, SOLO, "gather", documents)
         self.seconds: list[tuple[float, float]] = []  # of a step, and of attention alone in one layer
@@ -131,7 +148,9 @@ class Contender:
 
 
 def pairs_in_blocks(tokens: int) -> int:
-    """Pairs of a query and a key that PyTorch's CPU kernel computes for a document: in blocks of 512 keys, masked or not."""
+    """Pairs of a query and a key that PyTorch's CPU kernel computes for a document: in
+    blocks of 512 keys, masked or not.
+    """
     queries = 256 if tokens >= 768 else 64 if tokens >= 192 else 32
     keys = [min(-(-min(start + queries, tokens) // 512) * 512, tokens) for start in range(0, tokens, queries)]
     return sum(min(queries, tokens - i * queries) * seen for i, seen in enumerate(keys))
@@ -163,15 +182,20 @@ def packing(prefix: str, seq_len: int) -> dict[str, Any]:
 
 
 def balance(lengths: str, ranks: int, seq_len: int = BALANCED, samples: int = 8) -> dict[str, Any]:
-    """The most work of a context rank over the mean, over some samples of random documents: as ranks would divide a sequence without
-    documents, and as they do. In a ring ranks wait for one another after each step, so there the steps' maxima add up at most."""
+    """The most work of a context rank over the mean, over some samples of random documents: as ranks would
+    divide a sequence without documents, and as they do. In a ring ranks wait for one another after each step,
+    so there the steps' maxima add up at most.
+    """
     rng, found = np.random.default_rng(ranks), []
     for _ in range(samples):
         ends = np.cumsum(DRAWN[lengths](rng, seq_len))
         documents = ((0, *ends[ends < seq_len].tolist(), seq_len),)
         for known in (None, documents):
             runs = runs_by_rank(seq_len, ranks, known)
-            work = [[pairs(parts(runs[r], runs[r - step], documents)) for step in range(ranks)] for r in range(ranks)]
+            work = [
+                [pairs(parts(runs[r], runs[r - step], documents)) for step in range(ranks)]
+                for r in range(ranks)
+            ]
             steps = np.array(work) / np.sum(work) * ranks  # [ranks, steps], 1 for a rank's share
             found.append((steps.sum(1).max(), steps.max(0).sum()))
     early_late, by_work = np.array(found[::2]).mean(0), np.array(found[1::2]).mean(0)
@@ -189,33 +213,48 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
     print("documents of | attention's operations, counted | predicted | attention, one layer | step")
     for row in rows:
         name = "no mask" if row["document_tokens"] is None else f"{row['document_tokens']:,}"
-        counted, predicted = (f"{row[f'attention_flops_{kind}'] / 1e9:.2f} G" for kind in ("counted", "predicted"))
-        print(f"{name} | {counted} | {predicted} | {row['attention_seconds'] * 1e3:.1f} ms | {row['step_seconds']:.3f} s", flush=True)
+        counted, predicted = (
+            f"{row[f'attention_flops_{kind}'] / 1e9:.2f} G" for kind in ("counted", "predicted")
+        )
+        print(
+            f"{name} | {counted} | {predicted} | {row['attention_seconds'] * 1e3:.1f} ms | "
+            f"{row['step_seconds']:.3f} s",
+            flush=True,
+        )
 
 
 def main(argv: list[str]) -> None:
     """Measures and prints; `--output` keeps the figures."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--corpus", metavar="PREFIX", help="also pack this corpus, such as data/stdlib")
-    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="after one that does not count (3)")
-    parser.add_argument("--seq-len", type=count, default=SEQ_LEN, metavar="N", help=f"tokens of a sample ({SEQ_LEN})")
+    parser.add_argument(
+        "--rounds", type=count, default=3, metavar="N", help="after one that does not count (3)"
+    )
+    parser.add_argument(
+        "--seq-len", type=count, default=SEQ_LEN, metavar="N", help=f"tokens of a sample ({SEQ_LEN})"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     packed = [] if args.corpus is None else [packing(args.corpus, seq_len) for seq_len in PACKED]
     for row in packed:
         print(
-            f"samples of {row['seq_len']:,}: padding {row['padding']:.2%}; documents cut {row['cut']:,}, by consecutive samples "
-            f"{row['cut_consecutive']:,} of {row['documents']:,}; targets without their document's beginning {row['beheaded']:.1%}, "
+            f"samples of {row['seq_len']:,}: padding {row['padding']:.2%}; documents cut {row['cut']:,}, "
+            "by consecutive samples "
+            f"{row['cut_consecutive']:,} of {row['documents']:,}; targets without their document's "
+            f"beginning {row['beheaded']:.1%}, "
             f"{row['beheaded_consecutive']:.1%}; packed in {row['seconds'] * 1e3:.1f} ms",
             flush=True,
         )
     balanced = [balance(lengths, ranks) for lengths in DRAWN for ranks in (2, 4, 8)]
     for row in balanced:
         ways = "; ".join(
-            f"{way}: {row[way]['early and late']:.2f}, by work {row[way]['by work']:.2f}" for way in ("gather", "ring at most")
+            f"{way}: {row[way]['early and late']:.2f}, by work {row[way]['by work']:.2f}"
+            for way in ("gather", "ring at most")
         )
         print(f"{row['lengths']}, {row['ranks']} context ranks, most work over the mean: {ways}", flush=True)
-    contenders = [Contender(each, args.seq_len) for each in (*(each for each in LENGTHS if each <= args.seq_len), None)]
+    contenders = [
+        Contender(each, args.seq_len) for each in (*(each for each in LENGTHS if each <= args.seq_len), None)
+    ]
     for turn in range(args.rounds + 1):
         for contender in contenders[:: 1 if turn % 2 else -1]:
             seconds = contender.training.step(), contender.attention()

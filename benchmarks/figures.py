@@ -1,6 +1,7 @@
 """Draws the figures of the README and the documents from a run of the quickstart and from measured results.
 
-Run `bash launch/quickstart.sh` first: the loss curve is that run's, and stays as it is where there is no such run.
+Run `bash launch/quickstart.sh` first: the loss curve is that run's, and stays as it is where there is no such
+run.
 """
 
 import argparse
@@ -31,7 +32,9 @@ def figure(width: float, height: float) -> Figure:
 
 
 def loss(run: Path, corpus: Path) -> None:
-    """The quickstart's losses over steps, beside the loss of a model that only knows how frequent each token is."""
+    """The quickstart's losses over steps, beside the loss of a model that only
+    knows how frequent each token is.
+    """
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     unigram = json.loads(Path(f"{corpus}.json").read_text(encoding="utf-8"))["unigram_entropy"]
     trained = [(line["step"], line["loss"]) for line in lines if "loss" in line]
@@ -42,9 +45,17 @@ def loss(run: Path, corpus: Path) -> None:
     axes.plot(*zip(*validated, strict=True), color=ORANGE, marker="o", linestyle="none", label="validation")
     axes.axhline(unigram, color=GREY, linestyle="--", linewidth=1.2)
     last = trained[-1][0]
-    axes.text(last, unigram + 0.08, f"a model that only knows how frequent each token is: {unigram:.2f}", ha="right", color="#555555")
+    axes.text(
+        last,
+        unigram + 0.08,
+        f"a model that only knows how frequent each token is: {unigram:.2f}",
+        ha="right",
+        color="#555555",
+    )
     step, value = validated[-1]
-    axes.annotate(f"{value:.2f}", (step, value), (0, 8), textcoords="offset points", ha="center", color=ORANGE)
+    axes.annotate(
+        f"{value:.2f}", (step, value), (0, 8), textcoords="offset points", ha="center", color=ORANGE
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")
     axes.set_xlim(0, last * 1.03)
@@ -56,7 +67,8 @@ def loss(run: Path, corpus: Path) -> None:
 def mesh() -> None:
     """Ranks as a grid over pipeline, data and tensor, with the three groups of one rank marked."""
     shape = tuple(AXES.values())
-    ranks = np.arange(np.prod(shape)).reshape(shape)  # the last axis is the innermost: tensor ranks are neighbours
+    # the last axis is the innermost: tensor ranks are neighbours
+    ranks = np.arange(np.prod(shape)).reshape(shape)
     chosen = 4
     at = np.unravel_index(chosen, shape)
     drawn = figure(8.6, 4.3)
@@ -64,10 +76,30 @@ def mesh() -> None:
     for (pp, dp, tp), rank in np.ndenumerate(ranks):
         x, y = dp + pp * 5.0, tp
         same = sum(here == there for here, there in zip((pp, dp, tp), at, strict=True))
-        differs = next((i for i, (here, there) in enumerate(zip((pp, dp, tp), at, strict=True)) if here != there), None)
-        colour = "#333333" if same == 3 else (RED, ORANGE, BLUE)[differs] if same == 2 and differs is not None else "#e9e9e9"
-        axes.add_patch(FancyBboxPatch((x + 0.08, y + 0.08), 0.84, 0.84, boxstyle="round,pad=0,rounding_size=0.08", color=colour))
-        axes.text(x + 0.5, y + 0.5, str(rank), ha="center", va="center", color="white" if same >= 2 else "#444444", fontsize=13)
+        differs = next(
+            (i for i, (here, there) in enumerate(zip((pp, dp, tp), at, strict=True)) if here != there), None
+        )
+        colour = (
+            "#333333"
+            if same == 3
+            else (RED, ORANGE, BLUE)[differs]
+            if same == 2 and differs is not None
+            else "#e9e9e9"
+        )
+        axes.add_patch(
+            FancyBboxPatch(
+                (x + 0.08, y + 0.08), 0.84, 0.84, boxstyle="round,pad=0,rounding_size=0.08", color=colour
+            )
+        )
+        axes.text(
+            x + 0.5,
+            y + 0.5,
+            str(rank),
+            ha="center",
+            va="center",
+            color="white" if same >= 2 else "#444444",
+            fontsize=13,
+        )
     for pp in range(AXES["pp"]):
         left = pp * 5.0
         axes.add_patch(Rectangle((left - 0.08, -0.08), 4.16, 2.16, fill=False, edgecolor="#bbbbbb"))
@@ -79,13 +111,19 @@ def mesh() -> None:
     said = {
         BLUE: "tensor group: holds the other half of every matrix; both ranks compute the same tokens",
         ORANGE: "data group: holds the same weights, reads other samples; gradients are summed over it",
-        RED: "pipeline group: holds the other half of the layers; hidden states go there and gradients come back",
+        RED: "pipeline group: holds the other half of the layers; hidden states go there and gradients "
+        "come back",
     }
     for i, (colour, text) in enumerate(said.items()):
         y = 2.55 + 0.36 * i
         axes.add_patch(Rectangle((0, y - 0.13), 0.26, 0.26, color=colour))
         axes.text(0.4, y, text, va="center", fontsize=10)
-    axes.set_title(f"{ranks.size} ranks = pipeline 2 × data 4 × tensor 2, seen from rank {chosen}", loc="left", fontsize=12, pad=10)
+    axes.set_title(
+        f"{ranks.size} ranks = pipeline 2 × data 4 × tensor 2, seen from rank {chosen}",
+        loc="left",
+        fontsize=12,
+        pad=10,
+    )
     axes.set_xlim(-0.9, 9.2)
     axes.set_ylim(3.5, -1.0)
     axes.set_aspect("equal")
@@ -113,7 +151,16 @@ def peers(results: Path) -> None:
                 x = at + 0.4 * (i - 0.5)
                 axes.bar(x, ratio or 0, width=0.37, color=colour, label=way if at == 0 else None)
                 if ratio is None:
-                    axes.text(x, 0.04, "not measured", rotation=90, ha="center", va="bottom", fontsize=8, color="#444444")
+                    axes.text(
+                        x,
+                        0.04,
+                        "not measured",
+                        rotation=90,
+                        ha="center",
+                        va="bottom",
+                        fontsize=8,
+                        color="#444444",
+                    )
                 else:
                     axes.text(x, 0.05, f"{ratio:.2f}", ha="center", va="bottom", fontsize=8, color="white")
         axes.axhline(1, color="#444444", linewidth=1)
@@ -136,7 +183,10 @@ def documents(results: Path) -> None:
     lengths = [row["document_tokens"] for row in within]
     drawn = figure(9.6, 3.6)
     times, cuts = drawn.subplots(1, 2, width_ratios=(1.25, 1))
-    kinds = (("step_seconds", "a training step", ORANGE), ("attention_seconds", "attention of one layer", BLUE))
+    kinds = (
+        ("step_seconds", "a training step", ORANGE),
+        ("attention_seconds", "attention of one layer", BLUE),
+    )
     for key, name, colour in kinds:
         times.plot(lengths, [row[key] for row in within], color=colour, marker="o", label=name)
         times.plot(lengths[-1] * 1.25, whole[key], color=colour, marker="s", markerfacecolor="none")
@@ -145,9 +195,16 @@ def documents(results: Path) -> None:
         ("as the blocks that PyTorch's CPU kernel computes", ":", pairs_in_blocks),
     ):
         whole_pairs = pairs(lengths[-1])  # a line through the longest
-        expected = [pairs(n) * lengths[-1] / n / whole_pairs * within[-1]["attention_seconds"] for n in lengths]
+        expected = [
+            pairs(n) * lengths[-1] / n / whole_pairs * within[-1]["attention_seconds"] for n in lengths
+        ]
         times.plot(lengths, expected, color=BLUE, linestyle=style, linewidth=1, label=name)
-    times.set(xscale="log", yscale="log", xlabel=f"tokens of each document, in samples of {found['seq_len']:,}", ylabel="seconds")
+    times.set(
+        xscale="log",
+        yscale="log",
+        xlabel=f"tokens of each document, in samples of {found['seq_len']:,}",
+        ylabel="seconds",
+    )
     times.set_xticks(lengths, [f"{length:,}" for length in lengths])
     times.minorticks_off()
     times.set_title("squares: without document_mask", loc="left", fontsize=9)
@@ -155,10 +212,14 @@ def documents(results: Path) -> None:
     rows, at = found["packing"], np.arange(len(found["packing"]))
     ways = (("cut_consecutive", "consecutive tokens", GREY, -0.2), ("cut", "best_fit", BLUE, 0.2))
     for key, name, colour, beside in ways:
-        bars = cuts.bar(at + beside, [100 * row[key] / row["documents"] for row in rows], 0.38, color=colour, label=name)
+        bars = cuts.bar(
+            at + beside, [100 * row[key] / row["documents"] for row in rows], 0.38, color=colour, label=name
+        )
         cuts.bar_label(bars, fmt="%.0f", fontsize=8)
     cuts.set_xticks(at, [f"{row['seq_len']:,}\n{row['padding']:.2%}" for row in rows], fontsize=8)
-    cuts.set(xlabel="tokens of a sample; below, best_fit's padding", ylabel="documents that are cut, per cent")
+    cuts.set(
+        xlabel="tokens of a sample; below, best_fit's padding", ylabel="documents that are cut, per cent"
+    )
     cuts.legend(frameon=False, fontsize=8)
     for axes in (times, cuts):
         axes.spines[["top", "right"]].set_visible(False)
@@ -167,17 +228,36 @@ def documents(results: Path) -> None:
 
 def main() -> None:
     """Draws them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, default=ROOT / "runs/quickstart", help="the run whose loss is drawn")
-    parser.add_argument("--corpus", type=Path, default=ROOT / "data/stdlib_valid", help="its validation corpus")
-    parser.add_argument("--peers", type=Path, default=ROOT / "benchmarks/results/peers_settings_2026-11-22.json", help="both ratios")
-    parser.add_argument("--documents", type=Path, default=ROOT / "benchmarks/results/documents_2026-11-22.json", help="of that benchmark")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, default=ROOT / "runs/quickstart", help="the run whose loss is drawn"
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=ROOT / "data/stdlib_valid", help="its validation corpus"
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=ROOT / "benchmarks/results/peers_settings_2026-11-22.json",
+        help="both ratios",
+    )
+    parser.add_argument(
+        "--documents",
+        type=Path,
+        default=ROOT / "benchmarks/results/documents_2026-11-22.json",
+        help="of that benchmark",
+    )
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     if (args.run / "metrics.jsonl").is_file():
         loss(args.run, args.corpus)
     else:
-        print(f"no run in {args.run}: the loss curve stays as it is (bash launch/quickstart.sh)", file=sys.stderr)
+        print(
+            f"no run in {args.run}: the loss curve stays as it is (bash launch/quickstart.sh)",
+            file=sys.stderr,
+        )
     mesh()
     schedule()
     peers(args.peers)

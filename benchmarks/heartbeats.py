@@ -1,4 +1,5 @@
-"""What the heartbeats of many hosts cost the one that answers them, and how soon it names one that falls silent. The others are sockets.
+"""What the heartbeats of many hosts cost the one that answers them, and how soon it names one that falls
+silent. The others are sockets.
 
 python -m benchmarks.heartbeats --hosts 4096
 """
@@ -32,9 +33,13 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="parallel.heartbeat_seconds (20)")
     args = parser.parse_args(argv)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    hub = subprocess.Popen([sys.executable, "-m", heartbeat.__name__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    hub = subprocess.Popen(
+        [sys.executable, "-m", heartbeat.__name__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert hub.stdin is not None and hub.stdout is not None
-    hub.stdin.write(json.dumps({"name": "node0", "token": TOKEN, "seconds": args.seconds, "folder": None}) + "\n")
+    hub.stdin.write(
+        json.dumps({"name": "node0", "token": TOKEN, "seconds": args.seconds, "folder": None}) + "\n"
+    )
     hub.stdin.close()
     rank = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     rank.connect("\0" + hub.stdout.readline().strip())
@@ -44,7 +49,10 @@ def run(argv: list[str]) -> int:
     for each in sockets:
         each.setblocking(False)
     ranks = [list(range(8 * i, 8 * i + 8)) for i in range(args.hosts + 1)]
-    messages = [Beat(f"node{i}", "", False, ranks[i], ranks[i], []).packed(TOKEN.encode()) for i in range(1, args.hosts + 1)]
+    messages = [
+        Beat(f"node{i}", "", False, ranks[i], ranks[i], []).packed(TOKEN.encode())
+        for i in range(1, args.hosts + 1)
+    ]
     answers, sent, silent, rounds = 0, 0, args.hosts // 3, 2 * heartbeat.BEATS
     began, computed = time.monotonic(), cpu_seconds(hub.pid)
     for number in range(rounds):
@@ -58,7 +66,10 @@ def run(argv: list[str]) -> int:
                 with contextlib.suppress(BlockingIOError):
                     answers += bool(each.recv(65536))
     share = (cpu_seconds(hub.pid) - computed) / (time.monotonic() - began)
-    print(f"{args.hosts} hosts: the process that answers them needs {share:.1%} of a core; {answers} of {sent - args.hosts} answers came")
+    print(
+        f"{args.hosts} hosts: the process that answers them needs {share:.1%} of a core; {answers} of "
+        f"{sent - args.hosts} answers came"
+    )
     struck = time.monotonic()
     rank.setblocking(False)
     verdict = b""

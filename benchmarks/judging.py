@@ -1,4 +1,5 @@
-"""How long the watchdog needs for its verdict on many ranks, which are made up here: a real store, a real watchdog, no training.
+"""How long the watchdog needs for its verdict on many ranks, which are made up here: a real
+store, a real watchdog, no training.
 
 python -m benchmarks.judging --ranks 4096
 """
@@ -35,7 +36,9 @@ def hold(port: int) -> None:
 
 
 def record_of(rank: int, sizes: dict[str, int], behind: int) -> FlightRecorder:
-    """What a rank has noted in the middle of a run; `behind`: the operations that it has not begun over its tensor group."""
+    """What a rank has noted in the middle of a run; `behind`: the operations that it has
+    not begun over its tensor group.
+    """
     recorder = FlightRecorder()
     recorder.step, recorder.phase = 12, ("backward", 3, 0)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
@@ -55,11 +58,20 @@ def record_of(rank: int, sizes: dict[str, int], behind: int) -> FlightRecorder:
 
 
 def judged(ranks: int, port: int) -> tuple[Diagnosis, float, int]:
-    """The verdict on so many ranks of which one is held up, the seconds that it took, and the questions to the store."""
+    """The verdict on so many ranks of which one is held up, the seconds that it took,
+    and the questions to the store.
+    """
     sizes = {"pp": PIPELINE, "dp": ranks // (TENSOR * PIPELINE), "tp": TENSOR}
     held_up = ranks // 3
     device = torch.device("cpu")
-    watchdog = Watchdog(store_of(port, opens=False), RankInfo(0, ranks, 0, ON_HOST), "pp 0, dp 0, tp 0", FlightRecorder(), 3600.0, device)
+    watchdog = Watchdog(
+        store_of(port, opens=False),
+        RankInfo(0, ranks, 0, ON_HOST),
+        "pp 0, dp 0, tp 0",
+        FlightRecorder(),
+        3600.0,
+        device,
+    )
     for rank in range(ranks):
         seat = RankProcess(rank, f"host{rank // ON_HOST}", 1000 + rank, f"rank {rank}")
         watchdog.notices.write(f"seat/{rank}", asdict(seat))

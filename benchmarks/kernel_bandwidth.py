@@ -1,7 +1,8 @@
-"""Times kernels beside a copy of as many bytes, PyTorch's own and Liger-Kernel's, after comparing their results with fp64.
+"""Times kernels beside a copy of as many bytes, PyTorch's own and Liger-Kernel's, after
+comparing their results with fp64.
 
-All contenders take turns in interleaved rounds, the copy among them, so that whatever the clock does meets them all. Before each
-turn the cache is flushed. Medians count.
+All contenders take turns in interleaved rounds, the copy among them, so that whatever the clock does meets
+them all. Before each turn the cache is flushed. Medians count.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,17 +21,21 @@ from benchmarks.kernel_inputs import Inputs, Size
 from benchmarks.kernel_operations import OPERATIONS, Operation
 from megacore.caches import keep_inductor_private
 
-# Relative to the largest value: twice what rounding to the dtype costs (tests/kernel_checks.py), and as much again for sums over
-# rows, products of matrices, and the interpreter's truncation.
+# Relative to the largest value: twice what rounding to the dtype costs (tests/kernel_checks.py), and as much
+# again for sums over rows, products of matrices, and the interpreter's truncation.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-FLUSH_BYTES = 2**30  # many times any cache; writing it also takes longer than queueing a turn does, so that no launch is waited for
+# many times any cache; writing it also takes longer than queueing a turn does, so that no launch is waited
+# for
+FLUSH_BYTES = 2**30
 COPY = "copy"
 Turn = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of each contender at one operation, size and direction; a share is of the copy's speed."""
+    """Median seconds of each contender at one operation, size and direction; a share is
+    of the copy's speed.
+    """
 
     operation: str
     size: Size
@@ -43,7 +48,11 @@ class Measured:
 
     def share(self, contender: str) -> float | None:
         """Of the copy's speed."""
-        return self.seconds[COPY] / self.seconds[contender] if COPY in self.seconds and contender in self.seconds else None
+        return (
+            self.seconds[COPY] / self.seconds[contender]
+            if COPY in self.seconds and contender in self.seconds
+            else None
+        )
 
     @property
     def slower_than_eager(self) -> bool:
@@ -51,7 +60,9 @@ class Measured:
 
 
 def prepared(inputs: Inputs, operation: Operation) -> Inputs:
-    """Copies, which what works in place may overwrite; those by which the operation is differentiated require gradients."""
+    """Copies, which what works in place may overwrite; those by which the operation is
+    differentiated require gradients.
+    """
     copies = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, inputs)
     for name in operation.by:
         copies[name].requires_grad_()
@@ -65,7 +76,11 @@ def outputs(result: Any) -> tuple[Tensor, ...]:
 
 def results(operation: Operation, inputs: Inputs, how: str, wide: bool) -> list[Tensor]:
     """What the operation returns, and the gradients for seeded ones of that."""
-    widened = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs) if wide else inputs
+    widened = (
+        tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
+        if wide
+        else inputs
+    )
     own = prepared(widened, operation)
     found = outputs(operation.call(own, how))
     kept = [t.detach().clone() for t in found]
@@ -79,11 +94,15 @@ def results(operation: Operation, inputs: Inputs, how: str, wide: bool) -> list[
 
 
 def error(name: str, size: Size, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest difference between Triton's results and gradients and eager ones in fp64, relative to the largest value of each."""
+    """Largest difference between Triton's results and gradients and eager ones in fp64,
+    relative to the largest value of each.
+    """
     operation = OPERATIONS[name]
     inputs = operation.inputs(size, dtype, device)
     largest = 0.0
-    pairs = zip(results(operation, inputs, "triton", False), results(operation, inputs, "eager", True), strict=True)
+    pairs = zip(
+        results(operation, inputs, "triton", False), results(operation, inputs, "eager", True), strict=True
+    )
     for got, exact in pairs:
         difference = ((got.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item()
         largest = max(largest, difference if difference == difference else float("inf"))
@@ -109,8 +128,12 @@ def contenders(operation: Operation, compiled: bool) -> dict[str, Callable[[Inpu
     return found
 
 
-def turns(operation: Operation, call: Callable[[Inputs], Any], inputs: Inputs, direction: str) -> Callable[[], Turn]:
-    """Makes turns: what must be done before one, such as the forward pass before a backward one, is done when it is made."""
+def turns(
+    operation: Operation, call: Callable[[Inputs], Any], inputs: Inputs, direction: str
+) -> Callable[[], Turn]:
+    """Makes turns: what must be done before one, such as the forward pass before a
+    backward one, is done when it is made.
+    """
     if direction == "forward" or not operation.by:
         return lambda: lambda: call(inputs)
     by = [inputs[name] for name in operation.by]
@@ -162,7 +185,9 @@ def timed_turn(turn: Turn, device: torch.device) -> Callable[[], float]:
 
 
 def able(makers: dict[str, Callable[[], Turn]]) -> dict[str, Callable[[], Turn]]:
-    """Those that can do it: other people's may refuse a size, or need more memory than there is; ours must do it."""
+    """Those that can do it: other people's may refuse a size, or need more memory
+    than there is; ours must do it.
+    """
     found = {}
     for name, maker in makers.items():
         try:
@@ -175,19 +200,29 @@ def able(makers: dict[str, Callable[[], Turn]]) -> dict[str, Callable[[], Turn]]
     return found
 
 
-def measure(name: str, size: Size, dtype: torch.dtype, device: torch.device, rounds: int, compiled: bool) -> Iterator[Measured]:
-    """Forward and backward of an operation at a size; of one that memory does not limit, a whole step and its memory."""
+def measure(
+    name: str, size: Size, dtype: torch.dtype, device: torch.device, rounds: int, compiled: bool
+) -> Iterator[Measured]:
+    """Forward and backward of an operation at a size; of one that memory does not
+    limit, a whole step and its memory.
+    """
     operation = OPERATIONS[name]
     inputs = prepared(operation.inputs(size, dtype, device), operation)
     calls = contenders(operation, compiled)
     if operation.moved is None:
-        makers = able({contender: turns(operation, call, inputs, "step") for contender, call in calls.items()})
-        memory = {contender: peak(maker) for contender, maker in makers.items()} if device.type == "cuda" else {}
+        makers = able(
+            {contender: turns(operation, call, inputs, "step") for contender, call in calls.items()}
+        )
+        memory = (
+            {contender: peak(maker) for contender, maker in makers.items()} if device.type == "cuda" else {}
+        )
         yield Measured(name, size, str(dtype), "step", None, None, race(makers, rounds, device), memory)
         return
     for direction, moved in zip(("forward", "backward"), operation.moved(size, dtype.itemsize), strict=True):
         if moved:
-            makers = able({contender: turns(operation, call, inputs, direction) for contender, call in calls.items()})
+            makers = able(
+                {contender: turns(operation, call, inputs, direction) for contender, call in calls.items()}
+            )
             makers[COPY] = copies(moved, device)
             goal = operation.goal(direction == "backward", size.width)
             yield Measured(name, size, str(dtype), direction, moved, goal, race(makers, rounds, device), {})

@@ -31,7 +31,12 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 64 * 2**10}  # bytes that a program may have
+SHARED = {
+    "sm_80": 163 * 2**10,
+    "sm_90": 227 * 2**10,
+    "sm_100": 227 * 2**10,
+    "gfx942": 64 * 2**10,
+}  # bytes that a program may have
 THREADS = 1024  # that a program may have
 WIDE = 128  # bits of the widest load that one thread can make everywhere
 META = torch.device("meta")
@@ -50,10 +55,15 @@ class Launch:
         backend = make_backend(target)
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         most = THREADS // target.warp_size  # kernels ask which of the two the machine is; here it is neither
-        own = self.options | ({"num_warps": min(self.options["num_warps"], most)} if "num_warps" in self.options else {})
+        own = self.options | (
+            {"num_warps": min(self.options["num_warps"], most)} if "num_warps" in self.options else {}
+        )
         bound, specialization, options = bind(*self.args, **own)
         types = [kind for kind, _ in specialization]
-        fixed = {path: get_iterable_path(list(bound.values()), path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
+        fixed = {
+            path: get_iterable_path(list(bound.values()), path)
+            for path in find_paths_if(types, lambda _, kind: kind == "constexpr")
+        }
         hints = ["" if kind == "constexpr" else hint for kind, hint in specialization]
         hinted = find_paths_if(hints, lambda _, hint: isinstance(hint, str))
         attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in hinted}
@@ -164,9 +174,13 @@ def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
 def inspect(variant: Variant, kernel: str, binary: CompiledKernel) -> Compiled:
     """Registers, shared memory, spills and widths of access."""
     cuda = "cubin" in binary.asm
-    registers, spilled = nvidia_resources(binary.asm["cubin"]) if cuda else amd_resources(binary.asm["amdgcn"])
+    registers, spilled = (
+        nvidia_resources(binary.asm["cubin"]) if cuda else amd_resources(binary.asm["amdgcn"])
+    )
     load, store = (widest(binary.asm["ptx" if cuda else "amdgcn"], kind) for kind in ("load", "store"))
-    return Compiled(variant, kernel, binary.metadata.num_warps, registers, binary.metadata.shared, spilled, load, store)
+    return Compiled(
+        variant, kernel, binary.metadata.num_warps, registers, binary.metadata.shared, spilled, load, store
+    )
 
 
 def nvidia_resources(cubin: bytes) -> tuple[int, int]:
@@ -182,7 +196,9 @@ def nvidia_resources(cubin: bytes) -> tuple[int, int]:
 
 def amd_resources(assembly: str) -> tuple[int, int]:
     """The same of AMD's assembly, whose spilled registers have 4 bytes."""
-    found = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", assembly)}
+    found = {
+        name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", assembly)
+    }
     return found["vgpr_count"], 4 * found["vgpr_spill_count"]
 
 
@@ -192,7 +208,10 @@ def widest(assembly: str, kind: str) -> int:
     ptx = rf"\b{instruction}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)"
     bits = [int(count or 1) * int(size) for count, size in re.findall(ptx, assembly)]
     if kind == "load":  # straight into shared memory
-        bits += [8 * int(size, 0) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^,]+, [^,]+, (\w+)", assembly)]
+        bits += [
+            8 * int(size, 0)
+            for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^,]+, [^,]+, (\w+)", assembly)
+        ]
     for size in re.findall(rf"\b(?:global|buffer|flat)_{kind}_(\w+)", assembly):
         number = re.search(r"\d+", size)
         if "dword" in size:
@@ -209,5 +228,7 @@ def compile_all(todo: list[Variant], processes: int) -> Iterator[Compiled]:
     if processes == 1:
         yield from map(compile_variant, todo)
         return
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:  # forked, a process may inherit a lock of torch's threads
+    with ProcessPoolExecutor(
+        processes, get_context("spawn")
+    ) as pool:  # forked, a process may inherit a lock of torch's threads
         yield from pool.map(compile_variant, todo, chunksize=4)

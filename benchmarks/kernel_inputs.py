@@ -45,7 +45,11 @@ def integers(high: int, count: int, device: torch.device) -> Tensor:
 def rows_of(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """x, and for norms and biases a row each of weight and bias."""
     x = normal((size.rows, size.width), dtype, device)
-    return {"x": x, "weight": normal((size.width,), dtype, device, 1), "bias": normal((size.width,), dtype, device, 2)}
+    return {
+        "x": x,
+        "weight": normal((size.width,), dtype, device, 1),
+        "bias": normal((size.width,), dtype, device, 2),
+    }
 
 
 def rows_and_residual(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -63,7 +67,11 @@ def routed(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     tokens = size.rows // CHOSEN
     order = integers(EXPERTS, tokens * CHOSEN, device).argsort(stable=True)
     weights = normal((tokens, CHOSEN), torch.float32, device, 1)
-    return {"x": normal((tokens, size.width), dtype, device), "slots": slots_of(order, CHOSEN), "weights": weights}
+    return {
+        "x": normal((tokens, size.width), dtype, device),
+        "slots": slots_of(order, CHOSEN),
+        "weights": weights,
+    }
 
 
 def rows_of_experts(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -90,18 +98,27 @@ def scores(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 def logits(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """A row of logits a token, and its target."""
-    return {"logits": normal((size.rows, size.width), dtype, device), "targets": integers(size.width, size.rows, device)}
+    return {
+        "logits": normal((size.rows, size.width), dtype, device),
+        "targets": integers(size.width, size.rows, device),
+    }
 
 
 def hidden_and_vocabulary(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Rows of `FEATURES` and a vocabulary of `width`: logits of the size's rows and width."""
     weight = normal((size.width, FEATURES), dtype, device, 1) / FEATURES**0.5
-    return {"hidden": normal((size.rows, FEATURES), dtype, device), "weight": weight, "targets": integers(size.width, size.rows, device)}
+    return {
+        "hidden": normal((size.rows, FEATURES), dtype, device),
+        "weight": weight,
+        "targets": integers(size.width, size.rows, device),
+    }
 
 
 def tables(seq: int, head: int, dtype: torch.dtype, device: torch.device) -> Inputs:
     """cos and sin ``[seq, head]``."""
-    angles = torch.outer(torch.arange(seq, device=device), 1e4 ** (-torch.arange(0, head, 2, device=device) / head)).repeat(1, 2)
+    angles = torch.outer(
+        torch.arange(seq, device=device), 1e4 ** (-torch.arange(0, head, 2, device=device) / head)
+    ).repeat(1, 2)
     wide = torch.promote_types(dtype, torch.float32)
     return {"cos": angles.cos().to(wide), "sin": angles.sin().to(wide)}
 
@@ -124,12 +141,16 @@ def grouped_heads(size: Size, dtype: torch.dtype, device: torch.device) -> Input
     batch, seq = sequences(size)
     kv_heads, rest = divmod(size.width, size.head * (size.group + 2))
     assert not rest, f"rows of {size.width} are no whole groups of {size.group + 2} heads of {size.head}"
-    return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(seq, size.head, dtype, device)
+    return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(
+        seq, size.head, dtype, device
+    )
 
 
 def grouped_heads_and_norms(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """The same, with the weights ``[head]`` of the norms of queries and keys."""
-    weights = {f"{name}_weight": normal((size.head,), dtype, device, i + 1) for i, name in enumerate(("q", "k"))}
+    weights = {
+        f"{name}_weight": normal((size.head,), dtype, device, i + 1) for i, name in enumerate(("q", "k"))
+    }
     return grouped_heads(size, dtype, device) | weights
 
 
@@ -141,7 +162,10 @@ def tensors(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
 def optimizer_state(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """fp32 lists, and where the model computes in 16 bits its copies."""
     wide = torch.promote_types(dtype, torch.float32)
-    state = {name: tensors(size, wide, device)["tensors"] for name in ("masters", "gradients", "first_moments", "second_moments")}
+    state = {
+        name: tensors(size, wide, device)["tensors"]
+        for name in ("masters", "gradients", "first_moments", "second_moments")
+    }
     state["second_moments"] = [t.abs() for t in state["second_moments"]]
     return state | {"copies": [t.to(dtype) for t in state["masters"]] if dtype.itemsize == 2 else None}
 
@@ -180,13 +204,20 @@ def vocabulary(config: Config) -> Size:
 
 def queries(config: Config) -> Size:
     """This rank's query heads."""
-    return Size(tokens(config), config.model.num_heads * config.head_size // config.parallel.tensor, config.head_size)
+    return Size(
+        tokens(config), config.model.num_heads * config.head_size // config.parallel.tensor, config.head_size
+    )
 
 
 def queries_keys_values(config: Config) -> Size:
     """This rank's part of the projection that has all three."""
     group = config.model.num_heads // config.kv_heads
-    return Size(tokens(config), (group + 2) * config.kv_heads * config.head_size // config.parallel.tensor, config.head_size, group)
+    return Size(
+        tokens(config),
+        (group + 2) * config.kv_heads * config.head_size // config.parallel.tensor,
+        config.head_size,
+        group,
+    )
 
 
 def parameters(config: Config) -> Size:

@@ -101,7 +101,9 @@ def built(inputs: Inputs, name: str, build: Callable[[], Any]) -> Any:
 def adamw(inputs: Inputs, how: Any) -> tuple[Tensor, ...]:
     """One step; all that it writes."""
     state = {name: inputs[name] for name in ("masters", "gradients", "first_moments", "second_moments")}
-    copies = inputs["copies"] if state["masters"][0].dtype == torch.float32 else None  # a reference in fp64 rounds nothing
+    copies = (
+        inputs["copies"] if state["masters"][0].dtype == torch.float32 else None
+    )  # a reference in fp64 rounds nothing
     settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "copies": copies}
     built(inputs, how, lambda: AdamW(**state, **settings, implementation=how)).step(1e-3)
     return *state["masters"], *state["first_moments"], *state["second_moments"], *(copies or state["masters"])
@@ -146,13 +148,19 @@ def where(value: str, key: str, size: Callable[[Config], Size]) -> Callable[[Con
 
 def passes(forward: float, backward: float) -> Callable[[Size, int], tuple[int, int]]:
     """So many times the bytes of the size's rows."""
-    return lambda size, element: (int(forward * size.rows * size.width * element), int(backward * size.rows * size.width * element))
+    return lambda size, element: (
+        int(forward * size.rows * size.width * element),
+        int(backward * size.rows * size.width * element),
+    )
 
 
 def causal_passes(size: Size, element: int) -> tuple[int, int]:
     """What the mask hides is not read, but written."""
     _, heads, queries, keys = score_shape(size)
-    visible, all_scores = heads * (queries * (keys - queries) + queries * (queries + 1) // 2), prod(score_shape(size))
+    visible, all_scores = (
+        heads * (queries * (keys - queries) + queries * (queries + 1) // 2),
+        prod(score_shape(size)),
+    )
     return (visible + all_scores) * element, (2 * visible + all_scores) * element
 
 
@@ -169,7 +177,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "layer_norm with residual": Operation(
         rows_and_residual,
-        lambda i, how: layer_norm(i["x"], i["weight"], i["bias"], EPS, residual=i["residual"], implementation=how),
+        lambda i, how: layer_norm(
+            i["x"], i["weight"], i["bias"], EPS, residual=i["residual"], implementation=how
+        ),
         where("layernorm", "norm", hidden),
         by=("x", "weight", "bias", "residual"),
         moved=passes(4, 4),
@@ -221,7 +231,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda i, how: linear_cross_entropy(i["hidden"], i["weight"], i["targets"], implementation=how),
         vocabulary,
         by=("hidden", "weight"),
-        plain=lambda i: F.cross_entropy(F.linear(i["hidden"], i["weight"]).float(), i["targets"], reduction="sum"),
+        plain=lambda i: F.cross_entropy(
+            F.linear(i["hidden"], i["weight"]).float(), i["targets"], reduction="sum"
+        ),
         measured_at=(Size(8192, 50304), Size(8192, 128256)),
     ),
     "gelu": Operation(
@@ -267,7 +279,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "rope_qkv_norms": Operation(
         grouped_heads_and_norms,
-        lambda i, how: rope_qkv(i["qkv"], i["cos"], i["sin"], norms=(i["q_weight"], i["k_weight"], EPS), implementation=how),
+        lambda i, how: rope_qkv(
+            i["qkv"], i["cos"], i["sin"], norms=(i["q_weight"], i["k_weight"], EPS), implementation=how
+        ),
         where("rope", "position", queries_keys_values),
         by=("qkv", "q_weight", "k_weight"),
         moved=passes(2, 3),
@@ -275,7 +289,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "bias_dropout_residual": Operation(
         rows_and_residual,
-        lambda i, how: bias_dropout_residual(i["x"], i["bias"], i["residual"], PROBABILITY, KEY, implementation=how),
+        lambda i, how: bias_dropout_residual(
+            i["x"], i["bias"], i["residual"], PROBABILITY, KEY, implementation=how
+        ),
         hidden,
         by=("x", "bias", "residual"),
         moved=passes(3, 2),
@@ -284,7 +300,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "spread and combine": Operation(
         routed,
-        lambda i, how: combine(spread(i["x"], i["slots"], implementation=how), i["slots"], i["weights"], implementation=how),
+        lambda i, how: combine(
+            spread(i["x"], i["slots"], implementation=how), i["slots"], i["weights"], implementation=how
+        ),
         expert_rows,
         by=("x", "weights"),
         moved=passes(3, 4.5),  # of the rows, of which there are twice as many as tokens

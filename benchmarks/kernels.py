@@ -37,24 +37,52 @@ WIDTHS = [4096, 1024, 16384, 65536, 2048, 8192, 32768]  # those that say most fi
 OPERAND_BYTES = 2**26
 COMPILED_WIDTH = 4096  # the one at which torch.compile takes part, for it takes many seconds a shape
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LINES = {"triton": "#1f6fb4", "eager": "#999999", "compile": "#e6a23c", "liger": "#6aa84f"}  # told apart in greyscale too
+LINES = {
+    "triton": "#1f6fb4",
+    "eager": "#999999",
+    "compile": "#e6a23c",
+    "liger": "#6aa84f",
+}  # told apart in greyscale too
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--compile-only", action="store_true", help="compile at the models' sizes; needs no GPU")
     kind.add_argument(
-        "--dry-run", action="store_true", help="tiny sizes through Triton's interpreter: no speeds, but all that the run does"
+        "--compile-only", action="store_true", help="compile at the models' sizes; needs no GPU"
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="operations, such as rms_norm; default: all")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="with --compile-only: of configs/; default: gpt_124m to gpt_175b")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help="bf16, fp16, fp32; default: bf16, to compile also fp32")
+    kind.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="tiny sizes through Triton's interpreter: no speeds, but all that the run does",
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="operations, such as rms_norm; default: all"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="NAME",
+        help="with --compile-only: of configs/; default: gpt_124m to gpt_175b",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        metavar="NAME",
+        help="bf16, fp16, fp32; default: bf16, to compile also fp32",
+    )
     parser.add_argument("--rounds", type=count, default=21, metavar="N", help="turns of each contender (21)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="no new size is begun after so many")
-    parser.add_argument("--processes", type=count, default=2, metavar="N", help="that compile side by side (2)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for JSON and chart; default: benchmarks/results")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S", help="no new size is begun after so many"
+    )
+    parser.add_argument(
+        "--processes", type=count, default=2, metavar="N", help="that compile side by side (2)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for JSON and chart; default: benchmarks/results"
+    )
     args = parser.parse_args(argv)
     for flag in ("rounds", "processes"):
         if getattr(args, flag) < 1:
@@ -93,7 +121,9 @@ def compile_only(args: argparse.Namespace, console: Console) -> int:
     faults = [kernel for kernel in found if kernel.fault]
     for kernel in faults:
         variant = kernel.variant
-        console.print(f"{variant.operation}, {kernel.kernel} at {variant.size} for {variant.target}: {kernel.fault}")
+        console.print(
+            f"{variant.operation}, {kernel.kernel} at {variant.size} for {variant.target}: {kernel.fault}"
+        )
     console.print(f"{len(found)} kernels for {', '.join(TARGETS)}: {len(faults) or 'none'} with a fault")
     return 1 if faults else 0
 
@@ -108,7 +138,12 @@ def compile_table(found: "list[Compiled]") -> Table:
         values = (kernel.warps, kernel.registers, kernel.shared, kernel.spilled, kernel.load, kernel.store)
         dtype = next(name for name, dtype in DTYPES.items() if dtype == variant.dtype)
         table.add_row(
-            variant.operation, kernel.kernel.strip("_").removesuffix("_kernel"), str(variant.size), dtype, variant.target, *map(str, values)
+            variant.operation,
+            kernel.kernel.strip("_").removesuffix("_kernel"),
+            str(variant.size),
+            dtype,
+            variant.target,
+            *map(str, values),
         )
     return table
 
@@ -118,9 +153,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from benchmarks.kernel_bandwidth import TOLERANCE, error, measure
     from benchmarks.kernel_operations import OPERATIONS
 
-    names, device, deadline = chosen(args.only), torch.device("cpu" if args.dry_run else "cuda"), monotonic() + args.seconds
-    report = machine.describe() | {"device": device_name(device), "versions": versions(), "dry_run": args.dry_run}
-    console.print(f"{report['device']}, " + ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value))
+    names, device, deadline = (
+        chosen(args.only),
+        torch.device("cpu" if args.dry_run else "cuda"),
+        monotonic() + args.seconds,
+    )
+    report = machine.describe() | {
+        "device": device_name(device),
+        "versions": versions(),
+        "dry_run": args.dry_run,
+    }
+    console.print(
+        f"{report['device']}, "
+        + ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value)
+    )
     errors: list[dict[str, Any]] = []
     measured: list[Measured] = []
     left: list[str] = []
@@ -138,9 +184,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 "wrong": not largest <= TOLERANCE[dtype],
             }
             errors.append(found)
-            compiled = not args.dry_run and (size.width == COMPILED_WIDTH or bool(OPERATIONS[name].measured_at))
+            compiled = not args.dry_run and (
+                size.width == COMPILED_WIDTH or bool(OPERATIONS[name].measured_at)
+            )
             measured += measure(name, size, dtype, device, 2 if args.dry_run else args.rounds, compiled)
-    measured.sort(key=lambda found: (names.index(found.operation), found.dtype, found.direction == "backward", found.size.width))
+    measured.sort(
+        key=lambda found: (
+            names.index(found.operation),
+            found.dtype,
+            found.direction == "backward",
+            found.size.width,
+        )
+    )
     wrong = [found for found in errors if found["wrong"]]
     for table in (bandwidth_table(measured), step_table(measured)):
         if table.row_count:
@@ -149,10 +204,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print("a dry run: nothing above is a speed")
     if left:
         console.print(f"no time was left for: {', '.join(left)}")
-    report |= {"errors": errors, "not_measured": left, "measured": [asdict(found) | {"share": found.share("triton")} for found in measured]}
+    report |= {
+        "errors": errors,
+        "not_measured": left,
+        "measured": [asdict(found) | {"share": found.share("triton")} for found in measured],
+    }
     console.print(f"written to {write(report, measured, args.output)}")
     for found in wrong:
-        console.print(f"WRONG: {found['operation']} on rows of {found['width']} in {found['dtype']} is off by {found['error']:.1e}")
+        console.print(
+            f"WRONG: {found['operation']} on rows of {found['width']} in {found['dtype']} is off by {found['error']:.1e}"
+        )
     return 1 if wrong else 0
 
 
@@ -263,21 +324,41 @@ def draw(measured: "list[Measured]", device: str, path: Path) -> None:
         for direction, dash in (("forward", "-"), ("backward", "--")):
             points = [found for found in measured if found.operation == name and found.direction == direction]
             for contender, colour in LINES.items():
-                shares = [(found.size.width, share) for found in points if (share := found.share(contender)) is not None]
+                shares = [
+                    (found.size.width, share)
+                    for found in points
+                    if (share := found.share(contender)) is not None
+                ]
                 if shares:
-                    axes.plot(*zip(*shares, strict=True), dash, color=colour, marker=".", label=f"{contender}, {direction}")
+                    axes.plot(
+                        *zip(*shares, strict=True),
+                        dash,
+                        color=colour,
+                        marker=".",
+                        label=f"{contender}, {direction}",
+                    )
             goals = [(found.size.width, found.goal) for found in points if found.goal is not None]
             if goals:
-                axes.plot(*zip(*goals, strict=True), dash, color="black", linewidth=0.5, label=f"goal, {direction}")
+                axes.plot(
+                    *zip(*goals, strict=True), dash, color="black", linewidth=0.5, label=f"goal, {direction}"
+                )
         axes.set_title(name, loc="left", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.1)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[len(names) :]:
         axes.set_visible(False)
-    labels = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.suptitle(f"share of a copy's speed over the elements of a row: {device}", x=0.01, ha="left", fontsize=11)
+    labels = {
+        label: line
+        for axes in figure.axes
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8
+    )
+    figure.suptitle(
+        f"share of a copy's speed over the elements of a row: {device}", x=0.01, ha="left", fontsize=11
+    )
     figure.savefig(path)
 
 

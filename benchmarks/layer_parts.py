@@ -1,6 +1,8 @@
-"""Which part of a model's layers a step's time goes to: attention, feed-forward layers, and what a mixture of experts does.
+"""Which part of a model's layers a step's time goes to: attention, feed-forward layers, and
+what a mixture of experts does.
 
-Forward is charged by the call, and backward by the nodes of the graph that the call made. So it needs eager layers.
+Forward is charged by the call, and backward by the nodes of the graph that the call made. So it needs eager
+layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,8 @@ EXCHANGE = "exchange"
 LAYERS = ("router", "permute", EXCHANGE, "experts", "shared", "feed-forward", "attention")
 PARTS = (*LAYERS, "optimizer", "communication", "rest")
 ROUTING = ("score", "ranked", "choose", "note", "weights", "losses")  # a router's methods
-MOVES = ("megacore.expert_parallel.dispatch", "megacore.kernels.permute")  # whose functions put rows where they are needed
+# whose functions put rows where they are needed
+MOVES = ("megacore.expert_parallel.dispatch", "megacore.kernels.permute")
 
 
 class LayerParts(AbstractContextManager["LayerParts"]):
@@ -70,13 +73,17 @@ class LayerParts(AbstractContextManager["LayerParts"]):
             with self.watch.part(part):
                 found = call(*args, **options)
             stops = {given.grad_fn for given in tensors(args) if given.grad_fn is not None}
-            self._charge_backward([made.grad_fn for made in tensors(found) if made.grad_fn is not None], stops, part)
+            self._charge_backward(
+                [made.grad_fn for made in tensors(found) if made.grad_fn is not None], stops, part
+            )
             return found
 
         return charged
 
     def _charge_backward(self, nodes: list[Any], stops: set[Any], part: str) -> None:
-        """Charges all nodes from these on, down to the stops and the parameters; one that is charged already is an inner part's."""
+        """Charges all nodes from these on, down to the stops and the parameters; one that is
+        charged already is an inner part's.
+        """
         while nodes:
             node = nodes.pop()
             if node in stops or node.name().endswith("AccumulateGrad") or "charged" in node.metadata:
@@ -98,7 +105,9 @@ def tensors(found: Any) -> Iterator[Tensor]:
 
 
 class ByPart:
-    """megacore's steps: of each turn a plain one, and the parts of one more (`PARTS`), the mean of ranks, which add up to that one."""
+    """megacore's steps: of each turn a plain one, and the parts of one more (`PARTS`), the mean of
+    ranks, which add up to that one.
+    """
 
     def __init__(self, config: Config, place: RankInfo) -> None:
         self.training = Training(config, join(config, place))
@@ -119,5 +128,8 @@ class ByPart:
         totals = watch.totals()
         rest = sum(seconds for name, seconds in totals.items() if name not in PARTS)
         own = [totals[name] for name in PARTS[:-1]] + [rest]
-        mean = all_reduce(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.world) / mesh.world.size
+        mean = (
+            all_reduce(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.world)
+            / mesh.world.size
+        )
         return [plain, *mean.tolist()]

@@ -20,7 +20,11 @@ def processor() -> str:
     fields = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
     name = fields.get("model name", platform.processor()).strip()
     # A virtual machine often shows no more than "AMD EPYC": family and model tell the generation.
-    return f"{name} (family {fields['cpu family'].strip()}, model {fields['model'].strip()})" if "cpu family" in fields else name
+    return (
+        f"{name} (family {fields['cpu family'].strip()}, model {fields['model'].strip()})"
+        if "cpu family" in fields
+        else name
+    )
 
 
 def instructions() -> str:
@@ -78,7 +82,9 @@ def device_content(precision: str, peak: float, device: torch.device) -> dict[st
 
 def commit(checkout: Path) -> str | None:
     """The commit that a checkout is of; None outside git."""
-    said = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=checkout)
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=checkout
+    )
     return said.stdout.strip() or None
 
 

@@ -79,7 +79,9 @@ def held_by(training: Training, before: dict[int, int]) -> dict[str, int]:
     engine, deepspeed = training.engine, training.config.engine.kind == "deepspeed"
     held = {at: size for at, size in living().items() if at not in before}
     # ZeRO 3 leaves parameters empty, and this rank's part of each at `ds_tensor`.
-    parameters = storages(getattr(p, "ds_tensor", p) for stage in training.train_step.stages for p in stage.parameters())
+    parameters = storages(
+        getattr(p, "ds_tensor", p) for stage in training.train_step.stages for p in stage.parameters()
+    )
     # DeepSpeed shows copies of its gradients: what it holds beyond parameters and optimizer counts as them.
     gradients = {} if deepspeed else storages(t for t, _ in engine.gradients().values())
     gradients = {at: size for at, size in gradients.items() if at not in parameters}
@@ -106,7 +108,18 @@ class MallInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
@@ -152,12 +165,23 @@ def measure(config: Config, mesh: Mesh) -> dict[str, Any]:
     training.train_step.forward_backward(training.batch)
     parts = held_by(training, before)
     training.engine.step(0.0)
-    figures = torch.tensor([*parts.values(), sum(parts[name] for name in PARTS), peak_of_step(training)], device=mesh.device)
-    measured = dict(zip((*parts, "together", "at work"), all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist(), strict=True))
+    figures = torch.tensor(
+        [*parts.values(), sum(parts[name] for name in PARTS), peak_of_step(training)], device=mesh.device
+    )
+    measured = dict(
+        zip(
+            (*parts, "together", "at work"),
+            all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist(),
+            strict=True,
+        )
+    )
     training.engine.close()
     stages = rank_memory(config)
     predicted = {name: max(getattr(stage, name) for stage in stages) for name in PARTS}
-    predicted |= {"together": max(s.held for s in stages), "at work": max(s.activations + s.gathered for s in stages)}
+    predicted |= {
+        "together": max(s.held for s in stages),
+        "at work": max(s.activations + s.gathered for s in stages),
+    }
     return {"mesh": mesh.describe(), "measured": measured, "predicted": predicted}
 
 
@@ -177,7 +201,16 @@ def measure_here(args: argparse.Namespace, place: RankInfo) -> None:
 
 def start(args: argparse.Namespace, engine: str, data: int) -> dict[str, Any]:
     """`measure` in processes of its own; raises `RuntimeError` with what they say if they fail."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(data), "-m", "benchmarks.memory"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(data),
+        "-m",
+        "benchmarks.memory",
+    ]
     settings = (ENGINES | ACTIVATIONS)[engine]
     command = [*launcher, "--config", args.config, *args.overrides, *settings, f"parallel.data={data}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -196,15 +229,21 @@ def show(args: argparse.Namespace) -> None:
         result = start(args, engine, data)
         measured, predicted = result["measured"], result["predicted"]
         sizes = [measured[name] for name in (*PARTS, "together")] + [predicted["together"]]
-        cells = [f"{size / 1e6:.2f}" for size in sizes] + [f"{measured['together'] / predicted['together']:.3f}"]
-        cells += [f"{size / 1e6:.2f}" for size in (measured["other"], measured["at work"], predicted["at work"])]
+        cells = [f"{size / 1e6:.2f}" for size in sizes] + [
+            f"{measured['together'] / predicted['together']:.3f}"
+        ]
+        cells += [
+            f"{size / 1e6:.2f}" for size in (measured["other"], measured["at work"], predicted["at work"])
+        ]
         print(" | ".join([engine, str(data), *cells]), flush=True)
 
 
 def main(argv: list[str], place: RankInfo) -> None:
     """The table, or one rank's part in a measurement."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument("--config", default="benchmarks/memory.json", metavar="FILE", help="default: benchmarks/memory.json")
+    parser.add_argument(
+        "--config", default="benchmarks/memory.json", metavar="FILE", help="default: benchmarks/memory.json"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if "RANK" in os.environ:

@@ -1,7 +1,9 @@
-"""A mixture's step beside a dense model's with as many operations a token: whole, and by part, in each layout.
+"""A mixture's step beside a dense model's with as many operations a token: whole,
+and by part, in each layout.
 
-Both take turns of one plain step and one whose parts are measured (benchmarks/layer_parts.py), in interleaved rounds; a ratio is taken
-within each round, and medians count. The dense model is the config without experts; its feed-forward layers are as large as it needs.
+Both take turns of one plain step and one whose parts are measured (benchmarks/layer_parts.py), in interleaved
+rounds; a ratio is taken within each round, and medians count. The dense model is the config without experts;
+its feed-forward layers are as large as it needs.
 """
 
 import argparse
@@ -37,12 +39,20 @@ MIXTURE, DENSE, BEFORE = "mixture", "dense", "mixture before"
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--config", default=CONFIG, metavar="FILE", help="of a mixture of experts (configs/moe_tiny.json)")
+    parser.add_argument(
+        "--config", default=CONFIG, metavar="FILE", help="of a mixture of experts (configs/moe_tiny.json)"
+    )
     parser.add_argument("--layouts", default="one,dp2ep2", metavar="NAMES", help="one,dp2ep2")
     parser.add_argument("--rounds", type=count, default=9, metavar="N", help="9")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, whose mixture takes part too")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="the figures, with a chart beside them")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for both")
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout, whose mixture takes part too"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="the figures, with a chart beside them"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for both"
+    )
     args = parser.parse_intermixed_args(argv)
     if args.output is not None:
         check_output("--output", str(args.output))
@@ -74,7 +84,9 @@ def measure(args: argparse.Namespace, layout: str, dense: str, say: Callable[[st
             "seconds": whole,
             "median": median(whole),
             "parts": {part: median(seconds) for part, seconds in zip(PARTS, parts, strict=True)},
-            "times the dense step": median(a / b for a, b in zip(whole, found.records[DENSE].seconds, strict=True)),
+            "times the dense step": median(
+                a / b for a, b in zip(whole, found.records[DENSE].seconds, strict=True)
+            ),
             "cores busy with others": median(record.others),
         }
     return {"models": models, "failures": found.failures, "load_averages": found.loads}
@@ -95,8 +107,14 @@ def table(report: dict[str, Any]) -> str:
             values = [own["parts"][part] for own in models.values()]
             if max(values) > 0:
                 lines.append(f"| {part} | {' | '.join(f'{1e3 * seconds:.1f}' for seconds in values)} |")
-        whole, ratios = ([f"{factor * own[key]:{form}}" for own in models.values()] for key, factor, form in SUMMARY)
-        lines += [f"| a plain step | {' | '.join(whole)} |", f"| times the dense one | {' | '.join(ratios)} |", ""]
+        whole, ratios = (
+            [f"{factor * own[key]:{form}}" for own in models.values()] for key, factor, form in SUMMARY
+        )
+        lines += [
+            f"| a plain step | {' | '.join(whole)} |",
+            f"| times the dense one | {' | '.join(ratios)} |",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -105,7 +123,9 @@ def main(argv: list[str]) -> None:
     args, console = parse(argv), Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
     idea = read_contender(args.config, args.overrides)
     if idea.config.model.num_experts is None:
-        raise ConfigError("--config", f"{Path(args.config).name} has no experts", "such as configs/moe_tiny.json")
+        raise ConfigError(
+            "--config", f"{Path(args.config).name} has no experts", "such as configs/moe_tiny.json"
+        )
     dense = matched(idea, opponent(idea, "gpt", []), "ffn")
     report: dict[str, Any] = machine.describe() | {
         "config": Path(args.config).name,
@@ -127,12 +147,16 @@ def main(argv: list[str]) -> None:
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         bars = {
-            f"{name}, {layout if name == MIXTURE else dense_layout(layout)}": {part: 1e3 * each for part, each in own["parts"].items()}
+            f"{name}, {layout if name == MIXTURE else dense_layout(layout)}": {
+                part: 1e3 * each for part, each in own["parts"].items()
+            }
             for layout, result in report["layouts"].items()
             for name, own in result["models"].items()
             if name != BEFORE
         }
-        stacked_bars(args.output.with_suffix(".png"), bars, "milliseconds of a step", report["machine"]["processor"])
+        stacked_bars(
+            args.output.with_suffix(".png"), bars, "milliseconds of a step", report["machine"]["processor"]
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What a step with Muon costs beside one with AdamW, with the exchange of matrices overlapped and one round after the other.
+"""What a step with Muon costs beside one with AdamW, with the exchange of matrices overlapped
+and one round after the other.
 
-OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.muon --config configs/gpt_tiny.json parallel.tensor=2
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.muon --config configs/gpt_tiny.json
+parallel.tensor=2
 """
 
 import statistics
@@ -46,9 +48,17 @@ def timed(mesh: Mesh, step: TrainStep, batch: list[Microbatch], number: int) -> 
 def run(argv: list[str]) -> int:
     """Prints the figures, on the first rank."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
     parser.add_argument("--rounds", type=count, default=15, metavar="N", help="of a step of each kind (15)")
-    parser.add_argument("--together", type=count, default=owners.TOGETHER, metavar="N", help="elements of matrices that travel at once")
+    parser.add_argument(
+        "--together",
+        type=count,
+        default=owners.TOGETHER,
+        metavar="N",
+        help="elements of matrices that travel at once",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     owners.TOGETHER = args.together
@@ -56,9 +66,15 @@ def run(argv: list[str]) -> int:
     steps: dict[str, Callable[[int], float]] = {}
     mesh: Mesh | None = None
     for name, kind in KINDS.items():
-        config = settled_alone(load(args.config, [*args.overrides, f"optim.kind={kind}", "train.device=cpu"], place.world_size).config)
+        config = settled_alone(
+            load(
+                args.config, [*args.overrides, f"optim.kind={kind}", "train.device=cpu"], place.world_size
+            ).config
+        )
         if mesh is None:  # that of Muon has all groups that AdamW has
-            most = load(args.config, [*args.overrides, "optim.kind=muon", "train.device=cpu"], place.world_size).config
+            most = load(
+                args.config, [*args.overrides, "optim.kind=muon", "train.device=cpu"], place.world_size
+            ).config
             mesh = Mesh(most, place, torch.device("cpu"))
         step, train = TrainStep(config, mesh), config.train
         generator = torch.Generator().manual_seed(mesh.sample_group.rank)

@@ -1,8 +1,10 @@
-"""Does the best learning rate stay where it is when a model gets wider? The standard parametrization beside muP.
+"""Does the best learning rate stay where it is when a model gets wider?
 
-The runs are a sweep: `python launch/sweep.py benchmarks/mup.json`, 64 short trainings on the text of Python's standard library
-(`launch/prepare.py --input python-stdlib --output data/stdlib_bytes --tokenizer bytes --valid-fraction 0.05`).
-This reads its results, writes a table, and draws the losses over the rate.
+The standard parametrization beside muP.
+
+The runs are a sweep: `python launch/sweep.py benchmarks/mup.json`, 64 short trainings on the text of Python's
+standard library (`launch/prepare.py --input python-stdlib --output data/stdlib_bytes --tokenizer bytes
+--valid-fraction 0.05`). This reads its results, writes a table, and draws the losses over the rate.
 """
 
 import argparse
@@ -20,7 +22,8 @@ EXAMPLE = "python -m benchmarks.mup runs/mup/results.json --output benchmarks/re
 TITLES = {"standard": "standard", "mup": "muP, base width {base}"}
 WITHIN = 2.0  # the factor that a best rate may move
 
-Losses = dict[str, dict[int, dict[float, float]]]  # by parametrization, width and rate; infinite where a run diverged
+# by parametrization, width and rate; infinite where a run diverged
+Losses = dict[str, dict[int, dict[float, float]]]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -61,7 +64,11 @@ def document(losses: Losses, base: int) -> str:
     lines = [f"{processor()}.", ""]
     for parametrization, title in TITLES.items():
         rates = sorted({rate for by_rate in losses[parametrization].values() for rate in by_rate})
-        lines += [f"{title.format(base=base)}:", "", f"| rate | {' | '.join(f'width {width}' for width in widths)} |"]
+        lines += [
+            f"{title.format(base=base)}:",
+            "",
+            f"| rate | {' | '.join(f'width {width}' for width in widths)} |",
+        ]
         lines.append(f"|---|{'---|' * len(widths)}")
         for rate in rates:
             cells = []
@@ -73,9 +80,13 @@ def document(losses: Losses, base: int) -> str:
         lines.append("")
     for parametrization, title in TITLES.items():
         factor = moved(losses, parametrization)
-        lines.append(f"{title.format(base=base)}: the best rate moves by a factor of {factor:g} over these widths.")
+        lines.append(
+            f"{title.format(base=base)}: the best rate moves by a factor of {factor:g} over these widths."
+        )
     holds = moved(losses, "mup") <= WITHIN < moved(losses, "standard")
-    lines.append(f"The best rate {'stays' if holds else 'does NOT stay'} within a factor of {WITHIN:g} with muP alone.")
+    lines.append(
+        f"The best rate {'stays' if holds else 'does NOT stay'} within a factor of {WITHIN:g} with muP alone."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -90,11 +101,17 @@ def draw(losses: Losses, base: int, path: str) -> None:
     widths = sorted(losses["standard"])
     for axes, parametrization in zip(figure.subplots(1, 2, sharey=True), TITLES, strict=True):
         for number, width in enumerate(widths):
-            by_rate = sorted((rate, loss) for rate, loss in losses[parametrization].get(width, {}).items() if math.isfinite(loss))
+            by_rate = sorted(
+                (rate, loss)
+                for rate, loss in losses[parametrization].get(width, {}).items()
+                if math.isfinite(loss)
+            )
             if not by_rate:
                 continue
             colour = colormaps["viridis"](0.9 * number / max(1, len(widths) - 1))
-            axes.plot(*zip(*by_rate, strict=True), color=colour, marker="o", markersize=4, label=f"width {width}")
+            axes.plot(
+                *zip(*by_rate, strict=True), color=colour, marker="o", markersize=4, label=f"width {width}"
+            )
             lowest = min(by_rate, key=lambda pair: pair[1])
             axes.plot(*lowest, color=colour, marker="o", markersize=12, markerfacecolor="none")
         rates = sorted({rate for by_rate in losses[parametrization].values() for rate in by_rate})
@@ -116,9 +133,13 @@ def main(argv: list[str]) -> int:
     try:
         losses, base = losses_of(json.loads(Path(args.results).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("RESULTS.json", f"{args.results} cannot be read: {error}", "results.json of benchmarks/mup.json") from None
+        raise ConfigError(
+            "RESULTS.json", f"{args.results} cannot be read: {error}", "results.json of benchmarks/mup.json"
+        ) from None
     if losses.keys() != TITLES.keys():
-        raise ConfigError("RESULTS.json", f"{args.results} has no finished runs of both", "the sweep of benchmarks/mup.json")
+        raise ConfigError(
+            "RESULTS.json", f"{args.results} has no finished runs of both", "the sweep of benchmarks/mup.json"
+        )
     for ending in (".md", ".png"):
         check_output("--output", args.output + ending)
     text = document(losses, base)

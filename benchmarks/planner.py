@@ -1,8 +1,9 @@
-"""The planner's scoreboard: predicted steps beside a table of measured ones, for rows that were fitted and rows that were not.
+"""The planner's scoreboard: predicted steps beside a table of measured ones, for rows that were
+fitted and rows that were not.
 
-Every figure stands beside a baseline that knows one MFU for each framework, device and precision, fitted on the same rows. Of each
-framework some models or sizes are held out; `benchmarks/planner_fit.py` says which. With --fit the constants are fitted again and
-written to megacore/tools/planner/fitted.json.
+Every figure stands beside a baseline that knows one MFU for each framework, device and precision, fitted on
+the same rows. Of each framework some models or sizes are held out; `benchmarks/planner_fit.py` says which.
+With --fit the constants are fitted again and written to megacore/tools/planner/fitted.json.
 """
 
 import argparse
@@ -30,7 +31,20 @@ from megacore.tools.planner.step_time import predict
 
 EXAMPLE = "python -m benchmarks.planner measured_steps.csv --output benchmarks/results/planner"
 ROOT = Path(__file__).resolve().parents[1]
-SWITCHES = ("shape", "attention", "passes", "tensor", "context", "launch", "pipeline", "bubble", "data", "optimizer", "host", "stragglers")
+SWITCHES = (
+    "shape",
+    "attention",
+    "passes",
+    "tensor",
+    "context",
+    "launch",
+    "pipeline",
+    "bubble",
+    "data",
+    "optimizer",
+    "host",
+    "stragglers",
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -38,11 +52,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("data", type=Path, metavar="DATA.csv", help="the table of measured steps")
     parser.add_argument(
-        "--fit", action="store_true", help="fits the constants again (two minutes), and writes them to megacore/tools/planner"
+        "--fit",
+        action="store_true",
+        help="fits the constants again (two minutes), and writes them to megacore/tools/planner",
     )
-    parser.add_argument("--weak-scaling", type=Path, metavar="TABLE.csv", help="also predicts table 1 of Narayanan et al. 2021")
     parser.add_argument(
-        "--output", type=Path, metavar="PREFIX", help="writes PREFIX.json and .md, the charts in docs/figures, and the error bars"
+        "--weak-scaling",
+        type=Path,
+        metavar="TABLE.csv",
+        help="also predicts table 1 of Narayanan et al. 2021",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PREFIX",
+        help="writes PREFIX.json and .md, the charts in docs/figures, and the error bars",
     )
     return parser.parse_args(argv)
 
@@ -64,9 +88,15 @@ def fit_all(rows: Sequence[Row], data: Path) -> None:
         own = [row for row in of_framework(rows, name) if not case.held_out(row)]
         if own:
             found = fit(own, case, name)
-            report["profiles"][name] = {"split": case.split, "fitted_rows": len(own)} | constants_of(found, case.start, case.free)
+            report["profiles"][name] = {"split": case.split, "fitted_rows": len(own)} | constants_of(
+                found, case.start, case.free
+            )
     freeze(report)
-    measured = [row for row in of_framework(rows, "nanotron") if row.memory_gib and not CASES["nanotron"].held_out(row)]
+    measured = [
+        row
+        for row in of_framework(rows, "nanotron")
+        if row.memory_gib and not CASES["nanotron"].held_out(row)
+    ]
     if measured:  # with the times that were just fitted
         freeze(report | {"memory": {"nanotron": planner_memory.fit(measured, "nanotron")}})
 
@@ -125,7 +155,9 @@ def part_of(part: str, scored: Sequence[tuple[Row, float, float]]) -> dict[str, 
 
 
 def predicted(rows: Sequence[Row], wanted: Callable[[str, bool], bool]) -> list[tuple[Row, float]]:
-    """Rows that ran, with their predicted seconds, of which is wanted what a framework and "it is held out" say."""
+    """Rows that ran, with their predicted seconds, of which is wanted what a
+    framework and "it is held out" say.
+    """
     found = []
     for name, case in CASES.items():
         own = [row for row in of_framework(rows, name) if wanted(name, case.held_out(row))]
@@ -138,11 +170,16 @@ def by(held: Sequence[tuple[Row, float]], key: Callable[[Row], Any]) -> dict[str
     groups: dict[Any, list[tuple[float, Row]]] = defaultdict(list)
     for row, value in held:
         groups[key(row)].append((value, row))
-    return {str(k): errors(np.array([v for v, _ in groups[k]]), [row for _, row in groups[k]]) for k in sorted(groups)}
+    return {
+        str(k): errors(np.array([v for v, _ in groups[k]]), [row for _, row in groups[k]])
+        for k in sorted(groups)
+    }
 
 
 def of_mixtures(mixtures: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of models with experts, by model, device and whose table it is, and of one MFU that is that of the framework's other rows."""
+    """Errors of models with experts, by model, device and whose table it is, and of one MFU that is that
+    of the framework's other rows.
+    """
     found: dict[str, list[tuple[Row, float, float]]] = defaultdict(list)
     for name in CASES:
         own = of_framework(mixtures, name)
@@ -169,10 +206,19 @@ def ablation(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
         measured = np.array([row.seconds for row in own])
         predictions = [predict(row.setting, row.device, row.cluster, found) for row in own]
         whole = np.array([p.step for p in predictions])
-        smooth = [predict(row.setting, replace(row.device, multiprocessors=None), row.cluster, found).step for row in own]
-        without = {term: whole - np.array([p.terms[term] for p in predictions]) for term in SWITCHES if term != "shape"}
+        smooth = [
+            predict(row.setting, replace(row.device, multiprocessors=None), row.cluster, found).step
+            for row in own
+        ]
+        without = {
+            term: whole - np.array([p.terms[term] for p in predictions])
+            for term in SWITCHES
+            if term != "shape"
+        }
         table = {"nothing": whole, "shape": np.array(smooth), **without}
-        report[name] = {term: float(np.median(np.abs(values / measured - 1))) for term, values in table.items()}
+        report[name] = {
+            term: float(np.median(np.abs(values / measured - 1))) for term, values in table.items()
+        }
     return report
 
 
@@ -186,31 +232,67 @@ def worst(rows: Sequence[Row], count: int = 3) -> list[dict[str, Any]]:
         off = np.abs(np.log(predicted / np.array([row.seconds for row in own])))
         for i in np.argsort(-off)[:count]:
             s = own[i].setting
-            layout = f"tp{s.tensor} pp{s.pipeline} cp{s.context} dp{s.data} micro batch {s.micro_batch} × {s.microbatches}, zero {s.zero}"
-            terms = {k: round(v, 3) for k, v in predict(s, own[i].device, own[i].cluster, profile(name)).terms.items() if v > 1e-3}
-            found.append({"framework": name, "model": own[i].model, "layout": layout, "measured": own[i].seconds, "terms": terms})
+            layout = (
+                f"tp{s.tensor} pp{s.pipeline} cp{s.context} dp{s.data} micro batch {s.micro_batch} × "
+                f"{s.microbatches}, zero {s.zero}"
+            )
+            terms = {
+                k: round(v, 3)
+                for k, v in predict(s, own[i].device, own[i].cluster, profile(name)).terms.items()
+                if v > 1e-3
+            }
+            found.append(
+                {
+                    "framework": name,
+                    "model": own[i].model,
+                    "layout": layout,
+                    "measured": own[i].seconds,
+                    "terms": terms,
+                }
+            )
     return found
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The scoreboard as a table."""
     lines = ["# Predicted steps beside measured ones", "", f"`{report['command']}`", ""]
-    lines += ["| framework | rows | error, median | 90th percentile | baseline, median | 90th | regret, median | worst | baseline's |"]
+    lines += [
+        "| framework | rows | error, median | 90th percentile | baseline, median | 90th | regret, median "
+        "| worst | baseline's |"
+    ]
     lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]
     for name, entry in report["frameworks"].items():
         for part in ("fitted", "held out"):
             if part in entry:
                 own, plain = entry[part], entry[f"{part}, baseline"]
                 r, q = own["regret"], plain["regret"]
-                cells = [f"{own['median']:.1%}", f"{own['p90']:.1%}", f"{plain['median']:.1%}", f"{plain['p90']:.1%}"]
-                cells += [f"{r['median']:.2f}", f"{r['worst']:.2f}", f"{q['median']:.2f}"] if r else ["", "", ""]
+                cells = [
+                    f"{own['median']:.1%}",
+                    f"{own['p90']:.1%}",
+                    f"{plain['median']:.1%}",
+                    f"{plain['p90']:.1%}",
+                ]
+                cells += (
+                    [f"{r['median']:.2f}", f"{r['worst']:.2f}", f"{q['median']:.2f}"] if r else ["", "", ""]
+                )
                 lines.append(f"| {name} | {own['rows']} {part} | {' | '.join(cells)} |")
-    lines += ["", "How each was split:", ""] + [f"- {name}: {entry['split']}." for name, entry in report["frameworks"].items()]
-    columns = "rows | median | 90th percentile | refused | failed | recall | of those that fill half | false alarms"
+    lines += ["", "How each was split:", ""] + [
+        f"- {name}: {entry['split']}." for name, entry in report["frameworks"].items()
+    ]
+    columns = (
+        "rows | median | 90th percentile | refused | failed | recall | of those that fill half | false alarms"
+    )
     lines += ["", f"| nanotron's memory | {columns} |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for part, m in report["memory"].items():
-        cells = [str(m["rows"]), f"{m['median']:.1%}", f"{m['p90']:.1%}", str(m["refused"]), str(m["failed"]), f"{m['recall']:.2f}"]
+        cells = [
+            str(m["rows"]),
+            f"{m['median']:.1%}",
+            f"{m['p90']:.1%}",
+            str(m["refused"]),
+            str(m["failed"]),
+            f"{m['recall']:.2f}",
+        ]
         cells += [f"{m['recall where half is full']:.2f}", f"{m['false alarms']:.1%}"]
         lines.append(f"| {part} | {' | '.join(cells)} |")
     if "weak scaling" in report:
@@ -221,11 +303,18 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [f"| without | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
     for term in ("nothing", *SWITCHES):
         lines.append(f"| {term} | {' | '.join(f'{own[term]:.1%}' for own in report['ablation'].values())} |")
-    lines += ["", "Mixtures of experts, to which nothing is fitted:", "", "| model, source | rows | median | with sign | one MFU, median |"]
+    lines += [
+        "",
+        "Mixtures of experts, to which nothing is fitted:",
+        "",
+        "| model, source | rows | median | with sign | one MFU, median |",
+    ]
     lines += ["|---|---:|---:|---:|---:|"]
     for name, m in report["mixtures of experts"].items():
         lines.append(f"| {name} | {m['rows']} | {m['median']:.1%} | {m['bias']:+.1%} | {m['baseline']:.1%} |")
-    lines += ["", "Rows that cannot be predicted:", ""] + [f"- {count} of {source}: {why}." for (source, why), count in report["skipped"]]
+    lines += ["", "Rows that cannot be predicted:", ""] + [
+        f"- {count} of {source}: {why}." for (source, why), count in report["skipped"]
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -235,9 +324,15 @@ def run(argv: list[str]) -> None:
     if args.output is not None:
         check_output("--output", f"{args.output}.json")
     every, skipped = read(args.data)
-    rows, mixtures = ([row for row in every if (row.setting.mixture is not None) is wanted] for wanted in (False, True))
+    rows, mixtures = (
+        [row for row in every if (row.setting.mixture is not None) is wanted] for wanted in (False, True)
+    )
     if not any(of_framework(rows, name) for name in CASES):
-        raise ConfigError("DATA.csv", f"{args.data} has no row whose step can be predicted", "the columns of docs/step_time.md")
+        raise ConfigError(
+            "DATA.csv",
+            f"{args.data} has no row whose step can be predicted",
+            "the columns of docs/step_time.md",
+        )
     if args.fit:
         fit_all(rows, args.data)
     counts = Counter((row.source, row.why) for row in skipped)
@@ -249,7 +344,9 @@ def run(argv: list[str]) -> None:
         "frameworks": score(rows),
         "fitted, by size": by(known, lambda row: planner_sizes.row_kind(row)[0]),
         "held out, by size": by(held, lambda row: planner_sizes.row_kind(row)[0]),
-        "held out, by framework and size": by(held, lambda row: f"{row.framework} {planner_sizes.row_kind(row)[0]}"),
+        "held out, by framework and size": by(
+            held, lambda row: f"{row.framework} {planner_sizes.row_kind(row)[0]}"
+        ),
         "held out, by devices": by(held, lambda row: row.setting.world),
         "held out, by source": by(held, lambda row: row.source),
         "bars": planner_sizes.bars(ratios, tails),
@@ -273,12 +370,16 @@ def run(argv: list[str]) -> None:
         for name, case in CASES.items():
             own = of_framework(rows, name)
             points[name] = [
-                (row.seconds or 0.0, float(p), case.held_out(row)) for row, p in zip(own, steps(own, profile(name)), strict=True)
+                (row.seconds or 0.0, float(p), case.held_out(row))
+                for row, p in zip(own, steps(own, profile(name)), strict=True)
             ]
         draw_measured(ROOT / "docs/figures/planner_measured.png", points)
         if report["ablation"]:
             draw_ablation(ROOT / "docs/figures/planner_ablation.png", report["ablation"])
-        print(f"written to {args.output}.json and .md, and docs/figures; error bars to {ERROR_BARS.name}", file=sys.stderr)
+        print(
+            f"written to {args.output}.json and .md, and docs/figures; error bars to {ERROR_BARS.name}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

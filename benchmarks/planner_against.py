@@ -17,7 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = 260  # of which some are refused
 
-# Runs in either checkout, whose rooms may have other names: reads layouts from stdin, and writes a line of predictions for each.
+# Runs in either checkout, whose rooms may have other names: reads layouts from stdin, and writes a line of
+# predictions for each.
 DRIVER = """
 import json, sys
 from dataclasses import asdict
@@ -61,7 +62,7 @@ for line in sys.stdin:
     except UserError as error:
         found = {"refused": str(error)}
     print(json.dumps(found), flush=True)
-"""
+"""  # noqa: E501
 
 
 def layouts() -> list[tuple[dict[str, Any], int]]:
@@ -81,20 +82,61 @@ def layouts() -> list[tuple[dict[str, Any], int]]:
             "hidden_size": heads * draw.choice([16, 64, 128]),
             "num_heads": heads,
         }
-        model |= {"num_kv_heads": kv_heads, "norm": norm, "activation": activation, "vocab_size": draw.choice([101, 1000, 50257])}
-        model |= {"position": draw.choice(["learned", "rope"]), "tie_embeddings": draw.random() < 0.5, "bias": draw.random() < 0.5}
-        model |= {"qk_norm": draw.random() < 0.3, "chunked_loss": draw.random() < 0.3, "dropout": draw.choice([0.0, 0.0, 0.1])}
-        tensor, pipeline, data, context = (draw.choice(sizes) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4, 8], [1, 1, 2]))
+        model |= {
+            "num_kv_heads": kv_heads,
+            "norm": norm,
+            "activation": activation,
+            "vocab_size": draw.choice([101, 1000, 50257]),
+        }
+        model |= {
+            "position": draw.choice(["learned", "rope"]),
+            "tie_embeddings": draw.random() < 0.5,
+            "bias": draw.random() < 0.5,
+        }
+        model |= {
+            "qk_norm": draw.random() < 0.3,
+            "chunked_loss": draw.random() < 0.3,
+            "dropout": draw.choice([0.0, 0.0, 0.1]),
+        }
+        tensor, pipeline, data, context = (
+            draw.choice(sizes) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4, 8], [1, 1, 2])
+        )
         schedule = draw.choice(["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"])
-        parallel: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context, "schedule": schedule}
-        parallel |= {"sequence": tensor > 1 and draw.random() < 0.5, "context_method": draw.choice(["gather", "ring", "ulysses"])}
+        parallel: dict[str, Any] = {
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "data": data,
+            "context": context,
+            "schedule": schedule,
+        }
+        parallel |= {
+            "sequence": tensor > 1 and draw.random() < 0.5,
+            "context_method": draw.choice(["gather", "ring", "ulysses"]),
+        }
         precision = draw.choice(["fp32", "bf16", "bf16", "fp16", "fp64"])
-        train: dict[str, Any] = {"seq_len": draw.choice([64, 256, 2048]), "micro_batch_size": draw.choice([1, 2]), "precision": precision}
-        train |= {"global_batch_size": 2 * data * pipeline * draw.choice([1, 2, 8]), "device": draw.choice(["cpu", "cuda"])}
+        train: dict[str, Any] = {
+            "seq_len": draw.choice([64, 256, 2048]),
+            "micro_batch_size": draw.choice([1, 2]),
+            "precision": precision,
+        }
+        train |= {
+            "global_batch_size": 2 * data * pipeline * draw.choice([1, 2, 8]),
+            "device": draw.choice(["cpu", "cuda"]),
+        }
         train |= {"recompute": draw.choice(["none", "selective", "full"])}
-        engine: dict[str, Any] = {"kind": draw.choice(["native", "native", "fsdp"]), "bucket_mib": draw.choice([1, 8, 40])}
-        engine |= {"shard_optimizer": engine["kind"] == "native" and draw.random() < 0.5, "reduce_levels": draw.choice([1, 1, 2])}
-        engine |= {"reduce_dtype": draw.choice(["fp32", "fp32", "bf16"])} if engine["kind"] == "native" else {"reduce_levels": 1}
+        engine: dict[str, Any] = {
+            "kind": draw.choice(["native", "native", "fsdp"]),
+            "bucket_mib": draw.choice([1, 8, 40]),
+        }
+        engine |= {
+            "shard_optimizer": engine["kind"] == "native" and draw.random() < 0.5,
+            "reduce_levels": draw.choice([1, 1, 2]),
+        }
+        engine |= (
+            {"reduce_dtype": draw.choice(["fp32", "fp32", "bf16"])}
+            if engine["kind"] == "native"
+            else {"reduce_levels": 1}
+        )
         sections = {"model": model, "parallel": parallel, "train": train, "engine": engine}
         found.append((sections, tensor * pipeline * data * context))
     return found
@@ -104,14 +146,23 @@ def predictions(checkout: Path, asked: list[tuple[dict[str, Any], int]]) -> list
     """What a checkout predicts."""
     lines = "".join(json.dumps(one) + "\n" for one in asked)
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run([sys.executable, "-c", DRIVER], input=lines, text=True, stdout=subprocess.PIPE, cwd=checkout, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=lines,
+        text=True,
+        stdout=subprocess.PIPE,
+        cwd=checkout,
+        env=environment,
+    )
     if done.returncode:
         raise SystemExit(f"{checkout}: status {done.returncode}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", type=Path, required=True, metavar="FOLDER", help="the other checkout")
     asked = layouts()
     pairs = list(zip(predictions(parser.parse_args().before, asked), predictions(ROOT, asked), strict=True))
@@ -125,7 +176,10 @@ def main() -> int:
             print(json.dumps(sections))
             for key in sorted(keys):
                 print(f"  {key}:\n    before {before.get(key)}\n    after  {after.get(key)}")
-    print(f"{len(asked)} configs and layouts: {len(asked) - refused - differ} equal, {differ} differ, {refused} refused by both")
+    print(
+        f"{len(asked)} configs and layouts: {len(asked) - refused - differ} equal, {differ} differ, "
+        f"{refused} refused by both"
+    )
     return 1 if differ else 0
 
 

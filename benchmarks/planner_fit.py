@@ -1,7 +1,8 @@
-"""Fits each framework's constants to the part of a table of measured steps that is named here, and to nothing else.
+"""Fits each framework's constants to the part of a table of measured steps that is
+named here, and to nothing else.
 
-A constant starts from what its meaning suggests, and a weak prior holds it there where the rows say nothing about it. The loss is
-Cauchy's, so that a few rows that another cause slowed do not pull the rest.
+A constant starts from what its meaning suggests, and a weak prior holds it there where the rows say nothing
+about it. The loss is Cauchy's, so that a few rows that another cause slowed do not pull the rest.
 """
 
 import math
@@ -39,7 +40,8 @@ class Case:
 
     held_out: Callable[[Row], bool]  # rows that nothing is fitted to
     split: str  # the same in words
-    start: dict[str, Any] = field(default_factory=dict)  # constants, fitted from there or, where not in `free`, kept
+    # constants, fitted from there or, where not in `free`, kept
+    start: dict[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
 
 
@@ -48,70 +50,179 @@ def of(*models: str) -> Callable[[Row], bool]:
     return lambda row: row.model in models
 
 
-SWEEPS = ("nanotron", "megatron-2023")  # of layouts; the other tables show one or a few tuned layouts of a model
+# of layouts; the other tables show one or a few tuned layouts of a model
+SWEEPS = ("nanotron", "megatron-2023")
 LINKS = {"link_rate": {"nvlink": 0.7, "infiniband": 0.7, "efa": 0.7, "roce": 0.7, "ethernet": 0.7}}
-COMMON = {"attention_rate": 0.5, "passes": 1.5, "jitter": 0.005, "step_host": 0.02, "layer_host": 5e-4, "call_host": 3e-5, **LINKS}
+COMMON = {
+    "attention_rate": 0.5,
+    "passes": 1.5,
+    "jitter": 0.005,
+    "step_host": 0.02,
+    "layer_host": 5e-4,
+    "call_host": 3e-5,
+    **LINKS,
+}
 CASES: dict[str, Case] = {
     "nanotron": Case(
         of("nanotron-3.57B", "nanotron-80B"),
         "models: fitted on 1.34B and 8.86B, held out 3.57B and 80B",
         {
-            **COMMON, "stages": "nanotron", "product_rate": {"any": 0.7}, "accumulate_bytes": 12.0, "passes": 3.0,
-            "link_latency": {"nvlink": 5e-6, "efa": 3e-4}, "layer_host": 4e-3, "hop_host": 2e-4, "transfer_host": 5e-4,
-            "data_hidden": 0.7, "sharded_hidden": 0.3,
-            "pipeline_hidden": 0.5, "jitter": 0.03, "step_host": 0.05,
+            **COMMON,
+            "stages": "nanotron",
+            "product_rate": {"any": 0.7},
+            "accumulate_bytes": 12.0,
+            "passes": 3.0,
+            "link_latency": {"nvlink": 5e-6, "efa": 3e-4},
+            "layer_host": 4e-3,
+            "hop_host": 2e-4,
+            "transfer_host": 5e-4,
+            "data_hidden": 0.7,
+            "sharded_hidden": 0.3,
+            "pipeline_hidden": 0.5,
+            "jitter": 0.03,
+            "step_host": 0.05,
         },
         (
-            "product_rate/any", "attention_rate", "passes", "logit_passes", "link_rate/nvlink", "link_rate/efa", "link_latency/nvlink",
-            "link_latency/efa", "layer_host", "call_host", "hop_host", "transfer_host", "step_host", "jitter", "data_hidden",
-            "sharded_hidden", "call",
+            "product_rate/any",
+            "attention_rate",
+            "passes",
+            "logit_passes",
+            "link_rate/nvlink",
+            "link_rate/efa",
+            "link_latency/nvlink",
+            "link_latency/efa",
+            "layer_host",
+            "call_host",
+            "hop_host",
+            "transfer_host",
+            "step_host",
+            "jitter",
+            "data_hidden",
+            "sharded_hidden",
+            "call",
         ),
     ),
     "megatron-2023": Case(
         lambda row: row.setting.layers in (16, 20) or row.setting.world == 64,
         "models: fitted on 12 and 24 layers, held out 16, 20 and 30 layers (the last on 64 devices)",
         {
-            **COMMON, "stages": "even", "product_rate": {"any": 0.75}, "accumulate_bytes": 12.0, "layer_host": 2e-3, "call": 5e-5,
-            "data_hidden": 0.1, "pipeline_hidden": 0.1,
+            **COMMON,
+            "stages": "even",
+            "product_rate": {"any": 0.75},
+            "accumulate_bytes": 12.0,
+            "layer_host": 2e-3,
+            "call": 5e-5,
+            "data_hidden": 0.1,
+            "pipeline_hidden": 0.1,
         },
         (
-            "product_rate/any", "attention_rate", "passes", "logit_passes", "link_rate/nvlink", "link_latency/nvlink",
-            "layer_host", "call_host",
-            "transfer_host", "step_host", "microbatch_host", "call", "optimizer_bytes", "tensor_hidden",
+            "product_rate/any",
+            "attention_rate",
+            "passes",
+            "logit_passes",
+            "link_rate/nvlink",
+            "link_latency/nvlink",
+            "layer_host",
+            "call_host",
+            "transfer_host",
+            "step_host",
+            "microbatch_host",
+            "call",
+            "optimizer_bytes",
+            "tensor_hidden",
         ),
     ),
     "nemo": Case(
-        of("llama3-70b", "nemotron4-340b", "gpt3-5b", "gpt3-20b", "llama2-13b", "llama2-70b", "nemotron3-8b", "nemotron3-22b"),
-        "models: held out llama3-70b, nemotron4-340b, gpt3-5b, gpt3-20b, llama2-13b, llama2-70b, nemotron3-8b, nemotron3-22b",
+        of(
+            "llama3-70b",
+            "nemotron4-340b",
+            "gpt3-5b",
+            "gpt3-20b",
+            "llama2-13b",
+            "llama2-70b",
+            "nemotron3-8b",
+            "nemotron3-22b",
+        ),
+        "models: held out llama3-70b, nemotron4-340b, gpt3-5b, gpt3-20b, llama2-13b, llama2-70b, "
+        "nemotron3-8b, nemotron3-22b",
         {
-            **COMMON, "stages": "even", "product_rate": {"bf16": 0.75, "fp8": 0.65, "nvfp4": 0.5}, "tensor_hidden": 0.5,
+            **COMMON,
+            "stages": "even",
+            "product_rate": {"bf16": 0.75, "fp8": 0.65, "nvfp4": 0.5},
+            "tensor_hidden": 0.5,
             "data_hidden": 0.5,
-            "gather_hidden": 0.5, "pipeline_hidden": 0.5,
+            "gather_hidden": 0.5,
+            "pipeline_hidden": 0.5,
         },
         (
-            "product_rate/bf16", "product_rate/fp8", "product_rate/nvfp4", "product_rate/gb200", "product_rate/gb300",
-            "product_rate/b200", "attention_rate", "passes", "logit_passes", "link_rate/nvlink", "link_rate/infiniband",
-            "call", "jitter",
-            "data_hidden", "gather_hidden", "pipeline_hidden", "tensor_hidden",
+            "product_rate/bf16",
+            "product_rate/fp8",
+            "product_rate/nvfp4",
+            "product_rate/gb200",
+            "product_rate/gb300",
+            "product_rate/b200",
+            "attention_rate",
+            "passes",
+            "logit_passes",
+            "link_rate/nvlink",
+            "link_rate/infiniband",
+            "call",
+            "jitter",
+            "data_hidden",
+            "gather_hidden",
+            "pipeline_hidden",
+            "tensor_hidden",
         ),
     ),
     "llm-foundry": Case(
         of("mpt-125m", "mpt-350m", "mpt-7b", "mpt-70b"),
         "models: fitted on mpt-760m, mpt-3b and mpt-30b, held out mpt-125m, mpt-350m, mpt-7b and mpt-70b",
-        {**COMMON, "stages": "even", "product_rate": {"bf16": 0.7, "fp8": 0.5}, "gather_hidden": 0.8, "data_hidden": 0.8},
+        {
+            **COMMON,
+            "stages": "even",
+            "product_rate": {"bf16": 0.7, "fp8": 0.5},
+            "gather_hidden": 0.8,
+            "data_hidden": 0.8,
+        },
         (
-            "product_rate/bf16", "product_rate/h100", "product_rate/fp8", "attention_rate", "attention_on/h100", "passes", "logit_passes",
-            "link_rate/nvlink", "link_rate/roce",
-            "link_rate/infiniband", "layer_host", "step_host", "microbatch_host", "data_hidden", "gather_hidden", "jitter",
+            "product_rate/bf16",
+            "product_rate/h100",
+            "product_rate/fp8",
+            "attention_rate",
+            "attention_on/h100",
+            "passes",
+            "logit_passes",
+            "link_rate/nvlink",
+            "link_rate/roce",
+            "link_rate/infiniband",
+            "layer_host",
+            "step_host",
+            "microbatch_host",
+            "data_hidden",
+            "gather_hidden",
+            "jitter",
         ),
     ),
     "torchtitan": Case(
         lambda row: row.setting.world in (64, 128),
         "sizes: fitted on 8 and 32 devices, held out 64 and 128",
-        {**COMMON, "stages": "even", "product_rate": {"bf16": 0.7, "fp8": 0.5}, "gather_hidden": 0.8, "data_hidden": 0.8,
-        "ring_balanced": False},
-        ("product_rate/bf16", "product_rate/fp8", "product_rate/b200", "attention_rate", "attention_on/b200", "passes",
-        "compiled_passes"),
+        {
+            **COMMON,
+            "stages": "even",
+            "product_rate": {"bf16": 0.7, "fp8": 0.5},
+            "gather_hidden": 0.8,
+            "data_hidden": 0.8,
+            "ring_balanced": False,
+        },
+        (
+            "product_rate/bf16",
+            "product_rate/fp8",
+            "product_rate/b200",
+            "attention_rate",
+            "attention_on/b200",
+            "passes",
+            "compiled_passes",
+        ),
     ),
     "fms-fsdp": Case(
         of("llama2-13b", "llama2-70b"),
@@ -122,16 +233,37 @@ CASES: dict[str, Case] = {
     "megatron-2022": Case(
         of("gpt3-175b", "megatron-1t"),
         "models: fitted on megatron-22b and mtnlg-530b, held out gpt3-175b and megatron-1t",
-        {**COMMON, "stages": "even", "product_rate": {"any": 0.8}, "scatters": True, "score_passes": 6.5, "data_hidden": 0.0},
+        {
+            **COMMON,
+            "stages": "even",
+            "product_rate": {"any": 0.8},
+            "scatters": True,
+            "score_passes": 6.5,
+            "data_hidden": 0.0,
+        },
         ("product_rate/any", "passes", "link_rate/nvlink"),
     ),
     "jax": Case(
         lambda row: row.setting.world >= 512,
         "sizes: fitted on fewer than 512 devices, held out 512 and more",
-        {**COMMON, "stages": "even", "product_rate": {"bf16": 0.7, "fp8": 0.5}, "gather_hidden": 0.8, "data_hidden": 0.8},
-        ("product_rate/bf16", "product_rate/fp8", "passes", "link_rate/infiniband", "data_hidden", "gather_hidden", "jitter"),
+        {
+            **COMMON,
+            "stages": "even",
+            "product_rate": {"bf16": 0.7, "fp8": 0.5},
+            "gather_hidden": 0.8,
+            "data_hidden": 0.8,
+        },
+        (
+            "product_rate/bf16",
+            "product_rate/fp8",
+            "passes",
+            "link_rate/infiniband",
+            "data_hidden",
+            "gather_hidden",
+            "jitter",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def steps(rows: Sequence[Row], profile: Profile) -> np.ndarray:
@@ -149,14 +281,19 @@ def fit(rows: Sequence[Row], case: Case, name: str, *, rounds: int = 25) -> Prof
     prior = math.sqrt(WEIGHT) / PRIOR
 
     def at(x: np.ndarray) -> Profile:
-        values = [float(1 / (1 + math.exp(-v)) if b else math.exp(v)) for v, b in zip(x, bounded, strict=True)]
+        values = [
+            float(1 / (1 + math.exp(-v)) if b else math.exp(v)) for v, b in zip(x, bounded, strict=True)
+        ]
         return _set(profile, free, values)
 
     def residuals(x: np.ndarray) -> np.ndarray:
         return np.log(steps(rows, at(x))) - measured
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
-        return float(0.5 * SCALE**2 * np.log1p((r / SCALE) ** 2).sum() + 0.5 * SCALE**2 * ((prior * (x - start)) ** 2).sum())
+        return float(
+            0.5 * SCALE**2 * np.log1p((r / SCALE) ** 2).sum()
+            + 0.5 * SCALE**2 * ((prior * (x - start)) ** 2).sum()
+        )
 
     x, damping = start, 1e-2
     r = residuals(x)

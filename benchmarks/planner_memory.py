@@ -1,14 +1,15 @@
 """Memory of nanotron's public runs, from a setting: what can be counted, and six constants for what cannot.
 
-nanotron logs the memory that its first rank's allocator has reserved. That rank holds the first stage of a pipeline, so the logits
-are in it only if there is no pipeline. Counted are
+nanotron logs the memory that its first rank's allocator has reserved. That rank holds the first stage of a
+pipeline, so the logits are in it only if there is no pipeline. Counted are
 
-- weights and their gradients' sums, master weights and moments, and the buckets in which data ranks sum without ZeRO;
+- weights and their gradients' sums, master weights and moments, and the buckets in which data ranks sum
+  without ZeRO;
 - what attention and the feed-forward keep for their backward, of every microbatch that is alive.
 
-A collective of the tensor ranks keeps its tensors until it is done. Where the device is slower than the host that starts its work,
-the host has started the next blocks by then: their gathered inputs wait in memory. An allocator that runs short waits for them, so
-they do not decide whether a run fits.
+A collective of the tensor ranks keeps its tensors until it is done. Where the device is slower than the host
+that starts its work, the host has started the next blocks by then: their gathered inputs wait in memory. An
+allocator that runs short waits for them, so they do not decide whether a run fits.
 
 What megacore itself holds is counted exactly, by `megacore/tools/planner/memory.py`.
 """
@@ -44,9 +45,9 @@ WAITING = FEATURES.index("bytes_a_waiting_feature")
 def kept_features(s: Setting) -> float:
     """Bytes that a block keeps of one token for its backward, on a rank: all tensor ranks divide all of them.
 
-    Inputs and outputs of both norms (2 bytes each of a hidden feature). Queries, keys and values in one tensor, keys and values again
-    behind the rotation, attention's output and its copy in the order of tokens. The gate and what it is multiplied with, the
-    activation and the product; without a gate two tensors.
+    Inputs and outputs of both norms (2 bytes each of a hidden feature). Queries, keys and values in one
+    tensor, keys and values again behind the rotation, attention's output and its copy in the order of tokens.
+    The gate and what it is multiplied with, the activation and the product; without a gate two tensors.
     """
     return (8 * s.hidden + 6 * s.attention_size + 8 * s.kv_size + (8 if s.gated else 4) * s.ffn) / s.tensor
 
@@ -58,7 +59,9 @@ def host_is_ahead(row: Row) -> bool:
 
 
 def held(row: Row, rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """By rank of the pipeline the bytes that are counted, and [ranks, features] the amounts that the constants multiply."""
+    """By rank of the pipeline the bytes that are counted, and [ranks, features] the
+    amounts that the constants multiply.
+    """
     s, counted, amounts = row.setting, [], []
     ahead = s.tensor > 1 and host_is_ahead(row)
     for rank, stage in enumerate(cut(s, rule)):
@@ -69,7 +72,16 @@ def held(row: Row, rule: str) -> tuple[np.ndarray, np.ndarray]:
         counted.append(state * parameters + blocks * kept_features(s))
         logits = stage.head * s.tokens * s.vocab / s.tensor
         whole = s.tokens * s.hidden
-        amounts.append([parameters * (not s.zero), parameters * bool(s.zero), logits, ahead * blocks * s.hidden, whole, 1e9])
+        amounts.append(
+            [
+                parameters * (not s.zero),
+                parameters * bool(s.zero),
+                logits,
+                ahead * blocks * s.hidden,
+                whole,
+                1e9,
+            ]
+        )
     return np.array(counted), np.array(amounts)
 
 
@@ -88,7 +100,9 @@ def needed_gib(row: Row, rule: str, constants: Mapping[str, float]) -> float:
 
 
 def refused(s: Setting) -> bool:
-    """Whether nanotron's 1F1B ends at its own check: it takes at least one microbatch fewer than the pipeline has ranks."""
+    """Whether nanotron's 1F1B ends at its own check: it takes at least one microbatch
+    fewer than the pipeline has ranks.
+    """
     return s.microbatches < s.pipeline - 1
 
 
@@ -155,7 +169,10 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
 
 def by_size(rows: Sequence[Row]) -> dict[str, Any]:
     """`score` of all rows of a size."""
-    found = {size: score([row for row in rows if kind_of(row.setting.world, False)[0] == size]).get("all") for size in SIZES}
+    found = {
+        size: score([row for row in rows if kind_of(row.setting.world, False)[0] == size]).get("all")
+        for size in SIZES
+    }
     return {size: own for size, own in found.items() if own}
 
 

@@ -1,4 +1,6 @@
-"""Reads a table of measured steps: a row becomes a setting, a device, a cluster, and the framework that ran it."""
+"""Reads a table of measured steps: a row becomes a setting, a device, a cluster,
+and the framework that ran it.
+"""
 
 import csv
 import math
@@ -12,28 +14,57 @@ from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_of, read
 from megacore.tools.planner.workload import Latent, Mixture, Setting
 
 DEVICES = {
-    "A100-80GB": "a100", "A100-40GB": "a100 40gb", "H100-80GB": "h100", "H100-96GB-HBM2e-500W": "h100 96gb hbm2e", "H200-141GB": "h200",
-    "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300", "MI300X": "mi300x",
-}  # fmt: skip
+    "A100-80GB": "a100",
+    "A100-40GB": "a100 40gb",
+    "H100-80GB": "h100",
+    "H100-96GB-HBM2e-500W": "h100 96gb hbm2e",
+    "H200-141GB": "h200",
+    "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "MI300X": "mi300x",
+}
 # The cluster of a row whose `interconnect` names no other, where it is not the device's own.
 CLUSTERS = {"a100 40gb": "a100_roce"}
 # What the whole of `interconnect` says, of a machine; it counts if the cluster is one of the row's device.
 NETWORKS = (
-    (r".*\bEFA", "p5"), (r"RoCE 1600.*", "a100_roce"), (r"8x HDR IB 800Gb/s/node.*", "a100_800g"), (r"800Gb/s", "h100_800g"),
+    (r".*\bEFA", "p5"),
+    (r"RoCE 1600.*", "a100_roce"),
+    (r"8x HDR IB 800Gb/s/node.*", "a100_800g"),
+    (r"800Gb/s", "h100_800g"),
     (r"400Gb/s", "a100_400g"),
-)  # fmt: skip
-SCHEDULES = {"interleaved-1f1b": "interleaved", "zb1p": "zb_h1", "zbv": "zb_v", "v-half": "v_half", "v-min": "v_min"}  # as published
+)
+# as published
+SCHEDULES = {
+    "interleaved-1f1b": "interleaved",
+    "zb1p": "zb_h1",
+    "zbv": "zb_v",
+    "v-half": "v_half",
+    "v-min": "v_min",
+}
 PROFILES = (
-    ("nanotron", "nanotron"), ("vTrain", "megatron-2023"), ("Megatron-LM", "megatron-2022"), ("NeMo", "nemo"), ("NEMO", "nemo"),
-    ("Megatron-Bridge", "nemo"), ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("fms-fsdp", "fms-fsdp"), ("MaxText", "jax"),
+    ("nanotron", "nanotron"),
+    ("vTrain", "megatron-2023"),
+    ("Megatron-LM", "megatron-2022"),
+    ("NeMo", "nemo"),
+    ("NEMO", "nemo"),
+    ("Megatron-Bridge", "nemo"),
+    ("llm-foundry", "llm-foundry"),
+    ("torchtitan", "torchtitan"),
+    ("fms-fsdp", "fms-fsdp"),
+    ("MaxText", "jax"),
     ("PaxML", "jax"),
-)  # fmt: skip
-# Of mixtures whose model says what a row does not: experts that all tokens go through, and the part of blocks that have experts.
+)
+# Of mixtures whose model says what a row does not: experts that all tokens go through, and the part of blocks
+# that have experts.
 MIXTURES = {"llama4-maverick": (1, 0.5), "deepseek-v3": (1, 58 / 61), "kimi-k2": (1, 60 / 61)}
 HEAD_SIZES = {"qwen3-30b": 128, "gpt-oss": 64}  # where heads do not divide the hidden size
-LATENT = Latent(keys=512, queries=1536, plain=128, turned=64, value=128)  # of DeepSeek-V3 and Kimi K2, by their papers
-# Megatron-Bridge's recipes (scripts/performance) exchange rows by DeepEP or HybridEP, which send a token once to each machine.
-# The largest whole number that a cell may hold, of columns whose parts are counted one by one; of all others.
+# of DeepSeek-V3 and Kimi K2, by their papers
+LATENT = Latent(keys=512, queries=1536, plain=128, turned=64, value=128)
+# Megatron-Bridge's recipes (scripts/performance) exchange rows by DeepEP or HybridEP, which send a token once
+# to each machine. The largest whole number that a cell may hold, of columns whose parts are counted one by
+# one; of all others.
 MOST = {"layers": 2**14, "pp": 2**10, "vp": 2**10}
 MOST_ELSE = 2**24
 MAY_BE_ZERO = ("zero", "experts")
@@ -56,9 +87,16 @@ class Row:
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """Rows among which a layout can be chosen: the same source, model and device, on as many ranks, with as large a batch."""
+        """Rows among which a layout can be chosen: the same source, model and device, on as
+        many ranks, with as large a batch.
+        """
         s = self.setting
-        return self.source, f"{self.model} {self.device.name} {s.precision} seq {s.seq} batch {s.global_batch} kv {s.kv_heads}", s.world
+        return (
+            self.source,
+            f"{self.model} {self.device.name} {s.precision} seq {s.seq} batch {s.global_batch} kv "
+            f"{s.kv_heads}",
+            s.world,
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +113,9 @@ def read(path: Path) -> tuple[list[Row], list[Skipped]]:
     try:
         table = csv.DictReader(read_text(path).splitlines(), restval="")
     except OSError as error:
-        raise ConfigError("DATA.csv", f"cannot read {path}: {error.strerror}", "a table of measured steps") from None
+        raise ConfigError(
+            "DATA.csv", f"cannot read {path}: {error.strerror}", "a table of measured steps"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError("DATA.csv", f"{path} is no text: {error}", right) from None
     try:
@@ -124,17 +164,31 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     network = next((name for name in said if device in read_cluster(name).devices), CLUSTERS.get(device))
     spec = read_device(device)
     precision = r["precision"]
-    kind = "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "fp16" if precision.startswith("fp16") else "bf16"
-    recompute = next((mode for mode in ("none", "selective", "full") if r["recompute"].startswith(mode)), "none")
+    kind = (
+        "nvfp4"
+        if "fp4" in precision
+        else "fp8"
+        if "fp8" in precision
+        else "fp16"
+        if precision.startswith("fp16")
+        else "bf16"
+    )
+    recompute = next(
+        (mode for mode in ("none", "selective", "full") if r["recompute"].startswith(mode)), "none"
+    )
     if profile == "torchtitan":
         if "rowwise" in precision:
-            kind = "bf16"  # scales by row: what the products gain goes to scales and casts, and messages stay in 16 bits
+            # scales by row: what the products gain goes to scales and casts, and messages stay in 16 bits
+            kind = "bf16"
         recompute = "per_op" if recompute == "selective" else recompute
     if profile == "fms-fsdp" and recompute == "selective":
         recompute = "half"
     tensor, zero = number("tp"), number("zero", 0)
     latent = LATENT if r["arch"] == "moe-mla" else None
-    known_size = next((size for name, size in HEAD_SIZES.items() if r["model"].startswith(name)), number("hidden") // number("heads"))
+    known_size = next(
+        (size for name, size in HEAD_SIZES.items() if r["model"].startswith(name)),
+        number("hidden") // number("heads"),
+    )
     setting = Setting(
         layers=number("layers"),
         hidden=number("hidden"),
@@ -167,20 +221,26 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     if experts := number("experts", 0):
         if not r["topk"] or not r["moe_ffn"]:
             return Skipped(source, "of its experts a size is not stated")
-        shared, share = next((known for name, known in MIXTURES.items() if r["model"].startswith(name)), (0, 1.0))
+        shared, share = next(
+            (known for name, known in MIXTURES.items() if r["model"].startswith(name)), (0, 1.0)
+        )
         chosen, ffn, parts = number("topk"), number("moe_ffn"), number("etp", tensor)
         once = "Megatron-Bridge" in r["framework"]
-        mixture = Mixture(experts, chosen, ffn, shared * ffn, share, number("ep"), parts, copies=False, once=once)
+        mixture = Mixture(
+            experts, chosen, ffn, shared * ffn, share, number("ep"), parts, copies=False, once=once
+        )
         if experts % mixture.ranks or setting.data * setting.context * tensor % (mixture.ranks * parts):
             return Skipped(source, f"ep {mixture.ranks} × etp {parts} do not divide experts and ranks")
         setting = replace(setting, mixture=mixture)
-    if stated := amount(
-        "params_b"
-    ):  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
+    # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
+    if stated := amount("params_b"):
         whole = None if setting.mixture is None else replace(setting.mixture, ranks=1, parts=1)
         blocks = setting.layers * replace(setting, tensor=1, mixture=whole).block_parameters
         vocabulary = setting.vocab * setting.hidden
-        setting = replace(setting, tied=abs(blocks + vocabulary - 1e9 * stated) < abs(blocks + 2 * vocabulary - 1e9 * stated))
+        setting = replace(
+            setting,
+            tied=abs(blocks + vocabulary - 1e9 * stated) < abs(blocks + 2 * vocabulary - 1e9 * stated),
+        )
     return Row(
         source=source,
         framework=profile,

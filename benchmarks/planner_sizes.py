@@ -1,4 +1,6 @@
-"""The scoreboard by kind of run, and whether its error bars hold on rows, and on whole models, that they were not computed from."""
+"""The scoreboard by kind of run, and whether its error bars hold on rows, and on whole models,
+that they were not computed from.
+"""
 
 import json
 import random
@@ -22,7 +24,7 @@ from megacore.tools.planner.error_bars import (
     kind_of,
     named,
     of_kind,
-)  # fmt: skip
+)
 from megacore.tools.planner.profile import profile, profile_names, unexplained
 
 FOLDS = 10
@@ -45,7 +47,9 @@ def ratios(predicted: Sequence[tuple[Row, float]]) -> Ratios:
     for row, value in predicted:
         assert row.seconds is not None
         models = found.setdefault(row.framework, {})
-        models.setdefault(row.model, {}).setdefault(key_of(row.setting.world, across(row)), []).append(round(row.seconds / value, 3))
+        models.setdefault(row.model, {}).setdefault(key_of(row.setting.world, across(row)), []).append(
+            round(row.seconds / value, 3)
+        )
     return found
 
 
@@ -54,11 +58,15 @@ def as_text(found: Ratios, cut: dict[str, float], command: str) -> str:
     lines = []
     for framework, models in sorted(found.items()):
         own = (
-            f"   {json.dumps(model)}: {json.dumps({key: sorted(runs[key]) for key in sorted(runs, key=_in_order)})}"
+            f"   {json.dumps(model)}: "
+            f"{json.dumps({key: sorted(runs[key]) for key in sorted(runs, key=_in_order)})}"
             for model, runs in models.items()
         )
         lines.append(f"  {json.dumps(framework)}: {{\n" + ",\n".join(sorted(own)) + "\n  }")
-    head = f'{{\n "command": {json.dumps(command)},\n "tails": {json.dumps(cut)},\n "measured over predicted": {{\n'
+    head = (
+        f'{{\n "command": {json.dumps(command)},\n "tails": {json.dumps(cut)},\n "measured over '
+        f'predicted": {{\n'
+    )
     return head + ",\n".join(lines) + "\n }\n}\n"
 
 
@@ -68,10 +76,11 @@ def _in_order(key: str) -> tuple[int, str]:
 
 
 def tails(found: Ratios) -> dict[str, float]:
-    """By size, what share of the rows lies below a bar, and what above, so that bars hold `SHARE` of a new run's rows.
+    """By size, what share of the rows lies below a bar, and what above, so that bars
+    hold `SHARE` of a new run's rows.
 
-    A new run is something between a row of a known model and one of a model unlike all of them. So of rows left out as many more lie in
-    the bar as of models left out fewer.
+    A new run is something between a row of a known model and one of a model unlike all of them. So of rows
+    left out as many more lie in the bar as of models left out fewer.
     """
     every = [round(n * TAIL_STEP, 3) for n in range(1, round(MOST_TAIL / TAIL_STEP) + 1)]
 
@@ -79,7 +88,11 @@ def tails(found: Ratios) -> dict[str, float]:
         rows, models = (covered(size, found, tail, folds) for folds in (row_folds, model_folds))
         return abs((rows or 0.0) + (models or 0.0) - 2 * SHARE)
 
-    return {size: min(every, key=lambda tail: off(size, tail)) for size in SIZES if any(len(of_kind(k, found)) > 1 for k in kinds(size))}
+    return {
+        size: min(every, key=lambda tail: off(size, tail))
+        for size in SIZES
+        if any(len(of_kind(k, found)) > 1 for k in kinds(size))
+    }
 
 
 def kinds(size: str) -> list[Kind]:
@@ -88,8 +101,9 @@ def kinds(size: str) -> list[Kind]:
 
 
 def bars(found: Ratios, cut: dict[str, float]) -> dict[str, Any]:
-    """Of each kind the bars and the share that stalls, and the part of rows that lie in the bar: of its own rows, of rows that are left
-    out when it is computed, and of models that are."""
+    """Of each kind the bars and the share that stalls, and the part of rows that lie in the bar: of its own
+    rows, of rows that are left out when it is computed, and of models that are.
+    """
     report = {}
     for kind in KINDS:
         if len(runs := of_kind(kind, found)) > 1:
@@ -160,30 +174,56 @@ def model_folds(kind: Kind, found: Ratios) -> Folds:
     """The rows of a framework's model and all others."""
     for framework, models in found.items():
         for model in models:
-            rest = {f: {m: runs for m, runs in own.items() if (f, m) != (framework, model)} for f, own in found.items()}
+            rest = {
+                f: {m: runs for m, runs in own.items() if (f, m) != (framework, model)}
+                for f, own in found.items()
+            }
             yield of_kind(kind, {framework: {model: models[model]}}), of_kind(kind, rest)
 
 
 def markdown(report: dict[str, Any]) -> list[str]:
     """The tables by size."""
     lines = ["", "By size of run: rows that were fitted, and rows held out.", ""]
-    lines += ["| size | rows fitted | error, median | 90th percentile | bias | rows held out | error, median | 90th percentile | bias |"]
+    lines += [
+        "| size | rows fitted | error, median | 90th percentile | bias | rows held out | error, median | "
+        "90th percentile | bias |"
+    ]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for size in SIZES:
         cells = []
         for part in ("fitted", "held out"):
             own = report[f"{part}, by size"].get(size)
-            cells += [f"{own['rows']}", f"{own['median']:.1%}", f"{own['p90']:.1%}", f"{own['bias']:+.1%}"] if own else [""] * 4
+            cells += (
+                [f"{own['rows']}", f"{own['median']:.1%}", f"{own['p90']:.1%}", f"{own['bias']:+.1%}"]
+                if own
+                else [""] * 4
+            )
         lines.append(f"| {size} | {' | '.join(cells)} |")
-    lines += ["", "What bars are computed from: rows held out, and all of the two sweeps, whose many rows a dozen constants cannot follow."]
+    lines += [
+        "",
+        "What bars are computed from: rows held out, and all of the two sweeps, whose many rows a dozen "
+        "constants cannot follow.",
+    ]
     lines += ["A run that takes 1.5 times its prediction, or more, counts as stalled.", ""]
-    lines += ["| runs | rows | bar | stalled | bar of the others | holds its own rows | rows left out | models left out |"]
+    lines += [
+        "| runs | rows | bar | stalled | bar of the others | holds its own rows | rows left out | models "
+        "left out |"
+    ]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
-    whole = [(name, own, f"{own['rows']} | {_bar(own['bar'])} | {own['stalled']:.0%} | {_bar(own['bar of the others'])}")
-             for name, own in report["bars"].items()]  # fmt: skip
+    whole = [
+        (
+            name,
+            own,
+            f"{own['rows']} | {_bar(own['bar'])} | {own['stalled']:.0%} | {_bar(own['bar of the others'])}",
+        )
+        for name, own in report["bars"].items()
+    ]
     whole += [(f"all {size}", own, " | | | ") for size, own in report["bars hold"].items()]
     for name, own, cells_text in whole:
-        inside = ("" if own[key] is None else f"{own[key]:.0%}" for key in ("its own rows", "rows left out", "models left out"))
+        inside = (
+            "" if own[key] is None else f"{own[key]:.0%}"
+            for key in ("its own rows", "rows left out", "models left out")
+        )
         lines.append(f"| {name} | {cells_text} | {' | '.join(inside)} |")
     by_framework = report["held out, by framework and size"]
     lines += [
@@ -199,12 +239,19 @@ def markdown(report: dict[str, Any]) -> list[str]:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     if report["memory, by size"]:
         lines += ["", "What is said of nanotron's runs that failed for memory, and of those that ran:", ""]
-        lines += ["| size | failed | recall | of those that fill half | ran | false alarms |", "|---|---:|---:|---:|---:|---:|"]
+        lines += [
+            "| size | failed | recall | of those that fill half | ran | false alarms |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
     for size, own in report["memory, by size"].items():
         recall = f"{own['recall']:.2f} | {own['recall where half is full']:.2f}"
         lines.append(f"| {size} | {own['failed']} | {recall} | {own['rows']} | {own['false alarms']:.1%} |")
     odd = ((name, unexplained(profile(name))) for name in profile_names())
-    lines += ["", "Fitted constants that no physics explains; what the model leaves out has gone into them:", ""]
+    lines += [
+        "",
+        "Fitted constants that no physics explains; what the model leaves out has gone into them:",
+        "",
+    ]
     return lines + [f"- {name}: {', '.join(constants)}." for name, constants in odd if constants]
 
 

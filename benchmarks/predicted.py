@@ -1,9 +1,9 @@
 """The planner's prediction beside the measured step, for layouts of one config on this machine.
 
-First it measures what the planner asks for: a large product and a copy on every rank at once (`benchmarks.throughput --peak
---device-file`), and then, layout by layout, the links between its ranks (`benchmarks.collectives --cluster-file`) and its steps. The
-first layout calibrates the prediction, as `launch/plan.py --calibrate` does with a run; the others are predicted from it, and nothing
-is fitted to them.
+First it measures what the planner asks for: a large product and a copy on every rank at once
+(`benchmarks.throughput --peak --device-file`), and then, layout by layout, the links between its ranks
+(`benchmarks.collectives --cluster-file`) and its steps. The first layout calibrates the prediction, as
+`launch/plan.py --calibrate` does with a run; the others are predicted from it, and nothing is fitted to them.
 """
 
 import argparse
@@ -31,7 +31,10 @@ from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.layouts import parse as parse_layout
 
-EXAMPLE = "python -m benchmarks.predicted --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output predicted.json"
+EXAMPLE = (
+    "python -m benchmarks.predicted --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 "
+    "--output predicted.json"
+)
 
 
 ALONE = Cluster("none", (Level("none", None, 1.0, 0.0),))
@@ -56,13 +59,20 @@ class Beside:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--layouts", required=True, metavar="NAMES", help="the first calibrates: one,dp2,tp2,pp2")
-    parser.add_argument("--steps", type=count, default=10, metavar="N", help="steps of each that are measured (10)")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
+    parser.add_argument(
+        "--layouts", required=True, metavar="NAMES", help="the first calibrates: one,dp2,tp2,pp2"
+    )
+    parser.add_argument(
+        "--steps", type=count, default=10, metavar="N", help="steps of each that are measured (10)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the table as JSON")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
-    args.peak = args.data = args.profile = args.timeline = None  # options of benchmarks.throughput that are not asked for
+    # options of benchmarks.throughput that are not asked for
+    args.peak = args.data = args.profile = args.timeline = None
     if args.output is not None:
         check_output("--output", str(args.output))
     return args
@@ -72,9 +82,13 @@ def ranks_of(world: int, module: str, arguments: list[str]) -> None:
     """Runs a benchmark on so many ranks. Raises `ConfigError` with the end of what it said, if it fails."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", module]
     command = [sys.executable, "-m", *(launcher if world > 1 else [module]), *arguments]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise ConfigError(module, (done.stderr.strip().splitlines() or ["it said nothing"])[-1], "a machine that it runs on")
+        raise ConfigError(
+            module, (done.stderr.strip().splitlines() or ["it said nothing"])[-1], "a machine that it runs on"
+        )
 
 
 def measured_device(args: argparse.Namespace, world: int) -> DeviceSpec:
@@ -82,25 +96,46 @@ def measured_device(args: argparse.Namespace, world: int) -> DeviceSpec:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "device.json")
         ranks_of(
-            world, "benchmarks.throughput", ["--config", args.config, "--steps", "1", "--peak", "--device-file", path, *args.overrides]
+            world,
+            "benchmarks.throughput",
+            ["--config", args.config, "--steps", "1", "--peak", "--device-file", path, *args.overrides],
         )
         return read_device(path)
 
 
 def measured_links(args: argparse.Namespace, layout: Layout, config: Config) -> Cluster:
-    """The links between a layout's ranks, by messages up to those of its layers; of one rank none are used."""
-    largest = config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[config.train.precision] if config.parallel.tensor > 1 else 2**22
+    """The links between a layout's ranks, by messages up to those of its layers; of one
+    rank none are used.
+    """
+    largest = (
+        config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[config.train.precision]
+        if config.parallel.tensor > 1
+        else 2**22
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "cluster.json")
-        output = ["--output", str(Path(folder) / "links.json"), "--largest", str(largest / 2**20), "--cluster-file", path]
-        ranks_of(layout.world, "benchmarks.collectives", ["--config", args.config, *output, *args.overrides, *layout.overrides()])
+        output = [
+            "--output",
+            str(Path(folder) / "links.json"),
+            "--largest",
+            str(largest / 2**20),
+            "--cluster-file",
+            path,
+        ]
+        ranks_of(
+            layout.world,
+            "benchmarks.collectives",
+            ["--config", args.config, *output, *args.overrides, *layout.overrides()],
+        )
         return read_cluster(path)
 
 
 def compare(args: argparse.Namespace) -> list[Beside]:
     """Measures every layout, and predicts it. Raises `ConfigError`."""
     layouts = [parse_layout(name) for name in args.layouts.split(",")]
-    configs = [load(args.config, [*args.overrides, *layout.overrides()], layout.world).config for layout in layouts]
+    configs = [
+        load(args.config, [*args.overrides, *layout.overrides()], layout.world).config for layout in layouts
+    ]
     device = measured_device(args, max(layout.world for layout in layouts))
     found = []
     constants = guess = profile()
@@ -113,7 +148,11 @@ def compare(args: argparse.Namespace) -> list[Beside]:
         if number == 0:
             fitted = calibrated(guess, setting, seconds["median"], device, cluster)
             if fitted is None:
-                raise ConfigError("--layouts", f"no factor explains {seconds['median']:.4g} s of {layout.name}", "another first")
+                raise ConfigError(
+                    "--layouts",
+                    f"no factor explains {seconds['median']:.4g} s of {layout.name}",
+                    "another first",
+                )
             constants = fitted
         steps = [predict(setting, device, cluster, known).step for known in (guess, constants)]
         found.append(Beside(layout.name, seconds["median"], seconds["spread"], *steps))
@@ -122,10 +161,19 @@ def compare(args: argparse.Namespace) -> list[Beside]:
 
 def table(found: list[Beside]) -> str:
     """As Markdown."""
-    lines = ["| layout | measured | middle half | estimated | calibrated | error |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| layout | measured | middle half | estimated | calibrated | error |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for i, row in enumerate(found):
         error = "calibrates" if i == 0 else f"{row.error:+.0%}"
-        cells = [f"{row.measured:.3f} s", f"±{row.spread / 2:.1%}", f"{row.estimated:.3f} s", f"{row.calibrated:.3f} s", error]
+        cells = [
+            f"{row.measured:.3f} s",
+            f"±{row.spread / 2:.1%}",
+            f"{row.estimated:.3f} s",
+            f"{row.calibrated:.3f} s",
+            error,
+        ]
         lines.append(f"| {row.layout} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -136,7 +184,11 @@ def run(argv: list[str]) -> None:
     found = compare(args)
     print(table(found))
     if args.output is not None:
-        report = machine.describe() | {"config_file": args.config, "overrides": args.overrides, "layouts": [vars(row) for row in found]}
+        report = machine.describe() | {
+            "config_file": args.config,
+            "overrides": args.overrides,
+            "layouts": [vars(row) for row in found],
+        }
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

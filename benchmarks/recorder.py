@@ -1,6 +1,7 @@
 """What the watchdog's notes cost: how many a step makes, what one takes, and their part of the step.
 
-torchrun --nproc-per-node 4 -m benchmarks.recorder --config configs/gpt_tiny.json parallel.tensor=2 parallel.pipeline=2 train.steps=20
+torchrun --nproc-per-node 4 -m benchmarks.recorder --config configs/gpt_tiny.json parallel.tensor=2
+parallel.pipeline=2 train.steps=20
 """
 
 import tempfile
@@ -62,7 +63,10 @@ def run(argv: list[str], place: RankInfo) -> int:
     note = seconds_a_note()
     if place.rank == 0:
         share = notes * note / seconds
-        print(f"{notes:.0f} notes a step × {note * 1e6:.2f} µs = {notes * note * 1e3:.2f} ms of {seconds * 1e3:.0f} ms: {share:.2%}")
+        print(
+            f"{notes:.0f} notes a step × {note * 1e6:.2f} µs = {notes * note * 1e3:.2f} ms of "
+            f"{seconds * 1e3:.0f} ms: {share:.2%}"
+        )
     return 0
 
 

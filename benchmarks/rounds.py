@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Contender:
-    """How to start a contender, and how many tokens it trains on in a turn. `kind`, `settings`: see `benchmarks.contender`."""
+    """How to start a contender, and how many tokens it trains on in a turn.
+
+    `kind`, `settings`: see `benchmarks.contender`.
+    """
 
     name: str
     kind: str
@@ -33,7 +36,8 @@ class Contender:
     settings: str = OWN
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of its own
     config: str | None = None  # a file of its own
-    process: dict[str, Any] | None = None  # what its processes must turn out to have set (`benchmarks.peers.process`), if that matters
+    # what its processes must turn out to have set (`benchmarks.peers.process`), if that matters
+    process: dict[str, Any] | None = None
 
 
 @dataclass
@@ -43,8 +47,10 @@ class Record:
     contender: Contender
     turns: list[list[float]] = field(default_factory=list)
     memory_bytes: int = 0  # peak, of the largest rank
-    others: list[float] = field(default_factory=list)  # for every turn, cores that were busy with something else
-    losses: list[float] = field(default_factory=list)  # for every turn, the mean of what its ranks say, if they do
+    # for every turn, cores that were busy with something else
+    others: list[float] = field(default_factory=list)
+    # for every turn, the mean of what its ranks say, if they do
+    losses: list[float] = field(default_factory=list)
     process: dict[str, Any] = field(default_factory=dict)  # what its processes have set, by their own account
 
     @property
@@ -86,7 +92,9 @@ class Rank(LineWorker):
     """One process of `benchmarks.contender`."""
 
     def receive(self) -> dict[str, Any]:
-        """See `LineWorker`; what it cannot do it answers as `failed`, and an earlier megacore's contender so too."""
+        """See `LineWorker`; what it cannot do it answers as `failed`, and an
+        earlier megacore's contender so too.
+        """
         answer = super().receive()
         return {"error": answer["failed"]} if "failed" in answer else answer
 
@@ -96,7 +104,14 @@ class Processes(Workers):
 
     def __init__(self, contender: Contender, config: str, limit: float) -> None:
         self.contender, self.limit = contender, limit  # seconds for a turn
-        command = [contender.python, "-m", "benchmarks.contender", contender.kind, contender.config or config, *contender.overrides]
+        command = [
+            contender.python,
+            "-m",
+            "benchmarks.contender",
+            contender.kind,
+            contender.config or config,
+            *contender.overrides,
+        ]
         command += ["--settings", contender.settings]
         path = os.pathsep.join([str(contender.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment: dict[str, str | None] = {
@@ -116,10 +131,17 @@ class Processes(Workers):
         super().__init__(start)
 
     def wait_until_ready(self) -> None:
-        """All ranks are built, and `process` says what theirs have set. Raises `Failed` where that is not what it must be."""
-        states = [answer["process"] for answer in self.answered(lambda: self.grow(self.contender.ranks, self.limit))]
+        """All ranks are built, and `process` says what theirs have set.
+
+        Raises `Failed` where that is not what it must be.
+        """
+        states = [
+            answer["process"] for answer in self.answered(lambda: self.grow(self.contender.ranks, self.limit))
+        ]
         for state in states:
-            if reason := difference(state, states[0] if self.contender.process is None else self.contender.process):
+            if reason := difference(
+                state, states[0] if self.contender.process is None else self.contender.process
+            ):
                 raise Failed(reason)
         self.process = states[0]
 
@@ -128,7 +150,9 @@ class Processes(Workers):
         try:
             return asked()
         except WorkerFailed as failure:
-            raise Failed(failure.answer["error"] if failure.answer else f"no answer in {self.limit:.0f} s") from None
+            raise Failed(
+                failure.answer["error"] if failure.answer else f"no answer in {self.limit:.0f} s"
+            ) from None
 
     def turn(self, record: Record) -> None:
         """Lets all ranks take a step, and adds it to the record."""
@@ -138,7 +162,9 @@ class Processes(Workers):
         record.turns.append([max(values) for values in zip(*(a["seconds"] for a in answers), strict=True)])
         record.memory_bytes = max(record.memory_bytes, *(a["memory_bytes"] for a in answers))
         record.others.append(max(0.0, others / (time.monotonic() - started)))
-        record.losses += [mean(said)] if (said := [a["loss"] for a in answers if a["loss"] is not None]) else []
+        record.losses += (
+            [mean(said)] if (said := [a["loss"] for a in answers if a["loss"] is not None]) else []
+        )
 
     def cpu_seconds(self) -> float:
         """What the ranks have used so far, in user and system."""
@@ -152,7 +178,9 @@ class Processes(Workers):
 
 
 def busy_seconds() -> float:
-    """What all cores together have worked since the machine started, for whomever, stolen time included; 0 where Linux does not say."""
+    """What all cores together have worked since the machine started, for whomever, stolen time
+    included; 0 where Linux does not say.
+    """
     path = Path("/proc/stat")
     if not path.is_file():
         return 0.0
@@ -170,8 +198,9 @@ def race(
 ) -> Race:
     """Two warm-up turns each, then `rounds` rounds of one turn each, in alternating order.
 
-    Of each group of contenders in `rivals` only the one that was fastest in its second warm-up turn goes on. Who fails is out,
-    with the reason; a turn, or a start, that takes longer than `limit` seconds is a failure.
+    Of each group of contenders in `rivals` only the one that was fastest in its second warm-up turn goes on.
+    Who fails is out, with the reason; a turn, or a start, that takes longer than `limit` seconds is a
+    failure.
     """
     say("starting " + ", ".join(c.name for c in contenders))
     result = Race()
@@ -199,10 +228,16 @@ def race(
         for group in rivals:
             for name in sorted((name for name in group if name in warm), key=lambda name: warm[name])[1:]:
                 running.pop(name).close()
-        result.records = {name: Record(processes.contender, process=processes.process) for name, processes in running.items()}
+        result.records = {
+            name: Record(processes.contender, process=processes.process)
+            for name, processes in running.items()
+        }
         for number in range(1, rounds + 1):
             result.loads.append(list(os.getloadavg()))
-            say(f"round {number} of {rounds}; load average of the last minute {result.loads[-1][0]:.2f} on {os.cpu_count()} cores")
+            say(
+                f"round {number} of {rounds}; load average of the last minute {result.loads[-1][0]:.2f} "
+                f"on {os.cpu_count()} cores"
+            )
             for name in list(running)[:: 1 if number % 2 else -1]:
                 try:
                     running[name].turn(result.records[name])

@@ -1,10 +1,13 @@
-"""Every schedule's step beside its simulation, where cores do not disturb: stages sleep in place of computing.
+"""Every schedule's step beside its simulation, where cores do not disturb: stages
+sleep in place of computing.
 
-Runtime, plans and transfers are the real ones, over gloo; only stages and engine are stand-ins. So the ratio says whether the runtime
-keeps the rules that the simulator, the validator and the planner rely on. 1 is a runtime that loses no time.
+Runtime, plans and transfers are the real ones, over gloo; only stages and engine are stand-ins. So the ratio
+says whether the runtime keeps the rules that the simulator, the validator and the planner rely on. 1 is a
+runtime that loses no time.
 
-A stage sleeps equally long under every schedule, so that what an action costs besides weighs equally. A rank with two chunks then has
-twice the work. So schedules are compared by the bubble: the part of a step in which ranks have nothing to do.
+A stage sleeps equally long under every schedule, so that what an action costs besides weighs equally. A rank
+with two chunks then has twice the work. So schedules are compared by the bubble: the part of a step in which
+ranks have nothing to do.
 """
 
 import argparse
@@ -53,7 +56,10 @@ LATE = 0.0003  # seconds: more than a process is woken late
 
 @contextmanager
 def lasting(seconds: float) -> Iterator[None]:
-    """Sleeps behind the block until `seconds` have gone since its start. The system wakes a process late, so the last bit is waited for."""
+    """Sleeps behind the block until `seconds` have gone since its start.
+
+    The system wakes a process late, so the last bit is waited for.
+    """
     end = perf_counter() + seconds
     yield
     sleep(max(0.0, end - LATE - perf_counter()))
@@ -75,7 +81,9 @@ class SleepingStage(nn.Module):
         """See `Stage`."""
         return {name: torch.empty(flow.shape(self.config)) for name, flow in flows.items()}
 
-    def forward(self, flow: dict[str, Tensor], batch: Microbatch, **_: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def forward(
+        self, flow: dict[str, Tensor], batch: Microbatch, **_: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """See `Stage`."""
         with lasting(self.seconds):
             y = flow["hidden"] * self.weight if flow else self.weight.expand(batch.tokens.numel(), -1)
@@ -85,7 +93,9 @@ class SleepingStage(nn.Module):
 class SleepingEngine:
     """Stands for what the runtime needs of an engine: pauses, and runs the backward of `SleepingStage`."""
 
-    def __init__(self, stages: Sequence[SleepingStage], inputs: Sequence[float], weights: Sequence[float]) -> None:
+    def __init__(
+        self, stages: Sequence[SleepingStage], inputs: Sequence[float], weights: Sequence[float]
+    ) -> None:
         self.modules, self.inputs, self.weights = stages, inputs, weights
 
     def loss_gradient(self, scale: float) -> Tensor:
@@ -94,11 +104,15 @@ class SleepingEngine:
     def root(self, outputs: Sequence[Tensor]) -> list[GradientEdge]:
         return [get_gradient_edge(output) for output in outputs]
 
-    def backward(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
+    def backward(
+        self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
         with lasting(self.inputs[chunk] + self.weights[chunk]):
             torch.autograd.backward(root, gradients)
 
-    def backward_input(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor]) -> list[WeightGradPart]:
+    def backward_input(
+        self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor]
+    ) -> list[WeightGradPart]:
         with lasting(self.inputs[chunk]):
             torch.autograd.backward(root, gradients)
         return []
@@ -114,12 +128,16 @@ class SleepingEngine:
 def seconds_of(stages: int, uneven: bool) -> tuple[list[float], list[float], list[float]]:
     """What every stage sleeps in its forward and in the halves of its backward, the same on every rank."""
     rng = random.Random(stages)
-    forward, inputs, weights = ([WORK * (rng.uniform(UNEVEN, 1.0) if uneven else 1.0) for _ in range(stages)] for _ in range(3))
+    forward, inputs, weights = (
+        [WORK * (rng.uniform(UNEVEN, 1.0) if uneven else 1.0) for _ in range(stages)] for _ in range(3)
+    )
     return forward, inputs, weights
 
 
 def one_way(mesh: Mesh, x: Tensor) -> float:
-    """Seconds that a message like `x` takes between the first two ranks, half of there and back; collective."""
+    """Seconds that a message like `x` takes between the first two ranks, half of there
+    and back; collective.
+    """
     wire, ranks, rank, taken = mesh.pp.communicator, mesh.pp.ranks, mesh.pp.rank, [0.0]
     assert wire is not None
     for _ in range(PINGS if rank < 2 else 0):
@@ -135,7 +153,10 @@ def measured(plan: Plan, config: Config, mesh: Mesh, seconds: Sequence[Sequence[
     placed = plan.placement[mesh.pp.rank]
     forward, inputs, weights = ([times[stage] for stage in placed] for times in seconds)
     last = plan.stages - 1
-    stages: Any = [SleepingStage(config, stage == 0, stage == last, time) for stage, time in zip(placed, forward, strict=True)]
+    stages: Any = [
+        SleepingStage(config, stage == 0, stage == last, time)
+        for stage, time in zip(placed, forward, strict=True)
+    ]
     engine: Any = SleepingEngine(stages, inputs, weights)
     runtime = Runtime(stages, engine, mesh.pp)
     moments: list[float] = []
@@ -152,7 +173,9 @@ def measured(plan: Plan, config: Config, mesh: Mesh, seconds: Sequence[Sequence[
     batch = random_batch(config, mesh.device)
     mesh.barrier()
     runtime.run(plan, batch, {"cross_entropy": 1.0})
-    return all_reduce(torch.tensor(moments[-1] - moments[0], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).item()
+    return all_reduce(
+        torch.tensor(moments[-1] - moments[0], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX
+    ).item()
 
 
 def here(args: argparse.Namespace, place: RankInfo) -> int:
@@ -185,14 +208,28 @@ def here(args: argparse.Namespace, place: RankInfo) -> int:
             )
     mesh.close()
     if place.rank == 0:
-        print(json.dumps({"ranks": ranks, "microbatches": config.num_microbatches, "transfer_seconds": transfer, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "ranks": ranks,
+                    "microbatches": config.num_microbatches,
+                    "transfer_seconds": transfer,
+                    "rows": rows,
+                }
+            )
+        )
     return 0
 
 
 def overrides_of(ranks: int) -> list[str]:
     """A pipeline of small messages, with twice as many microbatches as ranks."""
     sizes = ["model.num_layers=16", "model.hidden_size=64", "train.seq_len=16", "train.micro_batch_size=1"]
-    return [*sizes, f"train.global_batch_size={2 * ranks}", f"parallel.pipeline={ranks}", "model.tie_embeddings=false"]
+    return [
+        *sizes,
+        f"train.global_batch_size={2 * ranks}",
+        f"parallel.pipeline={ranks}",
+        "model.tie_embeddings=false",
+    ]
 
 
 def start(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
@@ -207,7 +244,9 @@ def start(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """The table: each schedule's bubble and step, simulated and measured, and the measured step over the simulated one."""
+    """The table: each schedule's bubble and step, simulated and measured, and the
+    measured step over the simulated one.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -217,13 +256,19 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         for row in result["rows"]:
             bubbles = (f"{row['simulated_bubble']:.1%}", f"{row['bubble']:.1%}")
-            times = (f"{row['simulated_seconds']:.3f}", f"{median(row['seconds']):.3f}", f"{row['ratio']:.3f}")
+            times = (
+                f"{row['simulated_seconds']:.3f}",
+                f"{median(row['seconds']):.3f}",
+                f"{row['ratio']:.3f}",
+            )
             table.add_row(row["schedule"], str(result["ranks"]), row["stages"], *bubbles, *times)
     Console(stderr=True, highlight=False, markup=False).print(table)
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """The chart: each schedule's step over the work of a rank, simulated and measured, so that 1 is a step without a bubble."""
+    """The chart: each schedule's step over the work of a rank, simulated and measured, so
+    that 1 is a step without a bubble.
+    """
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for result in results:
         for row in result["rows"]:
@@ -236,16 +281,28 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 def main(argv: list[str], place: RankInfo) -> int:
     """Measures here under a launcher, or starts what does; returns the exit status."""
     parser = Parser(EXAMPLE, __doc__, ranks=True)
-    parser.add_argument("--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)")
-    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="steps of each schedule, of which the median counts (3)")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything that was measured, and a chart beside it")
+    parser.add_argument(
+        "--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=count,
+        default=3,
+        metavar="N",
+        help="steps of each schedule, of which the median counts (3)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="everything that was measured, and a chart beside it"
+    )
     args = parser.parse_args(argv)
     if place.world_size > 1:
         return here(args, place)
     results = [start(args, int(ranks)) for ranks in args.ranks.split(",")]
     show(results)
     if args.output is not None:
-        args.output.write_text(json.dumps(machine.describe() | {"results": results}, indent=1) + "\n", encoding="utf-8")
+        args.output.write_text(
+            json.dumps(machine.describe() | {"results": results}, indent=1) + "\n", encoding="utf-8"
+        )
         draw(results, args.output.with_suffix(".png"))
     return 0
 

@@ -1,7 +1,9 @@
-"""Compares megacore's speed with a plain PyTorch loop's, with itself on one rank, and with what its schedule predicts.
+"""Compares megacore's speed with a plain PyTorch loop's, with itself on one rank, and
+with what its schedule predicts.
 
-Each comparison is a race: every contender in processes of its own, which take turns of one training step in interleaved rounds, so
-that whatever else the machine does meets all of them. A ratio is taken within each round; its median counts.
+Each comparison is a race: every contender in processes of its own, which take turns of one training step in
+interleaved rounds, so that whatever else the machine does meets all of them. A ratio is taken within each
+round; its median counts.
 """
 
 import argparse
@@ -71,7 +73,9 @@ def raced(
 def per_round(records: dict[str, Record], faster: str, slower: str) -> list[float]:
     """Tokens a second of `faster` over those of `slower`, in every round."""
     a, b = records[faster], records[slower]
-    return [(a.contender.tokens / x) / (b.contender.tokens / y) for x, y in zip(a.seconds, b.seconds, strict=True)]
+    return [
+        (a.contender.tokens / x) / (b.contender.tokens / y) for x, y in zip(a.seconds, b.seconds, strict=True)
+    ]
 
 
 def against_plain(precision: str, rounds: int, say: Say) -> Result:
@@ -82,17 +86,23 @@ def against_plain(precision: str, rounds: int, say: Say) -> Result:
     override = (f"train.precision={precision}",)
     kinds = {f"plain loop, {precision}": "transformers"}
     if precision != "fp32":
-        kinds = {f"plain loop, {precision} weights": "transformers-low", f"plain loop, {precision} autocast": "transformers"}
+        kinds = {
+            f"plain loop, {precision} weights": "transformers-low",
+            f"plain loop, {precision} autocast": "transformers",
+        }
     ours = f"megacore, {precision}"
     contenders = [Contender(ours, "megacore", TOKENS, override, threads=2)]
     rivals: dict[str, list[str]] = {}
     for settings, words in SETTINGS.items():
         rivals[settings] = [f"{name}, {words}" for name in kinds]
         pairs = zip(rivals[settings], kinds.values(), strict=True)
-        contenders += [Contender(name, kind, TOKENS, override, threads=2, settings=settings) for name, kind in pairs]
+        contenders += [
+            Contender(name, kind, TOKENS, override, threads=2, settings=settings) for name, kind in pairs
+        ]
     records, loads = raced(contenders, rounds, say, list(rivals.values()))
     ratios = [
-        Ratio(f"one process, {precision}", f"of the {rival}", per_round(records, ours, rival), 1.0) for rival in records.keys() - {ours}
+        Ratio(f"one process, {precision}", f"of the {rival}", per_round(records, ours, rival), 1.0)
+        for rival in records.keys() - {ours}
     ]
     return sorted(ratios, key=lambda ratio: ratio.meaning), records, loads
 
@@ -108,8 +118,16 @@ def bf16(rounds: int, say: Say) -> Result:
 
 
 def scaling(rounds: int, say: Say) -> Result:
-    """Two ranks of one thread against one rank of one thread; two runs that share only the memory show what the machine allows."""
-    one, apart, weak, strong, tensor = "one rank", "two runs side by side", "data=2, double batch", "data=2, same batch", "tensor=2"
+    """Two ranks of one thread against one rank of one thread; two runs that share only the
+    memory show what the machine allows.
+    """
+    one, apart, weak, strong, tensor = (
+        "one rank",
+        "two runs side by side",
+        "data=2, double batch",
+        "data=2, same batch",
+        "tensor=2",
+    )
     contenders = [
         Contender(one, "megacore", TOKENS),
         Contender(apart, "megacore", 2 * TOKENS, ranks=2, apart=True),
@@ -128,41 +146,67 @@ def scaling(rounds: int, say: Say) -> Result:
 
 
 def pipeline(rounds: int, say: Say) -> Result:
-    """Two stages of one thread against the simulated schedule, fed with what each stage takes when it is alone.
+    """Two stages of one thread against the simulated schedule, fed with what each
+    stage takes when it is alone.
 
-    The prediction leaves out transfers, the tied embeddings' reduction and the optimizer: the measured step has them.
+    The prediction leaves out transfers, the tied embeddings' reduction and the optimizer: the measured step
+    has them.
     """
     layers = "model.num_layers=8"
     contenders = [
-        Contender("the stages, one by one", "two-stages", 2 * SETTING.train.micro_batch_size * SETTING.train.seq_len, (layers,)),
+        Contender(
+            "the stages, one by one",
+            "two-stages",
+            2 * SETTING.train.micro_batch_size * SETTING.train.seq_len,
+            (layers,),
+        ),
         Contender("pipeline=2", "megacore", TOKENS, (layers, "parallel.pipeline=2"), ranks=2),
     ]
     records, loads = raced(contenders, rounds, say)
     forward, backward, *_ = alone(records.pop("the stages, one by one"))
     plan = build(SETTING.parallel.schedule, 2, SETTING.num_microbatches)
     timeline = simulate(plan, forward, backward)
-    say("alone: " + ", ".join(f"stage {i} forward {forward[i]:.4f} s, backward {backward[i]:.4f} s" for i in range(2)))
+    say(
+        "alone: "
+        + ", ".join(f"stage {i} forward {forward[i]:.4f} s, backward {backward[i]:.4f} s" for i in range(2))
+    )
     say(f"simulated step: {timeline.makespan:.3f} s, of which the stages wait {timeline.bubble_rate:.1%}")
     values = [timeline.makespan / seconds for seconds in records["pipeline=2"].seconds]
-    details = {"forward_seconds": forward, "backward_seconds": backward, "simulated_step_seconds": timeline.makespan}
+    details = {
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "simulated_step_seconds": timeline.makespan,
+    }
     return [Ratio("pipeline=2, 8 layers", "of the simulated schedule", values, 0.8, details)], records, loads
 
 
 def alone(record: Record) -> list[list[float]]:
-    """Median seconds of forward, of backward and of its two halves, each for every stage; see `LoneStage.measure`."""
+    """Median seconds of forward, of backward and of its two halves, each for every
+    stage; see `LoneStage.measure`.
+    """
     times = [median(values) for values in zip(*record.turns, strict=True)]
     return [times[kind::4] for kind in range(4)]
 
 
 def schedules(rounds: int, say: Say) -> Result:
-    """Two ranks of one thread under every schedule, against 1F1B, beside what is simulated from the stages' own times.
+    """Two ranks of one thread under every schedule, against 1F1B, beside what is
+    simulated from the stages' own times.
 
-    The prediction leaves out transfers, the tied embeddings' reduction and the optimizer: the measured steps have them.
+    The prediction leaves out transfers, the tied embeddings' reduction and the optimizer: the measured steps
+    have them.
     """
     layers, stages = "model.num_layers=8", {2: "two stages, one by one", 4: "four stages, one by one"}
     contenders = [Contender(name, f"{name.split()[0]}-stages", TOKENS, (layers,)) for name in stages.values()]
     for name in GENERATORS:
-        contenders.append(Contender(name, "megacore", TOKENS, (layers, "parallel.pipeline=2", f"parallel.schedule={name}"), ranks=2))
+        contenders.append(
+            Contender(
+                name,
+                "megacore",
+                TOKENS,
+                (layers, "parallel.pipeline=2", f"parallel.schedule={name}"),
+                ranks=2,
+            )
+        )
     records, loads = raced(contenders, rounds, say)
     times = {count: alone(records.pop(name)) for count, name in stages.items()}
     predicted = {}
@@ -175,17 +219,26 @@ def schedules(rounds: int, say: Say) -> Result:
     for name in GENERATORS:
         expected = predicted["1f1b"] / predicted[name]
         details = {"simulated_ratio": expected, "simulated_step_seconds": predicted[name]}
-        ratios.append(Ratio(name, f"of 1f1b (simulated: {expected:.3f})", per_round(records, name, "1f1b"), None, details))
+        ratios.append(
+            Ratio(
+                name, f"of 1f1b (simulated: {expected:.3f})", per_round(records, name, "1f1b"), None, details
+            )
+        )
     return ratios, records, loads
 
 
 def engines(rounds: int, say: Say) -> Result:
     """Two data ranks of one thread under each engine, against the native one with whole optimizer state."""
     names = [name for name in ENGINES if find_spec("deepspeed") or "deepspeed" not in name]
-    contenders = [Contender(name, "megacore", TOKENS, ("parallel.data=2", *ENGINES[name]), ranks=2) for name in names]
+    contenders = [
+        Contender(name, "megacore", TOKENS, ("parallel.data=2", *ENGINES[name]), ranks=2) for name in names
+    ]
     records, loads = raced(contenders, rounds, say)
     native, sharded, *_ = names
-    ratios = [Ratio(name, "of native", per_round(records, name, native), 0.97 if name == sharded else None) for name in names[1:]]
+    ratios = [
+        Ratio(name, "of native", per_round(records, name, native), 0.97 if name == sharded else None)
+        for name in names[1:]
+    ]
     return ratios, records, loads
 
 
@@ -202,7 +255,9 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def busy(rounds: int, say: Say) -> Result:
-    """A small model beside 0, 2 and 8 busy loops: as it comes, against other numbers of threads and other ways to wait."""
+    """A small model beside 0, 2 and 8 busy loops: as it comes, against other numbers of
+    threads and other ways to wait.
+    """
     train, tensor = load(TINY).config.train, "parallel.tensor=2"
     shared = "megacore", train.global_batch_size * train.seq_len
     contenders = [
@@ -217,22 +272,35 @@ def busy(rounds: int, say: Say) -> Result:
     ratios: list[Ratio] = []
     loads: list[list[float]] = []
     with ExitStack() as running:
-        started = [running.enter_context(closing(Processes(contender, TINY, 1800.0))) for contender in contenders]
+        started = [
+            running.enter_context(closing(Processes(contender, TINY, 1800.0))) for contender in contenders
+        ]
         for each in started:
             each.wait_until_ready()
             each.turn(Record(each.contender))
         for count in (0, 2, 8):
             new = {each.contender.name: Record(each.contender, process=each.process) for each in started}
             with busy_loops(count):
-                for number in range(-1, rounds):  # the first turn is a warm-up: threads are fitted between steps
+                # the first turn is a warm-up: threads are fitted between steps
+                for number in range(-1, rounds):
                     loads.append(list(os.getloadavg()))
-                    say(f"beside {count} loops, round {number + 1} of {rounds}; load average of the last minute {loads[-1][0]:.2f}")
+                    say(
+                        f"beside {count} loops, round {number + 1} of {rounds}; load average of the last "
+                        f"minute {loads[-1][0]:.2f}"
+                    )
                     for each in started[:: 1 if number % 2 else -1]:
                         each.turn(new[each.contender.name] if number >= 0 else Record(each.contender))
             for ours, others in (("one process", contenders[1:4]), ("tensor=2", contenders[5:])):
                 best = min((other.name for other in others), key=lambda name: median(new[name].seconds))
                 values = per_round(new, ours, best)
-                ratios.append(Ratio(f"{ours}, {count} loops", f"of {best}, the best of the others", values, 0.5 if count else 0.97))
+                ratios.append(
+                    Ratio(
+                        f"{ours}, {count} loops",
+                        f"of {best}, the best of the others",
+                        values,
+                        0.5 if count else 0.97,
+                    )
+                )
             records |= {f"{name}, {count} loops": record for name, record in new.items()}
     return ratios, records, loads
 
@@ -254,9 +322,14 @@ def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:
     for column in ("median", "low", "high", "step, s", "MB"):
         speeds.add_column(column, justify="right")
     for name, record in records.items():
-        summary, shape = record.summary(), f"{record.contender.ranks} × {record.contender.threads or 'its own'}"
+        summary, shape = (
+            record.summary(),
+            f"{record.contender.ranks} × {record.contender.threads or 'its own'}",
+        )
         values = [f"{summary['tokens_per_second'][which]:,.0f}" for which in ("median", "lowest", "highest")]
-        speeds.add_row(name, shape, *values, f"{median(record.seconds):.3f}", f"{record.memory_bytes / 1e6:,.0f}")
+        speeds.add_row(
+            name, shape, *values, f"{median(record.seconds):.3f}", f"{record.memory_bytes / 1e6:,.0f}"
+        )
     results = Table("ratio of tokens a second")
     for column in ("median", "low", "high", "target"):
         results.add_column(column, justify="right")
@@ -264,7 +337,12 @@ def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:
     for ratio in ratios:
         values = [f"{v:.3f}" for v in (ratio.median, min(ratio.values), max(ratio.values))]
         reached = "" if ratio.target is None else "reached" if ratio.median >= ratio.target else "missed"
-        results.add_row(f"{ratio.name}, {ratio.meaning}", *values, "" if ratio.target is None else f"{ratio.target:g}", reached)
+        results.add_row(
+            f"{ratio.name}, {ratio.meaning}",
+            *values,
+            "" if ratio.target is None else f"{ratio.target:g}",
+            reached,
+        )
     return [speeds, results]
 
 
@@ -272,8 +350,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
-    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS), metavar="NAME", help=", ".join(COMPARISONS))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/speed_<date>.json")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=COMPARISONS,
+        default=list(COMPARISONS),
+        metavar="NAME",
+        help=", ".join(COMPARISONS),
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: benchmarks/results/speed_<date>.json"
+    )
     args = parser.parse_args(argv)
     if find_spec("transformers") is None and {"fp32", "bf16"} & set(args.only):
         wrong = "transformers, which has the plain loop's model, is not installed"
@@ -285,14 +372,21 @@ def main(argv: list[str]) -> None:
     """Runs the comparisons, shows them and writes them down."""
     args = parse(argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    report: dict[str, Any] = machine.describe() | {"setting": SETTING.model_dump(by_alias=True, include={"model", "train", "optim"})}
-    console.print(f"{report['machine']['processor']}, {report['machine']['cores']} cores, torch {report['versions']['torch']}")
+    report: dict[str, Any] = machine.describe() | {
+        "setting": SETTING.model_dump(by_alias=True, include={"model", "train", "optim"})
+    }
+    console.print(
+        f"{report['machine']['processor']}, {report['machine']['cores']} cores, torch "
+        f"{report['versions']['torch']}"
+    )
     records: dict[str, Record] = {}
     ratios: list[Ratio] = []
     report["loads"] = {}
     for name in args.only:
         console.rule(name, align="left")
-        new_ratios, new_records, report["loads"][name] = COMPARISONS[name](3 if args.quick else 7, console.print)
+        new_ratios, new_records, report["loads"][name] = COMPARISONS[name](
+            3 if args.quick else 7, console.print
+        )
         records |= new_records
         ratios += new_ratios
     for table in tables(records, ratios):

@@ -1,11 +1,13 @@
-"""What starting a run on thousands of ranks costs, and saving its checkpoints: the real code of each rank, one after the other.
+"""What starting a run on thousands of ranks costs, and saving its checkpoints: the real code of
+each rank, one after the other.
 
-No rank is a process of its own. Process groups are PyTorch's fake ones, and tensors have shapes only. What is real: every rank's mesh,
-stages, engine and pieces, its index of them, the manifest that rank 0 makes of all indexes, and what ranks do with it when they resume.
-Left out are the tensors' bytes (files are sparse, their digests random), the network and what communicators cost. Linux only.
+No rank is a process of its own. Process groups are PyTorch's fake ones, and tensors have shapes only. What is
+real: every rank's mesh, stages, engine and pieces, its index of them, the manifest that rank 0 makes of all
+indexes, and what ranks do with it when they resume. Left out are the tensors' bytes (files are sparse, their
+digests random), the network and what communicators cost. Linux only.
 
-The model is one eighth as wide as the config's, with buckets to match, so that ranks hold as many slices as they would, and a
-file's address range fits into this machine's memory.
+The model is one eighth as wide as the config's, with buckets to match, so that ranks hold as many slices as
+they would, and a file's address range fits into this machine's memory.
 """
 
 import argparse
@@ -44,7 +46,12 @@ from megacore.tools.cli import Parser, exit_with
 from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.start_up --ranks 64,512"
-LAYOUT = ["parallel.tensor=8", "parallel.pipeline=8", "engine.shard_optimizer=true", "train.global_batch_size=1536"]
+LAYOUT = [
+    "parallel.tensor=8",
+    "parallel.pipeline=8",
+    "engine.shard_optimizer=true",
+    "train.global_batch_size=1536",
+]
 NARROW = ["model.hidden_size=1536", "engine.bucket_mib=0.4"]
 STEP, NODE = 10, 8  # ranks of a node
 
@@ -52,10 +59,25 @@ STEP, NODE = 10, 8  # ranks of a node
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument("--config", default="configs/gpt_175b.json", metavar="FILE", help="a JSON file (%(default)s)")
-    parser.add_argument("--ranks", default="64,512,4096", metavar="N,…", help="how many, in turn (%(default)s: some minutes)")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to save (%(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"as for launch/pretrain.py, behind {' '.join(LAYOUT)}")
+    parser.add_argument(
+        "--config", default="configs/gpt_175b.json", metavar="FILE", help="a JSON file (%(default)s)"
+    )
+    parser.add_argument(
+        "--ranks", default="64,512,4096", metavar="N,…", help="how many, in turn (%(default)s: some minutes)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        metavar="DIR",
+        help="where to save (%(default)s)",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help=f"as for launch/pretrain.py, behind {' '.join(LAYOUT)}",
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -74,7 +96,12 @@ def fake_rank(config: Config, rank: int, world: int) -> Iterator[Mesh]:
         patch.object(dist, "init_process_group", init),
         patch.object(dist, "new_group", new_group),
     ):
-        mesh = Mesh(settled_alone(config), RankInfo(rank, world, rank % NODE, NODE), torch.device("meta"), store=FakeStore())
+        mesh = Mesh(
+            settled_alone(config),
+            RankInfo(rank, world, rank % NODE, NODE),
+            torch.device("meta"),
+            store=FakeStore(),
+        )
         yield mesh
     mesh.close()
 
@@ -84,7 +111,9 @@ def engine_of(config: Config, mesh: Mesh) -> Engine:
     return build_engine(config, build_stages(settled_alone(config), mesh), mesh)
 
 
-def sparse_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], note: Callable[[Tensor], None]) -> File:
+def sparse_safetensors(
+    file: Path, layout: Layout, tensors: Iterator[Tensor], note: Callable[[Tensor], None]
+) -> File:
     """`write.write_safetensors` without the tensors' bytes: a header, and a hole."""
     header, end = {}, 0
     for (name, (dtype, shape)), tensor in zip(layout.items(), tensors, strict=True):
@@ -107,7 +136,9 @@ def begin(config: Config, world: int, folder: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(write, "write_safetensors", sparse_safetensors))
         stack.enter_context(patch.object(write, "content_digest", lambda *args: secrets.randbits(64)))
-        stack.enter_context(patch.object(write, "replace_file", lambda path, content: path.write_bytes(content)))
+        stack.enter_context(
+            patch.object(write, "replace_file", lambda path, content: path.write_bytes(content))
+        )
         for rank in range(world):
             started = perf_counter()
             with fake_rank(config, rank, world) as mesh:
@@ -144,7 +175,10 @@ class Nothing:
 
 def restore(config: Config, world: int, reader: Reader) -> float:
     """Seconds in which a rank in the middle finds and asks for all slices that it needs."""
-    with fake_rank(config, world // 2, world) as mesh, patch.object(Reader, "_stored", lambda *args: Nothing()):
+    with (
+        fake_rank(config, world // 2, world) as mesh,
+        patch.object(Reader, "_stored", lambda *args: Nothing()),
+    ):
         tensors = engine_of(config, mesh).tensors()
         started = perf_counter()
         for key, (tensor, box) in tensors.items():
@@ -153,13 +187,20 @@ def restore(config: Config, world: int, reader: Reader) -> float:
 
 
 def alone(work: Callable[[], Any]) -> dict[str, Any]:
-    """Runs `work` in a process of its own. Returns its result, the seconds and how many of them on a core, the MiB beyond what the
-    process began with, and how many files it looked at."""
+    """Runs `work` in a process of its own.
+
+    Returns its result, the seconds and how many of them on a core, the MiB beyond what the process began
+    with, and how many files it looked at.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def status(field: str) -> int:
-        return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)).split()[1])
+        return int(
+            next(
+                line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)
+            ).split()[1]
+        )
 
     def child() -> None:
         looked, real = Counter[str](), os.lstat
@@ -174,7 +215,12 @@ def alone(work: Callable[[], Any]) -> dict[str, Any]:
             started, busy = perf_counter(), process_time()
             result = work()
             seconds, busy = perf_counter() - started, process_time() - busy
-        figures = {"seconds": seconds, "core_seconds": busy, "mib": (status("VmHWM") - before) / 1024, "looked_at": looked["files"]}
+        figures = {
+            "seconds": seconds,
+            "core_seconds": busy,
+            "mib": (status("VmHWM") - before) / 1024,
+            "looked_at": looked["files"],
+        }
         theirs.send(figures | {"result": result if isinstance(result, float) else None})
 
     process = context.Process(target=child)
@@ -207,7 +253,9 @@ def show(world: int, result: dict[str, Any]) -> None:
 
     say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
     a_rank = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in result["seconds_a_rank"].items())
-    groups = ", ".join(f"{count} {name} of {result['group_sizes'][name]}" for name, count in result["groups"].items())
+    groups = ", ".join(
+        f"{count} {name} of {result['group_sizes'][name]}" for name, count in result["groups"].items()
+    )
     say(f"{world} ranks, {result['slices']:,} slices")
     say(f"  a rank              {a_rank}; an index of at most {result['index_bytes'] / 1024:.1f} KiB")
     say(f"  communicators       {result['communicators_a_rank']:.2f} a rank; in all {groups}")
@@ -228,7 +276,9 @@ def run(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             results[world] = measure(config, world, Path(folder))
         show(world, results[world])
-    print(json.dumps(machine.describe() | {"overrides": [*LAYOUT, *NARROW, *args.overrides], "ranks": results}))
+    print(
+        json.dumps(machine.describe() | {"overrides": [*LAYOUT, *NARROW, *args.overrides], "ranks": results})
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Tokens a second, MFU and HFU, peak memory and where the step's time goes, of one config, in the layout in which it is started.
+"""Tokens a second, MFU and HFU, peak memory and where the step's time goes, of one config, in the
+layout in which it is started.
 
-With --layouts each of those is started here, one after the other. Tables go to stderr and one JSON object to stdout; --output
-writes it to a file, with a chart beside it. Tokens are random, or with --data the config's. Each step waits for the device, which a
-real run does only when it logs. Utilisation is null where the device's peak is neither listed nor, by --peak, measured.
+With --layouts each of those is started here, one after the other. Tables go to stderr and one JSON object to
+stdout; --output writes it to a file, with a chart beside it. Tokens are random, or with --data the config's.
+Each step waits for the device, which a real run does only when it logs. Utilisation is null where the
+device's peak is neither listed nor, by --peak, measured.
 """
 
 import argparse
@@ -41,7 +43,10 @@ from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse as parse_layout
 from megacore.train.metrics import peak_memory, reserved_memory
 
-EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output throughput.json"
+EXAMPLE = (
+    "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 "
+    "--output throughput.json"
+)
 MORE = """One layout, under a launcher:
   torchrun --nproc-per-node 2 -m benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2
   deepspeed --module benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2"""
@@ -52,15 +57,44 @@ ROOT = Path(__file__).resolve().parents[1]
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--steps", type=count, default=10, metavar="N", help=f"steps that are measured, after {WARM_UP} that are not (10)")
-    parser.add_argument("--layouts", metavar="NAMES", help="starts these here, such as one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2")
-    parser.add_argument("--data", action="store_true", help="reads the corpus of data.train instead of random tokens")
-    parser.add_argument("--peak", action="store_true", help="measures the peak by a large product, on all ranks at once")
-    parser.add_argument("--device-file", type=Path, metavar="FILE.json", help="with --peak: writes a device for launch/plan.py --device")
-    parser.add_argument("--profile", metavar="FILE.json", help="writes a trace of one step of rank 0, which ui.perfetto.dev opens")
-    parser.add_argument("--timeline", metavar="FILE.png", help="draws one more step, action by action, beside the simulated one")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
+    parser.add_argument(
+        "--steps",
+        type=count,
+        default=10,
+        metavar="N",
+        help=f"steps that are measured, after {WARM_UP} that are not (10)",
+    )
+    parser.add_argument(
+        "--layouts", metavar="NAMES", help="starts these here, such as one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2"
+    )
+    parser.add_argument(
+        "--data", action="store_true", help="reads the corpus of data.train instead of random tokens"
+    )
+    parser.add_argument(
+        "--peak", action="store_true", help="measures the peak by a large product, on all ranks at once"
+    )
+    parser.add_argument(
+        "--device-file",
+        type=Path,
+        metavar="FILE.json",
+        help="with --peak: writes a device for launch/plan.py --device",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE.json",
+        help="writes a trace of one step of rank 0, which ui.perfetto.dev opens",
+    )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE.png",
+        help="draws one more step, action by action, beside the simulated one",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if args.timeline is not None:
@@ -77,7 +111,10 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     """
     measured = peak_of_all(config, mesh) if args.peak else None
     if args.device_file is not None and measured is not None:
-        content = machine.device_content(config.train.precision, measured / mesh.place.world_size, mesh.device)  # all ranks at once
+        # all ranks at once
+        content = machine.device_content(
+            config.train.precision, measured / mesh.place.world_size, mesh.device
+        )
         if mesh.place.rank == 0:
             args.device_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     training = Training(config, mesh, training_stream(config) if args.data else RandomStream(config))
@@ -93,8 +130,16 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     result = {
         "mesh": mesh.describe(),
         "tokens_per_second": speed,
-        "step_seconds": {"median": median(seconds), "lowest": min(seconds), "highest": max(seconds), "spread": spread(seconds)},
-        "peak_flops": {"all_ranks": utilisation.available, "source": "measured" if args.peak else "device table"},
+        "step_seconds": {
+            "median": median(seconds),
+            "lowest": min(seconds),
+            "highest": max(seconds),
+            "spread": spread(seconds),
+        },
+        "peak_flops": {
+            "all_ranks": utilisation.available,
+            "source": "measured" if args.peak else "device table",
+        },
         "mfu": utilisation.full(speed),
         "mfu_causal": utilisation.causal(speed),
         "hfu": utilisation.of(hardware_flops_per_token(config, causal=False) * speed),
@@ -115,14 +160,21 @@ def draw_timeline(training: Training, path: str) -> None:
     """Draws a measured step beside its simulation, for the pipeline of rank 0; collective."""
     timeline, schedule = beside_each_other(training), training.config.parallel.schedule
     if training.mesh.place.rank == 0:
-        rows = [f"{rank} {what}" for rank in range(training.mesh.pp.size) for what in ("simulated", "measured")]
+        rows = [
+            f"{rank} {what}" for rank in range(training.mesh.pp.size) for what in ("simulated", "measured")
+        ]
         seconds = [max(row[-1].end for row in timeline.spans[first::2]) for first in (0, 1)]
-        title = f"{schedule}, simulated ({1e3 * seconds[0]:.0f} ms) and measured ({1e3 * seconds[1]:.0f} ms), for each rank of the pipeline"
+        title = (
+            f"{schedule}, simulated ({1e3 * seconds[0]:.0f} ms) and measured ({1e3 * seconds[1]:.0f} "
+            "ms), for each rank of the pipeline"
+        )
         draw(timeline, title, path, rows=rows)
 
 
 def hardware_flops_per_token(config: Config, causal: bool) -> float:
-    """`flops_per_token` with recomputation: the numerator of HFU, hardware FLOPs utilisation (Chowdhery et al. 2022, PaLM)."""
+    """`flops_per_token` with recomputation: the numerator of HFU, hardware FLOPs utilisation
+    (Chowdhery et al. 2022, PaLM).
+    """
     return flops_per_token(config, causal) + config.model.num_layers * recomputed_flops(config, causal)
 
 
@@ -144,8 +196,12 @@ def peak_of_all(config: Config, mesh: Mesh) -> float:
 def sent(step: Breakdown, mesh: Mesh) -> dict[str, float]:
     """Bytes that the mean rank sends in a step, by group; collective."""
     own = sent_by_group(step.transfers)
-    amounts = torch.tensor([own.get(name, 0.0) for name in COMMUNICATION], dtype=torch.float64, device=mesh.device)
-    return dict(zip(COMMUNICATION, (all_reduce(amounts, mesh.world) / mesh.place.world_size).tolist(), strict=True))
+    amounts = torch.tensor(
+        [own.get(name, 0.0) for name in COMMUNICATION], dtype=torch.float64, device=mesh.device
+    )
+    return dict(
+        zip(COMMUNICATION, (all_reduce(amounts, mesh.world) / mesh.place.world_size).tolist(), strict=True)
+    )
 
 
 def write_trace(training: Training, path: str) -> None:
@@ -155,7 +211,10 @@ def write_trace(training: Training, path: str) -> None:
     if training.mesh.place.rank:
         measured_step(training)
         return
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.mesh.device.type == "cuda" else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if training.mesh.device.type == "cuda" else []),
+    ]
     with profile(activities=activities) as profiler:
         measured_step(training)
     profiler.export_chrome_trace(path)
@@ -182,28 +241,54 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     row("tokens a second", lambda r: f"{r['tokens_per_second']:,.0f}")
     row("step, ms", lambda r: f"{1e3 * r['step_seconds']['median']:,.1f}")
     row("  middle half within", lambda r: f"±{r['step_seconds']['spread'] / 2:.1%}")
-    for title, key in (("MFU", "mfu"), ("  attention counted causally", "mfu_causal"), ("HFU", "hfu"), ("  likewise", "hfu_causal")):
+    for title, key in (
+        ("MFU", "mfu"),
+        ("  attention counted causally", "mfu_causal"),
+        ("HFU", "hfu"),
+        ("  likewise", "hfu_causal"),
+    ):
         row(title, lambda r, key=key: "unknown" if r[key] is None else f"{r[key]:.1%}")  # type: ignore[misc]
     row("peak memory of a rank, MB", lambda r: f"{r['memory_bytes'] / 1e6:,.0f}")
     row("  reserved", lambda r: f"{r['memory_reserved_bytes'] / 1e6:,.0f}")
     for part in PARTS:
         row(f"{part}, % of a step", lambda r, part=part: f"{r['breakdown_percent'][part]:.1f}")  # type: ignore[misc]
     for group in COMMUNICATION:
-        row(f"sent over {group}, MB", lambda r, group=group: f"{r['sent_bytes_a_rank_and_step'][group] / 1e6:,.2f}")  # type: ignore[misc]
+        row(
+            f"sent over {group}, MB",
+            lambda r, group=group: f"{r['sent_bytes_a_rank_and_step'][group] / 1e6:,.2f}",  # type: ignore[misc]
+        )
     console.print(table)
 
 
 def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
-    """One layout's result, from processes of its own; `failed` with the reason where it could not be measured."""
+    """One layout's result, from processes of its own; `failed` with the reason
+    where it could not be measured.
+    """
     wanted = parse_layout(layout)
-    own = ["--config", args.config, "--steps", str(args.steps), *(f"--{flag}" for flag in ("peak", "data") if getattr(args, flag))]
+    own = [
+        "--config",
+        args.config,
+        "--steps",
+        str(args.steps),
+        *(f"--{flag}" for flag in ("peak", "data") if getattr(args, flag)),
+    ]
     for option in ("profile", "timeline"):
         if value := getattr(args, option):
             own += [f"--{option}", str(Path(value).with_stem(f"{Path(value).stem}_{layout}"))]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted.world), "-m"]
-    command = [sys.executable, "-m", *launcher, "benchmarks.throughput", *own, *args.overrides, *wanted.overrides()]
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        "benchmarks.throughput",
+        *own,
+        *args.overrides,
+        *wanted.overrides(),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=Path.cwd(), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path.cwd(), env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
@@ -223,7 +308,11 @@ def measure_here(args: argparse.Namespace, place: RankInfo) -> int:
         raise
     mesh.close()
     if place.rank == 0:
-        finish(args, machine.describe() | {"config": config.model_dump(by_alias=True)} | result, {mesh.describe(): result})
+        finish(
+            args,
+            machine.describe() | {"config": config.model_dump(by_alias=True)} | result,
+            {mesh.describe(): result},
+        )
     return 0
 
 
@@ -234,9 +323,13 @@ def finish(args: argparse.Namespace, report: dict[str, Any], results: dict[str, 
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         bars = {
-            f"{name}\n{r['tokens_per_second']:,.0f} tokens/s": r["breakdown_percent"] for name, r in results.items() if "failed" not in r
+            f"{name}\n{r['tokens_per_second']:,.0f} tokens/s": r["breakdown_percent"]
+            for name, r in results.items()
+            if "failed" not in r
         }
-        stacked_bars(args.output.with_suffix(".png"), bars, "share of a step, %", report["machine"]["processor"])
+        stacked_bars(
+            args.output.with_suffix(".png"), bars, "share of a step, %", report["machine"]["processor"]
+        )
 
 
 def main(argv: list[str], place: RankInfo) -> int:
@@ -249,12 +342,20 @@ def main(argv: list[str], place: RankInfo) -> int:
     if args.layouts is None:
         return measure_here(args, place)
     if place.world_size > 1:
-        raise ConfigError("--layouts", "starts its own ranks, and a launcher has started these", "no launcher, or no --layouts")
+        raise ConfigError(
+            "--layouts",
+            "starts its own ranks, and a launcher has started these",
+            "no launcher, or no --layouts",
+        )
     names = args.layouts.split(",")
     for name in names:
         parse_layout(name)
     results = {name: start(args, name) for name in names}
-    finish(args, machine.describe() | {"config_file": args.config, "overrides": args.overrides, "layouts": results}, results)
+    finish(
+        args,
+        machine.describe() | {"config_file": args.config, "overrides": args.overrides, "layouts": results},
+        results,
+    )
     return any("failed" in result for result in results.values())
 
 

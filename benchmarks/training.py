@@ -54,7 +54,9 @@ class RandomStream:
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """``[n]`` indices → tokens ``[n, seq_len + 1]``, the same for the same first index."""
-        return np.random.default_rng(int(indices[0])).integers(self.vocab_size, size=(len(indices), self.length))
+        return np.random.default_rng(int(indices[0])).integers(
+            self.vocab_size, size=(len(indices), self.length)
+        )
 
     def learned(self, indices: np.ndarray) -> None:
         """All tokens are."""
@@ -71,7 +73,9 @@ class Training:
     """
 
     def __init__(self, config: Config, mesh: Mesh, stream: SampleSource | None = None) -> None:
-        config, self.compile_choice = settled(config, mesh, None)  # as a run does: what `train.compile=auto` becomes, and why
+        config, self.compile_choice = settled(
+            config, mesh, None
+        )  # as a run does: what `train.compile=auto` becomes, and why
         self.config, self.mesh = config, mesh
         self.train_step = TrainStep(config, mesh)
         self.engine = self.train_step.engine
@@ -104,7 +108,9 @@ class Training:
         self.steps += 1
         for fitting in self.sharing:
             fitting.fit()
-        self.figures = self.train_step(self.steps, self.batch_of(self.steps), lambda: (0.0, 0.0), self.before_update)
+        self.figures = self.train_step(
+            self.steps, self.batch_of(self.steps), lambda: (0.0, 0.0), self.before_update
+        )
         self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
 
     def wait(self) -> None:
@@ -122,7 +128,9 @@ class LoneStage:
     """One stage of a pipeline in a process of its own: what its forward and its backward take with nobody to wait for."""
 
     def __init__(self, path: str, overrides: list[str], index: int, stages: int) -> None:
-        pipeline = partitioned(load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config)
+        pipeline = partitioned(
+            load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config
+        )
         config = load(path, overrides).config
         self.mesh = join(config, RankInfo())
         self.stage = Stage(config, layer_ranges(pipeline)[index], self.mesh, self.mesh.device)
@@ -142,7 +150,9 @@ class LoneStage:
             taken[kind].append(perf_counter() - started)
             return result
 
-        for split, microbatch in [(split, microbatch) for microbatch in self.batch for split in (False, True)]:
+        for split, microbatch in [
+            (split, microbatch) for microbatch in self.batch for split in (False, True)
+        ]:
             root, gradients = timed(0, partial(self.forward, microbatch))
             if split:
                 parts = timed(2, partial(self.engine.backward_input, 0, root, gradients))
@@ -155,7 +165,9 @@ class LoneStage:
     def forward(self, microbatch: Microbatch) -> tuple[Any, list[Tensor]]:
         """Where backward starts, and with which gradients."""
         dtype = torch.float64 if self.stage.config.train.precision == "fp64" else torch.float32
-        gradients = {name: torch.full((), 1e-6, dtype=dtype, device=self.stage.device) for name in self.stage.losses}
+        gradients = {
+            name: torch.full((), 1e-6, dtype=dtype, device=self.stage.device) for name in self.stage.losses
+        }
         taken = {name: self.hidden.clone().requires_grad_() for name in self.stage.takes}
         flow, losses = self.stage(taken, microbatch, gradients=gradients)
         given = [*(torch.full_like(x, 1e-6) for x in flow.values()), *(gradients[name] for name in losses)]

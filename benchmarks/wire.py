@@ -1,7 +1,7 @@
 """What a rank sends in a step, by group and operation, and where it waits for it.
 
-What this project sends, it hears of as an observer. For libraries that bring their own collectives (FSDP2), torch.distributed's functions
-are replaced while a `Wire` is entered.
+What this project sends, it hears of as an observer. For libraries that bring their own collectives (FSDP2),
+torch.distributed's functions are replaced while a `Wire` is entered.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ from megacore.tools.planner.traffic import Transfer
 
 Part = Callable[[str], AbstractContextManager[None]]  # names what a rank is at until the block is left
 
-# A library's name of a collective; torch's, of which 2.13 renamed two (the first that exists is what the other calls); and the argument
-# that is as large as the whole.
+# A library's name of a collective; torch's, of which 2.13 renamed two (the first that exists is what the
+# other calls); and the argument that is as large as the whole.
 COLLECTIVES = (
     ("all_reduce", ("all_reduce",), 0),
     ("all_gather", ("all_gather_single", "all_gather_into_tensor"), 0),
@@ -39,7 +39,15 @@ COUNTED = {
     "send": 0,
 }  # by its largest tensor
 EXPERTS = "experts"  # the groups that rows travel over to experts and back
-OF_GROUPS = {"shard": "dp", "replicate": "dp", "dp×cp": "dp", "edp": "dp", "ep": EXPERTS, "etp": EXPERTS, "ep×etp": EXPERTS}
+OF_GROUPS = {
+    "shard": "dp",
+    "replicate": "dp",
+    "dp×cp": "dp",
+    "edp": "dp",
+    "ep": EXPERTS,
+    "etp": EXPERTS,
+    "ep×etp": EXPERTS,
+}
 SUMS = {"loss": "loss", "optimizer step": "norm"}  # what is summed in a phase
 
 
@@ -67,24 +75,32 @@ class Wire(Observer, AbstractContextManager["Wire"]):
         self.part: Part = lambda name: part(name.split()[0])  # both levels of dp are one part of a step
         self.mesh = mesh
         self.sums = ""  # what is summed now, if not what the group is named after
-        self.elements: Counter[tuple[str, str, int, int]] = Counter()  # by group, operation, size and bytes an element
+        # by group, operation, size and bytes an element
+        self.elements: Counter[tuple[str, str, int, int]] = Counter()
         self.calls: Counter[tuple[str, str, int, int]] = Counter()
-        self.parts: list[AbstractContextManager[None]] = []  # that are open: within them torch's functions are called by this project
+        # that are open: within them torch's functions are called by this project
+        self.parts: list[AbstractContextManager[None]] = []
         self.patches = ExitStack()
 
     def transfers(self) -> list[Transfer]:
         """What was sent, in the planner's terms, sorted."""
         keys = sorted(self.elements)
-        return [Transfer(*key[:3], self.elements[key], key[3], self.calls[key], stays=key[1] == "exchange") for key in keys]
+        return [
+            Transfer(*key[:3], self.elements[key], key[3], self.calls[key], stays=key[1] == "exchange")
+            for key in keys
+        ]
 
     def __enter__(self) -> "Wire":
         self.mesh.observers.append(self)
         for operation, names, whole in COLLECTIVES:
             name = next(name for name in names if hasattr(dist, name))
             original = getattr(dist, name)
-            for module in (dist, distributed_c10d):  # wherever it goes by a name that is looked up when it is called
+            # wherever it goes by a name that is looked up when it is called
+            for module in (dist, distributed_c10d):
                 for alias in [alias for alias, value in vars(module).items() if value is original]:
-                    self.patches.enter_context(patch.object(module, alias, self._of_a_library(original, operation, whole)))
+                    self.patches.enter_context(
+                        patch.object(module, alias, self._of_a_library(original, operation, whole))
+                    )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +136,9 @@ class Wire(Observer, AbstractContextManager["Wire"]):
             if self.parts:
                 return function(*args, **options)
             tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
-            process_group = options.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD)
+            process_group = options.get("group") or next(
+                (a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD
+            )
             groups = (*self.mesh.groups.values(), self.mesh.world)
             group = next(own for own in groups if own.size > 1 and own.process_group is process_group)
             name = self._name(group, operation)

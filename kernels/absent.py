@@ -1,4 +1,5 @@
-"""Stands for Triton where it is not installed, so that what a kernel keeps and makes can be seen on `meta` tensors there too.
+"""Stands for Triton where it is not installed, so that what a kernel keeps and makes can be
+seen on `meta` tensors there too.
 
 Nothing else comes here: on a device, `dispatch.use_triton` says that Triton is missing.
 """
@@ -31,7 +32,9 @@ def jit(function: Callable[..., Any] | None = None, **options: object) -> Any:
 
 
 class Names:
-    """The names of Triton's language: a constant is its value, and all others only annotate a kernel's parameters."""
+    """The names of Triton's language: a constant is its value, and all others only
+    annotate a kernel's parameters.
+    """
 
     def constexpr(self, value: Any) -> Any:
         """A constant."""
@@ -41,5 +44,7 @@ class Names:
         return name
 
 
-triton: Any = SimpleNamespace(jit=jit, cdiv=lambda x, y: -(-x // y), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+triton: Any = SimpleNamespace(
+    jit=jit, cdiv=lambda x, y: -(-x // y), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
+)
 tl: Any = Names()

@@ -69,15 +69,30 @@ class AdamW:
                 raise ValueError(f"AdamW: {name} are {column[0].dtype} (right: all fp32 or all fp64)")
         if copies is not None and copies[0].dtype not in COPIES:
             raise ValueError(f"AdamW: copies are {copies[0].dtype} (right: bf16 or fp16)")
-        self.decays = [weight_decay] * len(masters) if isinstance(weight_decay, int | float) else list(weight_decay)
+        self.decays = (
+            [weight_decay] * len(masters) if isinstance(weight_decay, int | float) else list(weight_decay)
+        )
         if len(self.decays) != len(masters):
-            raise ValueError(f"AdamW: weight_decay has {len(self.decays)} numbers (right: one, or {len(masters)}, as masters)")
+            raise ValueError(
+                f"AdamW: weight_decay has {len(self.decays)} numbers (right: one, or {len(masters)}, as masters)"
+            )
         self.beta1, self.beta2, self.eps, self.copies = beta1, beta2, eps, copies
-        self.masters, self.gradients, self.first_moments, self.second_moments = masters, gradients, first_moments, second_moments
+        self.masters, self.gradients, self.first_moments, self.second_moments = (
+            masters,
+            gradients,
+            first_moments,
+            second_moments,
+        )
         self.updates = torch.zeros((), dtype=torch.float32, device=masters[0].device)
         self.table: TensorTable | None = None
         if use_triton("AdamW", implementation, masters=masters[0], gradients=gradients[0]):
-            columns = [masters, gradients, first_moments, second_moments, *([] if copies is None else [copies])]
+            columns = [
+                masters,
+                gradients,
+                first_moments,
+                second_moments,
+                *([] if copies is None else [copies]),
+            ]
             self.table = TensorTable(columns, BLOCK)
             self.decays_on_device = torch.tensor(self.decays, dtype=torch.float32).to(masters[0].device)
             self.factors = torch.empty(4, dtype=torch.float32, device=masters[0].device)
@@ -95,7 +110,9 @@ class AdamW:
         for i, master in enumerate(self.masters):
             if not by_pytorch:
                 tensors = (master, self.gradients[i], self.first_moments[i], self.second_moments[i])
-                adamw_eager(*tensors, lr, self.beta1, self.beta2, self.eps, self.decays[i], self.updates, scale, skip)
+                adamw_eager(
+                    *tensors, lr, self.beta1, self.beta2, self.eps, self.decays[i], self.updates, scale, skip
+                )
             if self.copies is not None:
                 self.copies[i].copy_(master)
 
@@ -103,7 +120,9 @@ class AdamW:
         """One call for each weight decay."""
         state = (self.masters, self.gradients, self.first_moments, self.second_moments)
         for decay in set(self.decays):
-            masters, gradients, first, second = ([column[i] for i, own in enumerate(self.decays) if own == decay] for column in state)
+            masters, gradients, first, second = (
+                [column[i] for i, own in enumerate(self.decays) if own == decay] for column in state
+            )
             pytorch_adamw(
                 masters,
                 gradients,
@@ -189,7 +208,23 @@ def _prepare_kernel(factors, updates, scale, skip, lr, log_beta1, log_beta2):
 
 
 @triton.jit
-def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, inside, inverse, decay, step, unbias, weight1, weight2, eps, COPY: tl.constexpr):
+def _update(
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    copy_ptr,
+    offset,
+    inside,
+    inverse,
+    decay,
+    step,
+    unbias,
+    weight1,
+    weight2,
+    eps,
+    COPY: tl.constexpr,
+):
     p = tl.load(p_ptr + offset, mask=inside)
     g = tl.load(g_ptr + offset, mask=inside).to(tl.float32) * inverse
     m = tl.load(m_ptr + offset, mask=inside)
@@ -222,6 +257,38 @@ def _adamw_kernel(
     decay = 1.0 - lr * tl.load(decays + tensor)
     offset = start + tl.arange(0, BLOCK)
     if start + BLOCK <= size:  # without a mask, which would make loads narrower for odd sizes
-        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, None, inverse, decay, step, unbias, weight1, weight2, eps, COPY)
+        _update(
+            p_ptr,
+            g_ptr,
+            m_ptr,
+            v_ptr,
+            copy_ptr,
+            offset,
+            None,
+            inverse,
+            decay,
+            step,
+            unbias,
+            weight1,
+            weight2,
+            eps,
+            COPY,
+        )
     else:
-        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, offset < size, inverse, decay, step, unbias, weight1, weight2, eps, COPY)
+        _update(
+            p_ptr,
+            g_ptr,
+            m_ptr,
+            v_ptr,
+            copy_ptr,
+            offset,
+            offset < size,
+            inverse,
+            decay,
+            step,
+            unbias,
+            weight1,
+            weight2,
+            eps,
+            COPY,
+        )

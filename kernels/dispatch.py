@@ -13,7 +13,11 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 FUSED_ON = ("cuda",)  # types of devices on which `auto` takes Triton
 Implementation = Literal["auto", "triton", "eager"]
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 is for proofs, where fp32 statistics are too coarse
+TRITON_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # fp64 is for proofs, where fp32 statistics are too coarse
 
 
 def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | None) -> bool:
@@ -27,18 +31,31 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
         ValueError: an unknown implementation, tensors on several devices, or a dtype or installation that `triton` cannot do with.
     """
     if implementation not in ("auto", "triton", "eager"):
-        raise ValueError(f"{operation}: implementation {implementation!r} is unknown (right: auto, triton or eager)")
+        raise ValueError(
+            f"{operation}: implementation {implementation!r} is unknown (right: auto, triton or eager)"
+        )
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, device = next((name, tensor.device) for name, tensor in given.items())
     for name, tensor in given.items():
         if tensor.device != device:
-            raise ValueError(f"{operation}: {name} is on {tensor.device}, {first} on {device} (right: one device)")
+            raise ValueError(
+                f"{operation}: {name} is on {tensor.device}, {first} on {device} (right: one device)"
+            )
     if implementation == "eager":
         return False
-    unfit = next((name for name, tensor in given.items() if tensor.is_floating_point() and tensor.dtype not in TRITON_DTYPES), None)
+    unfit = next(
+        (
+            name
+            for name, tensor in given.items()
+            if tensor.is_floating_point() and tensor.dtype not in TRITON_DTYPES
+        ),
+        None,
+    )
     if implementation == "triton":
         if triton is None and device.type != "meta":
-            raise ValueError(f"{operation}: Triton is not installed (right: pip install triton, or implementation='eager')")
+            raise ValueError(
+                f"{operation}: Triton is not installed (right: pip install triton, or implementation='eager')"
+            )
         if unfit is not None:
             wrong = f"{operation}: {unfit} is {given[unfit].dtype}, which its Triton kernel does not take"
             raise ValueError(f"{wrong} (right: fp32, bf16 or fp16, or implementation='eager')")
@@ -53,12 +70,20 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
 def use_grouped_mm(implementation: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product of groups of rows is PyTorch's: where `auto` may choose, in bf16, on GPUs from Hopper on. There it is one kernel,
     which reads the groups' ends by itself; on others PyTorch's host waits for them. Rows must begin at multiples of 16 bytes."""
-    if implementation != "auto" or x.device.type != "cuda" or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+    if (
+        implementation != "auto"
+        or x.device.type != "cuda"
+        or x.dtype != torch.bfloat16
+        or not hasattr(torch, "_grouped_mm")
+    ):
         return False
     if not x.numel() or torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device) < (9, 0):
         return False
     strides = [sorted(t.stride()) for t in (x, weight)]
-    return all(one == 1 and all(n % 8 == 0 for n in rest) for one, *rest in strides) and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    return (
+        all(one == 1 and all(n % 8 == 0 for n in rest) for one, *rest in strides)
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    )
 
 
 def check_shape(operation: str, name: str, tensor: torch.Tensor, right: str, fits: bool) -> None:
@@ -76,4 +101,6 @@ def multiprocessors(device: torch.device) -> int:
 @cache
 def notice_missing_triton(operation: str) -> None:
     """Warns once for each operation: without a warning, nobody could explain a slow run."""
-    warnings.warn(f"Triton is not installed: {operation} runs unfused on this GPU (pip install triton)", stacklevel=4)
+    warnings.warn(
+        f"Triton is not installed: {operation} runs unfused on this GPU (pip install triton)", stacklevel=4
+    )

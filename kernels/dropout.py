@@ -52,15 +52,31 @@ def bias_dropout_residual(
     """
     check_shape("bias_dropout_residual", "x", x, "[..., features]", x.dim() > 0)
     if bias is not None:
-        check_shape("bias_dropout_residual", "bias", bias, f"[{x.shape[-1]}], x's features", bias.shape == x.shape[-1:])
+        check_shape(
+            "bias_dropout_residual",
+            "bias",
+            bias,
+            f"[{x.shape[-1]}], x's features",
+            bias.shape == x.shape[-1:],
+        )
     if residual is not None:
-        check_shape("bias_dropout_residual", "residual", residual, f"{list(x.shape)}, x's shape", residual.shape == x.shape)
+        check_shape(
+            "bias_dropout_residual",
+            "residual",
+            residual,
+            f"{list(x.shape)}, x's shape",
+            residual.shape == x.shape,
+        )
         if residual.dtype != x.dtype:
-            raise ValueError(f"bias_dropout_residual: residual is {residual.dtype}, x {x.dtype} (right: one dtype)")
+            raise ValueError(
+                f"bias_dropout_residual: residual is {residual.dtype}, x {x.dtype} (right: one dtype)"
+            )
     _check_draw("bias_dropout_residual", probability, key, first)
     if use_triton("bias_dropout_residual", implementation, x=x, bias=bias, residual=residual) and x.numel():
         rows = None if residual is None else residual.reshape(-1, x.shape[-1])
-        return _BiasDropoutResidual.apply(x.reshape(-1, x.shape[-1]), bias, rows, probability, key, first, scale).view(x.shape)
+        return _BiasDropoutResidual.apply(
+            x.reshape(-1, x.shape[-1]), bias, rows, probability, key, first, scale
+        ).view(x.shape)
     return bias_dropout_residual_eager(x, bias, residual, probability, key, first=first, scale=scale)
 
 
@@ -80,13 +96,17 @@ def bias_dropout_residual_eager(
         y = y + bias
     if probability:
         features = x.shape[-1]
-        keep = keep_mask(x.numel() // max(features, 1), features, probability, key, first=first, device=x.device).view(x.shape)
+        keep = keep_mask(
+            x.numel() // max(features, 1), features, probability, key, first=first, device=x.device
+        ).view(x.shape)
         y = torch.where(keep, y, 0.0)
     y = y * (scale / (1.0 - probability))
     return (y if residual is None else y + residual).to(x.dtype)
 
 
-def keep_mask(tokens: int, features: int, probability: float, key: int, *, first: int = 0, device: torch.device | str) -> torch.Tensor:
+def keep_mask(
+    tokens: int, features: int, probability: float, key: int, *, first: int = 0, device: torch.device | str
+) -> torch.Tensor:
     """``[tokens, features]`` booleans, False with `probability`: the mask of `bias_dropout_residual`, in PyTorch's integers."""
     _check_draw("keep_mask", probability, key, first)
     count, skipped = tokens * features, first % 4
@@ -134,7 +154,16 @@ def _philox(first: int, count: int, key: int, device: torch.device) -> tuple[tor
 
 
 @triton.jit
-def _keep(first_of_row, block, column, threshold, key, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def _keep(
+    first_of_row,
+    block,
+    column,
+    threshold,
+    key,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """The mask of a tile: the [ROWS, BLOCK] elements from column `block` of rows whose first positions are [ROWS, 1]."""
     if ALIGNED:
         counter = (first_of_row + block) // 4 + tl.arange(0, BLOCK // 4)[None, :]
@@ -167,7 +196,9 @@ def _forward_kernel(
     if HAS_BIAS:
         value += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
     if DROP:
-        value = tl.where(_keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), value, 0.0)
+        value = tl.where(
+            _keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), value, 0.0
+        )
     value *= factor
     if ADD:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -189,7 +220,9 @@ def _backward_kernel(
         inside = (row < rows) & (column < features)
         grad = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
         if DROP:
-            grad = tl.where(_keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), grad, 0.0)
+            grad = tl.where(
+                _keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), grad, 0.0
+            )
         tl.store(grad_x + row * features + column, grad, mask=inside)
         if SUM_BIAS:
             total += grad
@@ -247,12 +280,16 @@ class _BiasDropoutResidual(torch.autograd.Function):
         grad_y = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
         (rows, features), rows_per_program = grad_y.shape, ctx.options["ROWS"]
         blocks = triton.cdiv(features, ctx.options["BLOCK"])
-        if sum_bias := ctx.needs_input_grad[1]:  # as many programs as run at once, each for as many rows as that takes
+        if sum_bias := ctx.needs_input_grad[
+            1
+        ]:  # as many programs as run at once, each for as many rows as that takes
             programs = max(4 * multiprocessors(grad_y.device) // blocks, 1)
             rows_per_program *= triton.cdiv(rows, programs * rows_per_program)
         chunks = triton.cdiv(rows, rows_per_program)
         grad_x = torch.empty((rows, features), dtype=grad_y.dtype, device=grad_y.device)
-        parts = torch.empty((chunks, features), dtype=torch.float32, device=grad_y.device) if sum_bias else None
+        parts = (
+            torch.empty((chunks, features), dtype=torch.float32, device=grad_y.device) if sum_bias else None
+        )
         with torch.cuda.device_of(grad_y):
             _backward_kernel[(chunks * blocks,)](
                 grad_y, grad_x, parts, rows, features, grad_y.stride(0), blocks, rows_per_program, *ctx.draw,

@@ -32,7 +32,11 @@ Approximation = Literal["tanh", "none"]
 
 
 def bias_gelu(
-    x: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: Approximation = "tanh", implementation: Implementation = "auto"
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    approximate: Approximation = "tanh",
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """``gelu(x + bias)``, computed in fp32 at least and rounded once.
 
@@ -51,7 +55,9 @@ def bias_gelu(
     return bias_gelu_eager(x, bias, approximate)
 
 
-def bias_gelu_eager(x: torch.Tensor, bias: torch.Tensor | None = None, approximate: Approximation = "tanh") -> torch.Tensor:
+def bias_gelu_eager(
+    x: torch.Tensor, bias: torch.Tensor | None = None, approximate: Approximation = "tanh"
+) -> torch.Tensor:
     """The reference in plain PyTorch, whose gelu computes in fp32 at least; x ``[..., features]``, bias ``[features]``."""
     if bias is None:
         return F.gelu(x, approximate=approximate)
@@ -147,7 +153,18 @@ class _BiasGelu(torch.autograd.Function):
         blocks = triton.cdiv(features, options["BLOCK"])
         grid = (triton.cdiv(rows, options["ROWS"]) * blocks,)
         with torch.cuda.device_of(x):
-            _forward_kernel[grid](x, bias, y, rows, features, x.stride(0), blocks, HAS_BIAS=bias is not None, TANH=tanh, **options)
+            _forward_kernel[grid](
+                x,
+                bias,
+                y,
+                rows,
+                features,
+                x.stride(0),
+                blocks,
+                HAS_BIAS=bias is not None,
+                TANH=tanh,
+                **options,
+            )
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
         return y
@@ -160,7 +177,9 @@ class _BiasGelu(torch.autograd.Function):
         (rows, features), options = x.shape, launch_options(x.shape[1])
         blocks = triton.cdiv(features, options["BLOCK"])
         rows_per_program = options["ROWS"]
-        if sum_bias := ctx.needs_input_grad[1]:  # as many programs as run at once, each for as many rows as that takes
+        if sum_bias := ctx.needs_input_grad[
+            1
+        ]:  # as many programs as run at once, each for as many rows as that takes
             programs = max(4 * multiprocessors(x.device) // blocks, 1)
             rows_per_program *= triton.cdiv(rows, programs * rows_per_program)
         chunks = triton.cdiv(rows, rows_per_program)

@@ -1,11 +1,12 @@
-"""The sum of squares of many tensors, with a weight for each row, for gradient norms and clipping without waiting for the device.
+"""The sum of squares of many tensors, with a weight for each row, for gradient norms and clipping
+without waiting for the device.
 
     sum over rows r of 64 elements of   weight[r] · sum over the row of x²
 
-Each program adds the squares of a row in fp32 and its rows in fp64, and a second kernel adds the programs' results. There are no
-atomics, so the bits are the same every time, and the error does not grow with the number of elements. An optimizer's flat buffer
-has rows of 64 (each parameter starts on its own row), so a weight of 0 leaves out a parameter that another rank counts, and a
-weight of 1 includes it.
+Each program adds the squares of a row in fp32 and its rows in fp64, and a second kernel adds the programs'
+results. There are no atomics, so the bits are the same every time, and the error does not grow with the
+number of elements. An optimizer's flat buffer has rows of 64 (each parameter starts on its own row), so a
+weight of 0 leaves out a parameter that another rank counts, and a weight of 1 includes it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 ROW = 64  # elements with one weight
 BLOCK = 4096  # elements that a program holds at once
-PROGRAMS = 2048  # about so many divide the work: several on every multiprocessor, and few enough for one to add up
+# about so many divide the work: several on every multiprocessor, and few enough for one to add up
+PROGRAMS = 2048
 WARPS = 4
 
 
@@ -34,23 +36,44 @@ class SumOfSquares:
     """A function that returns the current sum of squares of `tensors`: an fp64 scalar on their device.
 
     tensors: contiguous, any shapes, of one dtype and device; they must stay where they are.
-    row_weights: of each tensor ``[rows]`` fp64, for every `ROW` of its elements, the last one perhaps short; None for 1 everywhere.
+    row_weights: of each tensor ``[rows]`` fp64, for every `ROW` of its elements, the last one perhaps short;
+    None for 1 everywhere.
     Raises ValueError naming the argument that does not fit.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], row_weights: Sequence[Tensor] | None = None, *, implementation: Implementation = "auto"
+        self,
+        tensors: Sequence[Tensor],
+        row_weights: Sequence[Tensor] | None = None,
+        *,
+        implementation: Implementation = "auto",
     ) -> None:
         check_columns("SumOfSquares", {"tensors": tensors})
         if row_weights is not None:
             if len(row_weights) != len(tensors):
-                raise ValueError(f"SumOfSquares: row_weights has {len(row_weights)} tensors (right: {len(tensors)}, as tensors)")
+                raise ValueError(
+                    f"SumOfSquares: row_weights has {len(row_weights)} tensors (right: {len(tensors)}, as "
+                    "tensors)"
+                )
             for i, (tensor, weights) in enumerate(zip(tensors, row_weights, strict=True)):
                 rows = -(-tensor.numel() // ROW)
-                check_shape("SumOfSquares", f"row_weights[{i}]", weights, f"[{rows}], one for {ROW} elements", weights.shape == (rows,))
-                if weights.dtype != torch.float64 or weights.device != tensor.device or not weights.is_contiguous():
+                check_shape(
+                    "SumOfSquares",
+                    f"row_weights[{i}]",
+                    weights,
+                    f"[{rows}], one for {ROW} elements",
+                    weights.shape == (rows,),
+                )
+                if (
+                    weights.dtype != torch.float64
+                    or weights.device != tensor.device
+                    or not weights.is_contiguous()
+                ):
                     wrong = f"{weights.dtype} on {weights.device}, stride {weights.stride()}"
-                    raise ValueError(f"SumOfSquares: row_weights[{i}] is {wrong} (right: fp64 on {tensor.device}, contiguous)")
+                    raise ValueError(
+                        f"SumOfSquares: row_weights[{i}] is {wrong} (right: fp64 on {tensor.device}, "
+                        "contiguous)"
+                    )
         self.tensors, self.row_weights = tensors, row_weights
         self.table: TensorTable | None = None
         if use_triton("SumOfSquares", implementation, tensors=tensors[0]):
@@ -62,23 +85,35 @@ class SumOfSquares:
     def __call__(self) -> Tensor:
         if self.table is None:
             weights: Sequence[Tensor | None] = self.row_weights or [None] * len(self.tensors)
-            return torch.stack([sum_of_squares_eager(tensor, w) for tensor, w in zip(self.tensors, weights, strict=True)]).sum()
+            return torch.stack(
+                [sum_of_squares_eager(tensor, w) for tensor, w in zip(self.tensors, weights, strict=True)]
+            ).sum()
         device, programs = self.table.addresses.device, self.table.programs
         total = torch.zeros((), dtype=torch.float64, device=device)
         if programs:  # a launch of no programs is an error
             found = torch.empty(programs, dtype=torch.float64, device=device)
             names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
             _chunk_kernel[(programs,)](
-                self.table.blocks, self.table.addresses, self.table.sizes, found, WEIGHTED=self.row_weights is not None,
-                DTYPE=names[self.tensors[0].dtype], ALIGNED=self.table.aligned, CHUNK=self.chunk, BLOCK=BLOCK, ROW=ROW, num_warps=WARPS,
-            )  # fmt: skip
+                self.table.blocks,
+                self.table.addresses,
+                self.table.sizes,
+                found,
+                WEIGHTED=self.row_weights is not None,
+                DTYPE=names[self.tensors[0].dtype],
+                ALIGNED=self.table.aligned,
+                CHUNK=self.chunk,
+                BLOCK=BLOCK,
+                ROW=ROW,
+                num_warps=WARPS,
+            )
             _total_kernel[(1,)](found, total, programs, BLOCK=1024, num_warps=WARPS)
         return total
 
 
 def sum_of_squares_eager(tensor: Tensor, row_weights: Tensor | None = None) -> Tensor:
     """The reference in plain PyTorch, of one tensor: an fp64 scalar."""
-    # In short rows, because PyTorch's CPU norm of a whole fp32 tensor errs by 4e-6 at half a million elements and 7e-4 at 16 million.
+    # In short rows, because PyTorch's CPU norm of a whole fp32 tensor errs by 4e-6 at half a million elements
+    # and 7e-4 at 16 million.
     flat = tensor.flatten()
     if rest := -flat.numel() % ROW:
         flat = torch.nn.functional.pad(flat, (0, rest))
@@ -94,9 +129,17 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
 
 @triton.jit
 def _chunk_kernel(
-    blocks, addresses, sizes, found,
-    WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
-):  # fmt: skip
+    blocks,
+    addresses,
+    sizes,
+    found,
+    WEIGHTED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+):
     tensor = tl.load(blocks + 2 * tl.program_id(0))
     start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     stop = tl.minimum(start + CHUNK, tl.load(sizes + tensor))

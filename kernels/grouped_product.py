@@ -24,11 +24,17 @@ try:
 except ImportError:  # a CPU build of torch brings no Triton
     from megacore.kernels.absent import tl, triton
 
-ROWS, COLUMNS, DEPTH = 64, 128, 32  # of a tile, and of what is multiplied at a time: its fp32 sums are 64 registers a thread
+ROWS, COLUMNS, DEPTH = (
+    64,
+    128,
+    32,
+)  # of a tile, and of what is multiplied at a time: its fp32 sums are 64 registers a thread
 SMALLEST = 16  # that a matrix unit multiplies
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: Implementation = "auto") -> Tensor:
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, *, implementation: Implementation = "auto"
+) -> Tensor:
     """``x · weight[e]ᵀ`` of each row, accumulated in fp32 at least: ``[rows, in]`` and ``[groups, out, in]`` → ``[rows, out]``.
 
     ends: ``[groups]`` integers, where the rows of each group end; rows behind the last become zero.
@@ -36,9 +42,17 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: 
     """
     check_shape("grouped_product", "x", x, "[rows, in]", x.dim() == 2)
     right = f"[{len(ends)}, out, {x.shape[1]}]: groups as in ends, in as in x"
-    check_shape("grouped_product", "weight", weight, right, weight.dim() == 3 and weight.shape[::2] == (len(ends), x.shape[1]))
+    check_shape(
+        "grouped_product",
+        "weight",
+        weight,
+        right,
+        weight.dim() == 3 and weight.shape[::2] == (len(ends), x.shape[1]),
+    )
     if use_grouped_mm(implementation, x, weight):
-        return cleared(torch._grouped_mm(x, weight.mT, offs=ends.int()), ends)  # which leaves rows behind the last end as memory was
+        return cleared(
+            torch._grouped_mm(x, weight.mT, offs=ends.int()), ends
+        )  # which leaves rows behind the last end as memory was
     if use_triton("grouped_product", implementation, x=x, weight=weight, ends=ends):
         return _product(x, weight, ends)
     y, own = x.new_empty(len(x), weight.shape[1]), slice(0, 0)
@@ -48,13 +62,17 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: 
     return y
 
 
-def grouped_outer(grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, *, implementation: Implementation = "auto") -> Tensor:
+def grouped_outer(
+    grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, *, implementation: Implementation = "auto"
+) -> Tensor:
     """``gradᵀ · x`` of each group's rows, accumulated in fp32 at least: ``[rows, out]`` and ``[rows, in]`` → ``[groups, out, in]``.
 
     dtype: of the result. A group without rows has zeros. Raises ValueError for what the implementation cannot take.
     """
     right = f"[{len(x)}, out], as many rows as x {list(x.shape)}"
-    check_shape("grouped_outer", "grad", grad, right, grad.dim() == 2 and x.dim() == 2 and len(grad) == len(x))
+    check_shape(
+        "grouped_outer", "grad", grad, right, grad.dim() == 2 and x.dim() == 2 and len(grad) == len(x)
+    )
     total = torch.empty(len(ends), grad.shape[1], x.shape[1], dtype=dtype, device=x.device)
     if use_triton("grouped_outer", implementation, grad=grad, x=x, ends=ends):
         return _outer(grad, x, ends, total)
@@ -68,7 +86,9 @@ def cleared(y: Tensor, ends: Tensor, implementation: Implementation = "auto") ->
     if not use_triton("cleared", implementation, y=y, ends=ends):
         return y.masked_fill_((torch.arange(len(y), device=y.device) >= ends[-1])[:, None], 0)
     with torch.cuda.device_of(y):
-        _clear_kernel[(triton.cdiv(len(y), ROWS),)](y, ends, len(y), y.shape[1], len(ends), ROWS=ROWS, COLUMNS=COLUMNS)
+        _clear_kernel[(triton.cdiv(len(y), ROWS),)](
+            y, ends, len(y), y.shape[1], len(ends), ROWS=ROWS, COLUMNS=COLUMNS
+        )
     return y
 
 
@@ -115,19 +135,34 @@ def _product_kernel(
             inside = (row < stop)[:, None] & (at < depth)[None, :]
             a = tl.load(x + row[:, None] * x_stride + at[None, :], mask=inside, other=0.0)
             inside = (at < depth)[:, None] & (column < columns)[None, :]
-            b = tl.load(weight + column[None, :] * column_stride + at[:, None].to(tl.int64) * depth_stride, mask=inside, other=0.0)
+            b = tl.load(
+                weight + column[None, :] * column_stride + at[:, None].to(tl.int64) * depth_stride,
+                mask=inside,
+                other=0.0,
+            )
             total = tl.dot(a, b, total, input_precision="ieee")
-        tl.store(y + row[:, None] * columns + column[None, :], total, mask=(row < stop)[:, None] & (column < columns)[None, :])
+        tl.store(
+            y + row[:, None] * columns + column[None, :],
+            total,
+            mask=(row < stop)[:, None] & (column < columns)[None, :],
+        )
 
 
 @triton.jit
 def _clear_kernel(y, ends, rows, columns, groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    stop, row = tl.load(ends + groups - 1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    stop, row = (
+        tl.load(ends + groups - 1).to(tl.int64),
+        tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
+    )
     if tl.program_id(0) * ROWS + ROWS > stop:
         for begin in range(0, columns, COLUMNS):
             column = begin + tl.arange(0, COLUMNS)
             inside = ((row >= stop) & (row < rows))[:, None] & (column < columns)[None, :]
-            tl.store(y + row[:, None] * columns + column[None, :], tl.zeros((ROWS, COLUMNS), dtype=y.dtype.element_ty), mask=inside)
+            tl.store(
+                y + row[:, None] * columns + column[None, :],
+                tl.zeros((ROWS, COLUMNS), dtype=y.dtype.element_ty),
+                mask=inside,
+            )
 
 
 @triton.jit
@@ -137,7 +172,10 @@ def _outer_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0) % (output_blocks * input_blocks)
     group = (tl.program_id(0) // (output_blocks * input_blocks)).to(tl.int64)
-    start, stop = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64), tl.load(ends + group).to(tl.int64)
+    start, stop = (
+        tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64),
+        tl.load(ends + group).to(tl.int64),
+    )
     output = tile // input_blocks * OUTPUTS + tl.arange(0, OUTPUTS).to(tl.int64)
     column = tile % input_blocks * INPUTS + tl.arange(0, INPUTS)
     sums = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
@@ -149,7 +187,11 @@ def _outer_kernel(
         b = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
         sums = tl.dot(a, b, sums, input_precision="ieee")
     total += group * outputs * inputs
-    tl.store(total + output[:, None] * inputs + column[None, :], sums, mask=(output < outputs)[:, None] & (column < inputs)[None, :])
+    tl.store(
+        total + output[:, None] * inputs + column[None, :],
+        sums,
+        mask=(output < outputs)[:, None] & (column < inputs)[None, :],
+    )
 
 
 def block(size: int, most: int) -> int:
@@ -166,13 +208,33 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`grouped_product` by its kernel."""
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     x, y = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(rows, columns)
-    sizes = {"ROWS": block(-(-rows // groups), ROWS), "COLUMNS": columns_of(x, columns), "DEPTH": block(depth, DEPTH)}
+    sizes = {
+        "ROWS": block(-(-rows // groups), ROWS),
+        "COLUMNS": columns_of(x, columns),
+        "DEPTH": block(depth, DEPTH),
+    }
     column_blocks = triton.cdiv(columns, sizes["COLUMNS"])
-    most = rows // sizes["ROWS"] + min(groups + 1, rows)  # tiles: each group, and what is behind, may have one that is not full
-    given: tuple[Any, ...] = (x, weight, y, ends, rows, columns, depth, groups, x.stride(0), *weight.stride(), column_blocks)
+    most = rows // sizes["ROWS"] + min(
+        groups + 1, rows
+    )  # tiles: each group, and what is behind, may have one that is not full
+    given: tuple[Any, ...] = (
+        x,
+        weight,
+        y,
+        ends,
+        rows,
+        columns,
+        depth,
+        groups,
+        x.stride(0),
+        *weight.stride(),
+        column_blocks,
+    )
     if y.numel():
         with torch.cuda.device_of(x):
-            _product_kernel[(most * column_blocks,)](*given, GROUPS=triton.next_power_of_2(groups + 1), **sizes, num_warps=4)
+            _product_kernel[(most * column_blocks,)](
+                *given, GROUPS=triton.next_power_of_2(groups + 1), **sizes, num_warps=4
+            )
     return y
 
 

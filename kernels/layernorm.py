@@ -56,17 +56,31 @@ def layer_norm(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None, implementation: Implementation = "auto"
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    implementation: Implementation = "auto",
 ) -> Any:
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension; everything else as in `layer_norm`."""
     return _norm("rms_norm", x, weight, None, eps, residual, implementation)
 
 
-def layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, residual: Tensor | None = None) -> Any:
+def layer_norm_eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+) -> Any:
     """The reference in plain PyTorch, whose kernels keep statistics in fp32 or wider."""
     total = x if residual is None else x + residual
     wide = torch.promote_types(x.dtype, weight.dtype)
-    y = F.layer_norm(total.to(wide), weight.shape, weight.to(wide), None if bias is None else bias.to(wide), eps).to(x.dtype)
+    y = F.layer_norm(
+        total.to(wide), weight.shape, weight.to(wide), None if bias is None else bias.to(wide), eps
+    ).to(x.dtype)
     return y if residual is None else (y, total)
 
 
@@ -97,7 +111,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """[..., features] -> the same; with a residual (norm(x + residual), x + residual)."""
-        return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, implementation=self.implementation)
+        return layer_norm(
+            x, self.weight, self.bias, self.eps, residual=residual, implementation=self.implementation
+        )
 
 
 class RMSNorm(nn.Module):
@@ -121,7 +137,13 @@ class RMSNorm(nn.Module):
 
 
 def _norm(
-    operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, implementation: Implementation
+    operation: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    implementation: Implementation,
 ) -> Any:
     check_shape(operation, "x", x, "[..., features], of one feature or more", x.dim() > 0 and x.shape[-1] > 0)
     features = x.shape[-1]
@@ -150,7 +172,9 @@ def _load_sum(x, residual, x_at, residual_at, inside):
     """x + residual, rounded to their dtype as the stored sum is: backward starts from that."""
     s = tl.load(x + x_at, mask=inside, other=0.0)
     if residual is not None:
-        s = (s.to(tl.float32) + tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype)
+        s = (s.to(tl.float32) + tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)).to(
+            s.dtype
+        )
     return s
 
 
@@ -159,7 +183,9 @@ def _forward_kernel(
     x, residual, weight, bias, y, total, mean, rstd, x_stride, residual_stride, rows, features, eps,
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times features, it passes 2^31 at ordinary sizes
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(
+        0, ROWS
+    )  # times features, it passes 2^31 at ordinary sizes
     column = tl.arange(0, BLOCK)[None, :]
     in_rows = (row < rows)[:, None]
     x += row[:, None] * x_stride
@@ -170,7 +196,9 @@ def _forward_kernel(
     if ONE_BLOCK:
         inside = in_rows & (column < features)
         rounded = _load_sum(x, residual, column, residual_row + column, inside)
-        w = tl.load(weight + column, mask=column < features, other=0.0)  # before the reductions, which wait for the row
+        w = tl.load(
+            weight + column, mask=column < features, other=0.0
+        )  # before the reductions, which wait for the row
         if residual is not None:
             tl.store(total + out_row + column, rounded, mask=inside)
         s = rounded.to(tl.float32)
@@ -231,7 +259,9 @@ def _means_kernel(
     for start in range(0, features, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < features
-        g = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32) * tl.load(
+            weight + at, mask=inside, other=0.0
+        ).to(tl.float32)
         sum_g += g
         sum_gs += g * (tl.load(s + at, mask=inside, other=0.0).to(tl.float32) - average) * r
     if not RMS:
@@ -274,7 +304,9 @@ def _backward_kernel(
                 ds -= tl.load(mean_g + row, mask=in_rows, other=0.0)[:, None]
         ds *= r
         if grad_total is not None:
-            ds += tl.load(grad_total + row[:, None] * total_stride + column, mask=inside, other=0.0).to(tl.float32)
+            ds += tl.load(grad_total + row[:, None] * total_stride + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
         tl.store(grad_s + row[:, None] * features + column, ds, mask=inside)
         part_w += dy * x
         if BIAS:
@@ -294,7 +326,11 @@ def _add_parts_kernel(parts, grads, programs, features, ROWS: tl.constexpr, BLOC
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, programs, ROWS):
         program = start + tl.arange(0, ROWS)[:, None]
-        total += tl.load(parts + program.to(tl.int64) * features, mask=(program < programs) & (at < features)[None, :], other=0.0)
+        total += tl.load(
+            parts + program.to(tl.int64) * features,
+            mask=(program < programs) & (at < features)[None, :],
+            other=0.0,
+        )
     tl.store(grads + which * features + at, tl.sum(total, 0), mask=at < features)
 
 
@@ -315,12 +351,22 @@ def backward_options(features: int, element_size: int) -> dict[str, Any]:
     block = triton.next_power_of_2(features) if one_block else min(MAX_BACKWARD_BLOCK, 2048)
     rows = max(16 * THREADS // block, 1) if one_block else 1
     stages = 3 if 2 * 3 * rows * block * element_size <= 96 * 1024 else 2
-    return {"ROWS": rows, "BLOCK": block, "ONE_BLOCK": one_block, "STAGES": stages, "num_warps": min(max(rows * block // 512, 1), 16)}
+    return {
+        "ROWS": rows,
+        "BLOCK": block,
+        "ONE_BLOCK": one_block,
+        "STAGES": stages,
+        "num_warps": min(max(rows * block // 512, 1), 16),
+    }
 
 
 def programs_of(device: torch.device, warps: int) -> int:
     """How many programs backward runs, so that every multiprocessor has 16 warps; elsewhere (the interpreter) a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count * max(16 // warps, 1) if device.type == "cuda" else 8
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count * max(16 // warps, 1)
+        if device.type == "cuda"
+        else 8
+    )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -337,7 +383,13 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, rms: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        rms: bool,
     ) -> tuple[Tensor, Tensor | None]:
         s, weight = _rows(x), weight.contiguous()
         rows, features = s.shape
@@ -371,26 +423,56 @@ class _Norm(torch.autograd.Function):
         grads = torch.zeros(2 if ctx.has_bias else 1, features, dtype=weight.dtype, device=s.device)
         if rows:
             _launch_backward(s, weight, dy, dtotal, mean, rstd, grad_s, grads)
-        return grad_s, grads[0], grads[1] if ctx.has_bias else None, grad_s if ctx.needs_input_grad[3] else None, None, None
+        return (
+            grad_s,
+            grads[0],
+            grads[1] if ctx.has_bias else None,
+            grad_s if ctx.needs_input_grad[3] else None,
+            None,
+            None,
+        )
 
 
 def _launch_backward(
-    s: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor | None, mean: Tensor | None, rstd: Tensor, grad_s: Tensor, grads: Tensor
+    s: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    grad_s: Tensor,
+    grads: Tensor,
 ) -> None:
     """Fills grad_s [rows, F] and grads [1 or 2, F], those of weight and bias."""
     rows, features = s.shape
     options = backward_options(features, s.element_size())
     columns = triton.cdiv(features, options["BLOCK"])
-    programs = min(triton.cdiv(rows, options["ROWS"]), max(programs_of(s.device, options["num_warps"]) // columns, 1))
+    programs = min(
+        triton.cdiv(rows, options["ROWS"]), max(programs_of(s.device, options["num_warps"]) // columns, 1)
+    )
     parts = torch.empty(len(grads), programs, features, dtype=torch.float32, device=s.device)
     rms, mean_g, mean_gs = mean is None, None, None
     if not options["ONE_BLOCK"]:
         mean_g, mean_gs = None if rms else torch.empty_like(rstd), torch.empty_like(rstd)
         _means_kernel[(rows,)](
-            s, weight, dy, mean, rstd, mean_g, mean_gs, s.stride(0), dy.stride(0), features, RMS=rms, BLOCK=options["BLOCK"], num_warps=4
+            s,
+            weight,
+            dy,
+            mean,
+            rstd,
+            mean_g,
+            mean_gs,
+            s.stride(0),
+            dy.stride(0),
+            features,
+            RMS=rms,
+            BLOCK=options["BLOCK"],
+            num_warps=4,
         )
     _backward_kernel[(programs, columns)](
         s, weight, dy, dtotal, mean, rstd, mean_g, mean_gs, grad_s, parts,
         s.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0), rows, features, RMS=rms, BIAS=len(grads) == 2, **options,
     )  # fmt: skip
-    _add_parts_kernel[(triton.cdiv(features, 32), len(grads))](parts, grads, programs, features, ROWS=128, BLOCK=32, num_warps=4)
+    _add_parts_kernel[(triton.cdiv(features, 32), len(grads))](
+        parts, grads, programs, features, ROWS=128, BLOCK=32, num_warps=4
+    )

@@ -24,7 +24,9 @@ SHARE = 4  # a chunk has one in so many of the logits, if there are tokens enoug
 # with 1024 tokens that is a fifth of the products' time on a Hopper if nothing overlaps. A CPU is slower at products.
 SHORTEST = {"cpu": 128}
 SHORTEST_ON_GPU = 1024
-ALIGNMENT = 64  # elements: rows of logits start where vector loads and matrix units like it, whatever the vocabulary
+ALIGNMENT = (
+    64  # elements: rows of logits start where vector loads and matrix units like it, whatever the vocabulary
+)
 # fp16 gradients of logits are multiplied by this: far below 1 they would underflow before the caller's loss scale applies.
 UNIT = {torch.float16: 2.0**8}
 
@@ -60,7 +62,13 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     check_shape(name, "hidden", hidden, "[tokens, features]", hidden.dim() == 2)
     right = f"[vocabulary rows of this rank, {hidden.shape[1]}], the features of hidden"
-    check_shape(name, "weight", weight, right, weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == hidden.shape[1])
+    check_shape(
+        name,
+        "weight",
+        weight,
+        right,
+        weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == hidden.shape[1],
+    )
     if weight.dtype != hidden.dtype:
         raise ValueError(f"{name}: weight is {weight.dtype}, hidden {hidden.dtype} (right: one dtype)")
     if chunk is not None and chunk < 1:
@@ -69,7 +77,9 @@ def linear_cross_entropy(
     settings.check(name, targets, len(hidden), len(weight))
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     chunk = chunk or default_chunk(len(hidden), hidden.device.type)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, settings, reduce, accumulate, chunk, fused, wanted)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, targets, settings, reduce, accumulate, chunk, fused, wanted
+    )
 
 
 def default_chunk(tokens: int, device: str) -> int:
@@ -106,11 +116,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted_hidden, wanted_weight = (wanted and need for need in ctx.needs_input_grad[:2])
         unit = torch.full((), UNIT.get(dtype, 1.0), dtype=wide, device=hidden.device)
         totals = torch.zeros(1 + settings.apart, dtype=wide, device=hidden.device)
-        grad_hidden = torch.empty((tokens, features), dtype=dtype, device=hidden.device) if wanted_hidden else None
-        grad_weight = torch.zeros((rows, features), dtype=wide, device=hidden.device) if wanted_weight else None
+        grad_hidden = (
+            torch.empty((tokens, features), dtype=dtype, device=hidden.device) if wanted_hidden else None
+        )
+        grad_weight = (
+            torch.zeros((rows, features), dtype=wide, device=hidden.device) if wanted_weight else None
+        )
         room = hidden.new_empty(min(chunk, tokens), -(-rows // ALIGNMENT) * ALIGNMENT)[:, :rows]
         for start in range(0, tokens, chunk):
-            part, h, t = slice(start, start + chunk), hidden[start : start + chunk], targets[start : start + chunk]
+            part, h, t = (
+                slice(start, start + chunk),
+                hidden[start : start + chunk],
+                targets[start : start + chunk],
+            )
             logits = torch.mm(h, weight.t(), out=room[: len(h)])
             if not wanted:
                 loss, (lse, _) = losses(logits, t, settings, fused, keep=False)
@@ -122,7 +140,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), h)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit, ctx.settings = reduce, accumulate, dtype, UNIT.get(dtype, 1.0), settings
+        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit, ctx.settings = (
+            reduce,
+            accumulate,
+            dtype,
+            UNIT.get(dtype, 1.0),
+            settings,
+        )
         return (totals[0].clone(), totals[1].clone()) if settings.apart else totals[0].clone()
 
     @staticmethod
@@ -167,6 +191,10 @@ def adds_in_fp32(device: str, dtype: torch.dtype) -> bool:
     a, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (NotImplementedError, RuntimeError, TypeError):  # the device has no such product, or refuses the two dtypes together
+    except (
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+    ):  # the device has no such product, or refuses the two dtypes together
         return False
     return True

@@ -1,11 +1,12 @@
-"""Rows for experts: each token's features once for every expert that it goes to, and the weighted sum of what comes back.
+"""Rows for experts: each token's features once for every expert that it goes to, and the
+weighted sum of what comes back.
 
     spread      rows[s] = x[t]                     s = slots[t, k] for each of a token's K experts
     combine     y[t]    = sum over k of w[t, k] rows[slots[t, k]]
 
-`slots` says where each copy of a token stands among rows sorted by expert. Each is the other's gradient, and both read by token: a program
-owns a token, so nothing is added by atomics, and sums have one order. combine's backward writes the gradients of rows and weights in one
-pass over the rows.
+`slots` says where each copy of a token stands among rows sorted by expert. Each is the other's gradient, and
+both read by token: a program owns a token, so nothing is added by atomics, and sums have one order. combine's
+backward writes the gradients of rows and weights in one pass over the rows.
 """
 
 from typing import Any
@@ -26,7 +27,9 @@ MAX_BLOCK = 2048  # features at a time
 
 
 def slots_of(order: Tensor, copies: int) -> Tensor:
-    """Where each copy of each token stands, ``[tokens, copies]``, by the order that sorts copies by expert, ``[tokens · copies]``."""
+    """Where each copy of each token stands, ``[tokens, copies]``, by the order that sorts copies by
+    expert, ``[tokens · copies]``.
+    """
     slots = torch.empty_like(order)
     slots[order] = torch.arange(len(order), device=order.device)
     return slots.view(-1, copies)
@@ -35,21 +38,30 @@ def slots_of(order: Tensor, copies: int) -> Tensor:
 def spread(x: Tensor, slots: Tensor, *, implementation: Implementation = "auto") -> Tensor:
     """Each token's features at all of its slots: ``[tokens, features]`` → ``[tokens · copies, features]``.
 
-    slots: ``[tokens, copies]`` integers, every row once. Raises ValueError for what the implementation cannot take.
+    slots: ``[tokens, copies]`` integers, every row once. Raises ValueError for what the implementation cannot
+    take.
     """
     _check("spread", slots, "x", x, len(slots))
     return _Spread.apply(x, slots, use_triton("spread", implementation, x=x, slots=slots) and x.numel() > 0)
 
 
-def combine(rows: Tensor, slots: Tensor, weights: Tensor, *, implementation: Implementation = "auto") -> Tensor:
-    """Each token's weighted sum of its rows, computed in fp32 at least: ``[tokens · copies, features]`` → ``[tokens, features]``.
+def combine(
+    rows: Tensor, slots: Tensor, weights: Tensor, *, implementation: Implementation = "auto"
+) -> Tensor:
+    """Each token's weighted sum of its rows, computed in fp32 at least: ``[tokens · copies,
+    features]`` → ``[tokens, features]``.
 
     slots: as in `spread`. weights: ``[tokens, copies]`` in any floating dtype, which their gradient has too.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
     _check("combine", slots, "rows", rows, slots.numel())
     check_shape("combine", "weights", weights, f"{list(slots.shape)}, as slots", weights.shape == slots.shape)
-    return _Combine.apply(rows, slots, weights, use_triton("combine", implementation, rows=rows, slots=slots) and rows.numel() > 0)
+    return _Combine.apply(
+        rows,
+        slots,
+        weights,
+        use_triton("combine", implementation, rows=rows, slots=slots) and rows.numel() > 0,
+    )
 
 
 def _check(operation: str, slots: Tensor, name: str, tensor: Tensor, rows: int) -> None:
@@ -68,7 +80,17 @@ def _spread_kernel(x, slots, rows, features, x_stride, blocks, COPIES: tl.conste
 
 
 @triton.jit
-def _combine_kernel(rows, slots, weights, y, features, blocks, COPIES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    rows,
+    slots,
+    weights,
+    y,
+    features,
+    blocks,
+    COPIES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -83,9 +105,17 @@ def _combine_kernel(rows, slots, weights, y, features, blocks, COPIES: tl.conste
 
 @triton.jit
 def _combine_backward_kernel(
-    rows, slots, weights, grad_y, grad_rows, grad_weights, features, grad_stride,
-    COPIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    slots,
+    weights,
+    grad_y,
+    grad_rows,
+    grad_weights,
+    features,
+    grad_stride,
+    COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     for k in tl.static_range(COPIES):
         slot = tl.load(slots + token * COPIES + k).to(tl.int64)
@@ -107,8 +137,11 @@ def launch_options(features: int) -> dict[str, int]:
 
 
 def tokens_of(slots: Tensor) -> Tensor:
-    """The token whose copy each row is, ``[tokens · copies]``. Whole rows are then gathered, which a CPU does several times faster than it
-    scatters them, or indexes them by a matrix."""
+    """The token whose copy each row is, ``[tokens · copies]``.
+
+    Whole rows are then gathered, which a CPU does several times faster than it scatters them, or indexes them
+    by a matrix.
+    """
     tokens = torch.empty_like(slots).view(-1)
     tokens[slots.flatten()] = torch.arange(len(slots), device=slots.device).repeat_interleave(slots.shape[1])
     return tokens
@@ -123,7 +156,9 @@ def spread_rows(x: Tensor, slots: Tensor, fused: bool) -> Tensor:
     options = launch_options(features)
     blocks = triton.cdiv(features, options["BLOCK"])
     with torch.cuda.device_of(x):
-        _spread_kernel[(tokens * blocks,)](x, slots.contiguous(), rows, features, x.stride(0), blocks, COPIES=copies, **options)
+        _spread_kernel[(tokens * blocks,)](
+            x, slots.contiguous(), rows, features, x.stride(0), blocks, COPIES=copies, **options
+        )
     return rows
 
 
@@ -141,7 +176,9 @@ def combine_rows(rows: Tensor, slots: Tensor, weights: Tensor | None, fused: boo
     blocks, given = triton.cdiv(features, options["BLOCK"]), rows if weights is None else weights.contiguous()
     sizes = {"COPIES": copies, "WEIGHTED": weights is not None}
     with torch.cuda.device_of(rows):
-        _combine_kernel[(tokens * blocks,)](rows, slots.contiguous(), given, y, features, blocks, **sizes, **options)
+        _combine_kernel[(tokens * blocks,)](
+            rows, slots.contiguous(), given, y, features, blocks, **sizes, **options
+        )
     return y
 
 
@@ -193,7 +230,16 @@ class _Combine(torch.autograd.Function):
             return of_rows.mul_(by_row[:, None]).to(rows.dtype), None, dots[slots].to(weights.dtype), None
         grad, rows = grad if grad.stride(1) == 1 else grad.contiguous(), rows.contiguous()
         grad_rows, grad_weights = torch.empty_like(rows), weights.new_empty(tokens, copies)
-        given = rows, slots.contiguous(), weights.contiguous(), grad, grad_rows, grad_weights, features, grad.stride(0)
+        given = (
+            rows,
+            slots.contiguous(),
+            weights.contiguous(),
+            grad,
+            grad_rows,
+            grad_weights,
+            features,
+            grad.stride(0),
+        )
         with torch.cuda.device_of(rows):
             _combine_backward_kernel[(tokens,)](*given, COPIES=copies, **launch_options(features))
         return grad_rows, None, grad_weights, None

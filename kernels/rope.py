@@ -1,19 +1,22 @@
-"""Rotary position embedding, fused: one read and one write (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+"""Rotary position embedding, fused: one read and one write (Su et al. 2021,
+https://arxiv.org/abs/2104.09864).
 
-Feature i of a head is paired with feature i + head/2, and the pair at position t is turned by the angle a = t f_i:
+Feature i of a head is paired with feature i + head/2, and the pair at position t is turned by the angle a = t
+f_i:
 
     forward    y1 = x1 cos a - x2 sin a,  y2 = x2 cos a + x1 sin a
     backward   the rotation by -a: dx1 = dy1 cos a + dy2 sin a,  dx2 = dy2 cos a - dy1 sin a
 
-Nothing is saved but the tables. `rope` turns one tensor; `rope_qkv` takes a projection's queries, keys and values apart, turns
-the first two and leaves all three packed, so that the projection itself can be freed, and puts their gradients together again.
-With `norms` it norms queries and keys first (Dehghani et al. 2023), which needs the projection again in backward:
+Nothing is saved but the tables. `rope` turns one tensor; `rope_qkv` takes a projection's queries, keys and
+values apart, turns the first two and leaves all three packed, so that the projection itself can be freed, and
+puts their gradients together again. With `norms` it norms queries and keys first (Dehghani et al. 2023),
+which needs the projection again in backward:
 
     forward    n = w x r,  r = 1 / sqrt(mean(x²) + eps)                      of a head's features, then turned
     backward   g = w dn;  dx = r (g - x r mean(g x r));  dw = sum of dn x r over tokens and heads
 
-A program owns one token and as many of its heads as fill a tile; both halves of a head are in it. It leaves its part of dw to
-PyTorch's sum: no atomics.
+A program owns one token and as many of its heads as fill a tile; both halves of a head are in it. It leaves
+its part of dw to PyTorch's sum: no atomics.
 """
 
 from collections.abc import Sequence
@@ -37,21 +40,37 @@ TILE = 2048  # elements of half a tile: 16 pairs a thread
 
 
 def rope(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_place: bool = False, implementation: Implementation = "auto"
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Turns the feature pairs of ``[batch, heads, seq, head]`` by their position's angles, in fp32 at least.
 
-    x: any floating dtype, which the result has too, and any strides, whose order the result keeps (heads that are no rows in
+    x: any floating dtype, which the result has too, and any strides, whose order the result keeps (heads that
+    are no rows in
         memory are copied first).
-    cos, sin: ``[seq, head]``, their second half like their first, which alone is read; fp32 (fp64 for eager in fp64).
-    in_place: overwrite x and return it. Backward needs no x; what else may need it, autograd checks, and refuses parts of a split.
+    cos, sin: ``[seq, head]``, their second half like their first, which alone is read; fp32 (fp64 for eager
+    in fp64).
+    in_place: overwrite x and return it. Backward needs no x; what else may need it, autograd checks, and
+    refuses parts of a split.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
-    check_shape("rope", "x", x, "[batch, heads, seq, head] with an even head", x.dim() == 4 and x.shape[3] % 2 == 0)
+    check_shape(
+        "rope", "x", x, "[batch, heads, seq, head] with an even head", x.dim() == 4 and x.shape[3] % 2 == 0
+    )
     _check_tables("rope", cos, sin, x.shape[2], x.shape[3])
     if in_place and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-        raise ValueError("rope: x is a leaf that requires grad, which autograd does not let change (right: in_place=False)")
-    if use_triton("rope", implementation, x=x, cos=cos, sin=sin) and x.numel() and not (in_place and x.stride(3) != 1):
+        raise ValueError(
+            "rope: x is a leaf that requires grad, which autograd does not let change (right: in_place=False)"
+        )
+    if (
+        use_triton("rope", implementation, x=x, cos=cos, sin=sin)
+        and x.numel()
+        and not (in_place and x.stride(3) != 1)
+    ):
         return _Rope.apply(x, cos, sin, in_place)
     y = rope_eager(x, cos, sin)
     return x.copy_(y) if in_place else y
@@ -61,7 +80,8 @@ def rope_eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """The reference in plain PyTorch; x ``[batch, heads, seq, head]``, tables ``[seq, head]``."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, :half], sin[:, :half]
-    by_token = x.stride(1) < x.stride(2)  # the result keeps that order, else attention's output would need a copy
+    # the result keeps that order, else attention's output would need a copy
+    by_token = x.stride(1) < x.stride(2)
     if by_token:
         x, cos, sin = x.transpose(1, 2), cos[:, None], sin[:, None]
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
@@ -70,13 +90,20 @@ def rope_eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def rope_qkv(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, norms: Norms | None = None, implementation: Implementation = "auto"
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    norms: Norms | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries and keys turned as by `rope`, and values, from the projection that holds them in groups.
 
-    qkv: ``[batch, seq, kv heads, group + 2, head]``, contiguous: of each group its queries, then its key, then its value.
+    qkv: ``[batch, seq, kv heads, group + 2, head]``, contiguous: of each group its queries, then its key,
+    then its value.
     norms: weights ``[head]`` of the RMS norms of queries and of keys, in one dtype, and their eps.
-    Returns q ``[batch, kv heads · group, seq, head]``, k and v ``[batch, kv heads, seq, head]``, in memory token by token.
+    Returns q ``[batch, kv heads · group, seq, head]``, k and v ``[batch, kv heads, seq, head]``, in memory
+    token by token.
     Raises ValueError for a shape, dtype, layout or device that the implementation cannot take.
     """
     right = "[batch, seq, kv heads, group + 2, head] with an even head"
@@ -87,8 +114,19 @@ def rope_qkv(
     q_weight, k_weight, eps = norms or (None, None, 0.0)
     for name, weight in (("the queries' weight", q_weight), ("the keys' weight", k_weight)):
         if weight is not None:
-            check_shape("rope_qkv", name, weight, f"[{qkv.shape[4]}], a head's features", weight.shape == qkv.shape[4:])
-    if use_triton("rope_qkv", implementation, qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight) and qkv.numel():
+            check_shape(
+                "rope_qkv",
+                name,
+                weight,
+                f"[{qkv.shape[4]}], a head's features",
+                weight.shape == qkv.shape[4:],
+            )
+    if (
+        use_triton(
+            "rope_qkv", implementation, qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
+        )
+        and qkv.numel()
+    ):
         return _RopeQKV.apply(qkv, cos, sin, q_weight, k_weight, eps)
     return rope_qkv_eager(qkv, cos, sin, norms)
 
@@ -106,7 +144,9 @@ def rope_qkv_eager(
 
 def _check_tables(operation: str, cos: torch.Tensor, sin: torch.Tensor, seq: int, head: int) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
-        check_shape(operation, name, table, f"[{seq}, {head}], positions and features", table.shape == (seq, head))
+        check_shape(
+            operation, name, table, f"[{seq}, {head}], positions and features", table.shape == (seq, head)
+        )
         if table.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{operation}: {name} is {table.dtype} (right: fp32, or fp64 for eager)")
 
@@ -122,14 +162,30 @@ def _turn(first, second, c, s, BACKWARD: tl.constexpr):
 def _angles(cos, sin, position, pair, HALF: tl.constexpr):
     """cos and sin of one position, [1, pairs]."""
     table = position.to(tl.int64) * (2 * HALF) + pair
-    return tl.load(cos + table, mask=pair < HALF, other=1.0), tl.load(sin + table, mask=pair < HALF, other=0.0)
+    return tl.load(cos + table, mask=pair < HALF, other=1.0), tl.load(
+        sin + table, mask=pair < HALF, other=0.0
+    )
 
 
 @triton.jit
 def _rope_kernel(
-    x, y, cos, sin, heads, seq, x_batch, x_head, x_seq, y_batch, y_head, y_seq,
-    HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    cos,
+    sin,
+    heads,
+    seq,
+    x_batch,
+    x_head,
+    x_seq,
+    y_batch,
+    y_head,
+    y_seq,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
     batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
     pair = tl.arange(0, PAIRS)[None, :]
@@ -164,12 +220,39 @@ def _normed(first, second, eps, HALF: tl.constexpr):
 
 @triton.jit
 def _rope_qkv_kernel(
-    qkv, q, k, v, cos, sin, x, q_weight, k_weight, parts, eps, slots, seq,
-    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq,
-    GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
-):  # fmt: skip
-    """A slot is a head of qkv, whose kv head is slot // (GROUP + 2). Backward reads q, k, v and writes qkv; with norms it reads what
-    forward had as qkv, x, too, and writes a row of `parts`: those of both weights' gradients."""
+    qkv,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    x,
+    q_weight,
+    k_weight,
+    parts,
+    eps,
+    slots,
+    seq,
+    q_batch,
+    q_head,
+    q_seq,
+    k_batch,
+    k_head,
+    k_seq,
+    v_batch,
+    v_head,
+    v_seq,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """A slot is a head of qkv, whose kv head is slot // (GROUP + 2).
+
+    Backward reads q, k, v and writes qkv; with norms it reads what forward had as qkv, x, too, and writes a
+    row of `parts`: those of both weights' gradients.
+    """
     batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
     slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
@@ -182,7 +265,11 @@ def _rope_qkv_kernel(
     k += batch * k_batch + kv_head * k_head + position * k_seq + pair
     v += batch * v_batch + kv_head * v_head + position * v_seq + pair
     if BACKWARD:  # of three loads two are masked off: they cost no traffic
-        first = tl.load(q, mask=is_q, other=0.0) + tl.load(k, mask=is_k, other=0.0) + tl.load(v, mask=is_v, other=0.0)
+        first = (
+            tl.load(q, mask=is_q, other=0.0)
+            + tl.load(k, mask=is_k, other=0.0)
+            + tl.load(v, mask=is_v, other=0.0)
+        )
         second = tl.load(q + HALF, mask=is_q, other=0.0) + tl.load(k + HALF, mask=is_k, other=0.0)
         second += tl.load(v + HALF, mask=is_v, other=0.0)
         turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
@@ -191,7 +278,9 @@ def _rope_qkv_kernel(
             x_first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
             x_second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
             x_first, x_second, r = _normed(x_first, x_second, eps, HALF)
-            parts += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (4 * HALF) + tl.arange(0, PAIRS)
+            parts += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (
+                4 * HALF
+            ) + tl.arange(0, PAIRS)
             known = tl.arange(0, PAIRS) < HALF
             own_first, own_second = turned_first * x_first, turned_second * x_second
             tl.store(parts, tl.sum(tl.where(is_q, own_first, 0.0), 0), mask=known)
@@ -221,19 +310,30 @@ def _rope_qkv_kernel(
 
 
 def launch_options(heads: int, head_size: int) -> dict[str, int]:
-    """Compile-time sizes of both kernels, for so many heads a token: `TILE` pairs a program, or all heads if that is less."""
+    """Compile-time sizes of both kernels, for so many heads a token: `TILE` pairs a
+    program, or all heads if that is less.
+    """
     pairs = triton.next_power_of_2(head_size // 2)
     heads = min(triton.next_power_of_2(heads), max(TILE // pairs, 1))
-    return {"HALF": head_size // 2, "PAIRS": pairs, "HEADS": heads, "num_warps": min(max(heads * pairs // 512, 1), 4)}
+    return {
+        "HALF": head_size // 2,
+        "PAIRS": pairs,
+        "HEADS": heads,
+        "num_warps": min(max(heads * pairs // 512, 1), 4),
+    }
 
 
-def _turned(x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+def _turned(
+    x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
+) -> torch.Tensor:
     """y [batch, heads, seq, head], written over with x turned; both of any strides whose last is 1."""
     batch, heads, seq, head_size = x.shape
     options = launch_options(heads, head_size)
     grid = (batch * seq, triton.cdiv(heads, options["HEADS"]))
     with torch.cuda.device_of(x):
-        _rope_kernel[grid](x, y, cos, sin, heads, seq, *x.stride()[:3], *y.stride()[:3], BACKWARD=backward, **options)
+        _rope_kernel[grid](
+            x, y, cos, sin, heads, seq, *x.stride()[:3], *y.stride()[:3], BACKWARD=backward, **options
+        )
     return y
 
 
@@ -246,19 +346,35 @@ def _launch_qkv(
     *,
     backward: bool,
 ) -> torch.Tensor | None:
-    """Fills q, k, v [batch, heads, seq, head] from qkv [batch, seq, kv heads, group + 2, head]; or backward qkv from them.
+    """Fills q, k, v [batch, heads, seq, head] from qkv [batch, seq, kv heads, group + 2,
+    head]; or backward qkv from them.
 
-    With norms, backward needs what forward had as qkv, `x`, and returns the gradients of both weights, [2, head] in fp32.
+    With norms, backward needs what forward had as qkv, `x`, and returns the gradients of both weights, [2,
+    head] in fp32.
     """
     batch, seq, kv_heads, members, head_size = qkv.shape
     slots = kv_heads * members
     options = launch_options(slots, head_size)
     grid = (batch * seq, triton.cdiv(slots, options["HEADS"]))
     strides = [stride for part in qkv_parts for stride in part.stride()[:3]]
-    parts = qkv.new_empty(*grid, 2, head_size, dtype=torch.float32) if backward and norms[0] is not None else None
+    parts = (
+        qkv.new_empty(*grid, 2, head_size, dtype=torch.float32) if backward and norms[0] is not None else None
+    )
     with torch.cuda.device_of(qkv):
         _rope_qkv_kernel[grid](
-            qkv, *qkv_parts, *tables, x, *norms[:2], parts, norms[2], slots, seq, *strides, GROUP=members - 2, BACKWARD=backward, **options
+            qkv,
+            *qkv_parts,
+            *tables,
+            x,
+            *norms[:2],
+            parts,
+            norms[2],
+            slots,
+            seq,
+            *strides,
+            GROUP=members - 2,
+            BACKWARD=backward,
+            **options,
         )
     return None if parts is None else parts.sum((0, 1))
 
@@ -267,7 +383,9 @@ class _Rope(torch.autograd.Function):
     """x [batch, heads, seq, head] -> y, likewise; saves the tables. grad of x = dy turned back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         if in_place:
@@ -285,9 +403,11 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeQKV(torch.autograd.Function):
-    """B sequences of S tokens, K key/value heads with G queries each, head size D; saves the tables, with norms also qkv.
+    """B sequences of S tokens, K key/value heads with G queries each, head size D; saves
+    the tables, with norms also qkv.
 
-    forward      q [B, S, K G, D], k, v [B, S, K, D], transposed  = parts of qkv [B, S, K, G + 2, D], the first two normed and turned
+    forward      q [B, S, K G, D], k, v [B, S, K, D], transposed  = parts of qkv [B, S, K, G + 2, D], the
+                 first two normed and turned
     grad of qkv  [B, S, K, G + 2, D]  = dq, dk turned back and through the norm, and dv, interleaved
     grad of w    [D]                  = sums over tokens and heads
     """
@@ -306,7 +426,10 @@ class _RopeQKV(torch.autograd.Function):
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin, q_weight, k_weight, None if q_weight is None else qkv)
         ctx.shape, ctx.eps = qkv.shape, eps
-        q, k, v = (qkv.new_empty(batch, seq, heads, head_size).transpose(1, 2) for heads in (kv_heads * (slots - 2), kv_heads, kv_heads))
+        q, k, v = (
+            qkv.new_empty(batch, seq, heads, head_size).transpose(1, 2)
+            for heads in (kv_heads * (slots - 2), kv_heads, kv_heads)
+        )
         _launch_qkv(qkv, (q, k, v), (cos, sin), (q_weight, k_weight, eps), backward=False)
         return q, k, v
 
@@ -316,7 +439,9 @@ class _RopeQKV(torch.autograd.Function):
         parts = [grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads]
         cos, sin, q_weight, k_weight, qkv = ctx.saved_tensors
         grad_qkv = parts[0].new_empty(ctx.shape)
-        of_weights = _launch_qkv(grad_qkv, parts, (cos, sin), (q_weight, k_weight, ctx.eps), qkv, backward=True)
+        of_weights = _launch_qkv(
+            grad_qkv, parts, (cos, sin), (q_weight, k_weight, ctx.eps), qkv, backward=True
+        )
         if of_weights is None:
             return grad_qkv, None, None, None, None, None
         return grad_qkv, None, None, of_weights[0].to(q_weight.dtype), of_weights[1].to(k_weight.dtype), None

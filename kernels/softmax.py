@@ -1,14 +1,17 @@
-"""Scaled softmax of attention scores under a causal mask: one read and one write instead of a scale, a mask, a softmax and casts.
+"""Scaled softmax of attention scores under a causal mask: one read and one write instead of a
+scale, a mask, a softmax and casts.
 
-Row i of a causal [query, key] score matrix sees keys j <= i + key - query: the whole lower triangle when query = key, and
-all that came before when the queries are the last ones of a longer sequence.
+Row i of a causal [query, key] score matrix sees keys j <= i + key - query: the whole lower triangle when
+query = key, and all that came before when the queries are the last ones of a longer sequence.
 
-    forward    y[j]  = exp(s x[j] - m) / sum_j exp(s x[j] - m)   over the visible j, 0 beyond;  m = max_j s x[j]
+    forward    y[j]  = exp(s x[j] - m) / sum_j exp(s x[j] - m)   over the visible j, 0 beyond;  m = max_j s
+               x[j]
     backward   dx[j] = s y[j] (dy[j] - sum_k dy[k] y[k])
 
-One program owns one row, or several short ones. It reads only what a causal row sees, keeps statistics in fp32, and writes
-the zeros beyond. A row that fits in one block stays in registers between its single read and its write; a longer one is
-read twice, its maximum and sum gathered online (Milakov & Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+One program owns one row, or several short ones. It reads only what a causal row sees, keeps statistics in
+fp32, and writes the zeros beyond. A row that fits in one block stays in registers between its single read and
+its write; a longer one is read twice, its maximum and sum gathered online (Milakov & Gimelshein, 2018,
+https://arxiv.org/abs/1805.02867).
 """
 
 from typing import Any
@@ -32,8 +35,8 @@ THREADS = 128  # of a program that takes several short rows
 def causal_softmax(scores: Tensor, scale: float, implementation: Implementation = "auto") -> Tensor:
     """Softmax of `scale * scores` over the keys that each query may see; exact zeros elsewhere.
 
-    scores: [batch, heads, query, key] with query <= key, of any floating dtype; the result has its shape and dtype.
-    Scores that are not contiguous are copied first.
+    scores: [batch, heads, query, key] with query <= key, of any floating dtype; the result has its shape and
+    dtype. Scores that are not contiguous are copied first.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
     fits = scores.dim() == 4 and scores.shape[2] <= scores.shape[3]
@@ -46,22 +49,30 @@ def causal_softmax(scores: Tensor, scale: float, implementation: Implementation 
 
 
 def causal_softmax_eager(scores: Tensor, scale: float) -> Tensor:
-    """The reference: the same function in plain PyTorch, statistics in fp32 or wider; scores [batch, heads, query, key]."""
+    """The reference: the same function in plain PyTorch, statistics in fp32 or wider;
+    scores [batch, heads, query, key].
+    """
     query_size, key_size = scores.shape[-2:]
-    visible = torch.ones(query_size, key_size, dtype=torch.bool, device=scores.device).tril(key_size - query_size)
+    visible = torch.ones(query_size, key_size, dtype=torch.bool, device=scores.device).tril(
+        key_size - query_size
+    )
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     return wide.masked_fill(~visible, float("-inf")).softmax(-1).to(scores.dtype)
 
 
 @triton.jit
 def _visible_keys(row, query_size, key_size):
-    """How many keys, from the first, these rows of the flattened causal [batch * heads * query, key] matrix see."""
+    """How many keys, from the first, these rows of the flattened causal [batch *
+    heads * query, key] matrix see.
+    """
     return row % query_size + key_size - query_size + 1
 
 
 @triton.jit
 def _load_limit(visible, key_size):
-    """Where loads end: at a multiple of 16 beyond the visible keys, for a ragged end would forbid 16-byte loads."""
+    """Where loads end: at a multiple of 16 beyond the visible keys, for a ragged
+    end would forbid 16-byte loads.
+    """
     return tl.minimum((visible + 15) // 16 * 16, key_size)
 
 
@@ -75,9 +86,16 @@ def _load_scaled(scores, key, visible, limit, in_rows, scale):
 
 @triton.jit
 def _forward_kernel(
-    scores, probabilities, scale, rows, query_size, key_size,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-):  # fmt: skip
+    scores,
+    probabilities,
+    scale,
+    rows,
+    query_size,
+    key_size,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     in_rows = row < rows
     lane = tl.arange(0, BLOCK)[None, :]
@@ -93,7 +111,8 @@ def _forward_kernel(
         y = tl.where(seen, numerator * (1.0 / tl.sum(numerator, 1)[:, None]), 0.0)
         tl.store(probabilities + lane, y, mask=in_rows & (lane < key_size))
     else:
-        # Starting from the least finite number, not -inf, a first block of -inf scores gives exp(-inf) = 0 and no NaN.
+        # Starting from the least finite number, not -inf, a first block of -inf scores gives exp(-inf) = 0
+        # and no NaN.
         maximum = tl.full((ROWS,), -3.4028234663852886e38, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         for start in range(0, end, BLOCK):
@@ -110,9 +129,17 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    probabilities, grad_output, grad_scores, scale, rows, query_size, key_size,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-):  # fmt: skip
+    probabilities,
+    grad_output,
+    grad_scores,
+    scale,
+    rows,
+    query_size,
+    key_size,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     in_rows = row < rows
     lane = tl.arange(0, BLOCK)[None, :]
@@ -127,7 +154,8 @@ def _backward_kernel(
         inside = in_rows & (lane < limit)
         y = tl.load(probabilities + lane, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(grad_output + lane, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.where(lane < visible, dy, 0.0)  # a gradient of the zeros beyond, were it infinite, must not count
+        # a gradient of the zeros beyond, were it infinite, must not count
+        dy = tl.where(lane < visible, dy, 0.0)
         dx = scale * y * (dy - tl.sum(dy * y, 1)[:, None])
         tl.store(grad_scores + lane, dx, mask=in_rows & (lane < key_size))
     else:
@@ -165,7 +193,9 @@ class _Softmax(torch.autograd.Function):
             rows, options = scores.numel() // key_size, launch_options(key_size)
             with torch.cuda.device_of(scores):
                 grid = (triton.cdiv(rows, options["ROWS"]),)
-                _forward_kernel[grid](scores, probabilities, float(scale), rows, query_size, key_size, **options)
+                _forward_kernel[grid](
+                    scores, probabilities, float(scale), rows, query_size, key_size, **options
+                )
         ctx.save_for_backward(probabilities)
         ctx.scale = float(scale)
         return probabilities
@@ -180,5 +210,7 @@ class _Softmax(torch.autograd.Function):
         if probabilities.numel():
             rows, options = probabilities.numel() // key_size, launch_options(key_size, elements=16)
             grid = (triton.cdiv(rows, options["ROWS"]),)
-            _backward_kernel[grid](probabilities, grad_output, grad_scores, ctx.scale, rows, query_size, key_size, **options)
+            _backward_kernel[grid](
+                probabilities, grad_output, grad_scores, ctx.scale, rows, query_size, key_size, **options
+            )
         return grad_scores, None

@@ -1,10 +1,12 @@
-"""SwiGLU of a gated feed-forward layer's first product: two reads and one write (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+"""SwiGLU of a gated feed-forward layer's first product: two reads and one write (Shazeer 2020,
+https://arxiv.org/abs/2002.05202).
 
     forward    y  = silu(g) u            silu(g) = g s,  s = sigmoid(g),  x = [g, u]
     backward   dg = dy u s (1 + g (1 - s)),  du = dy g s
 
-Backward computes s again from x, which alone is saved, and writes dg and du where they belong in one gradient of x, so that
-nothing is put together afterwards. A program owns a tile of rows and of columns, those of g and of u that meet.
+Backward computes s again from x, which alone is saved, and writes dg and du where they belong in one gradient
+of x, so that nothing is put together afterwards. A program owns a tile of rows and of columns, those of g and
+of u that meet.
 """
 
 from typing import Any
@@ -26,9 +28,11 @@ TILE = 2048  # elements of a tile: 16 a thread of each operand, two 16-byte load
 
 
 def swiglu(x: torch.Tensor, *, implementation: Implementation = "auto") -> torch.Tensor:
-    """``silu(gate) * up`` of ``[..., 2 · features]``, the gate's features first; computed in fp32 and rounded once.
+    """``silu(gate) * up`` of ``[..., 2 · features]``, the gate's features first;
+    computed in fp32 and rounded once.
 
-    x: any floating dtype, which the result ``[..., features]`` has too; a row stride is taken as it is, any other layout copied.
+    x: any floating dtype, which the result ``[..., features]`` has too; a row stride is taken as it is, any
+    other layout copied.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
     check_shape("swiglu", "x", x, "[..., 2 · features]", x.dim() > 0 and x.shape[-1] % 2 == 0)
@@ -56,9 +60,17 @@ def _forward_kernel(x, y, rows, features, x_stride, column_blocks, ROWS: tl.cons
 
 @triton.jit
 def _backward_kernel(
-    x, grad_y, grad_x, rows, features, x_stride, grad_stride, column_blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad_y,
+    grad_x,
+    rows,
+    features,
+    x_stride,
+    grad_stride,
+    column_blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < features)
@@ -92,7 +104,9 @@ class _SwiGLU(torch.autograd.Function):
         y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
         blocks = triton.cdiv(features, options["BLOCK"])
         with torch.cuda.device_of(x):
-            _forward_kernel[(triton.cdiv(rows, options["ROWS"]) * blocks,)](x, y, rows, features, x.stride(0), blocks, **options)
+            _forward_kernel[(triton.cdiv(rows, options["ROWS"]) * blocks,)](
+                x, y, rows, features, x.stride(0), blocks, **options
+            )
         ctx.save_for_backward(x)
         return y
 
@@ -106,5 +120,7 @@ class _SwiGLU(torch.autograd.Function):
         blocks = triton.cdiv(features, options["BLOCK"])
         grid = (triton.cdiv(rows, options["ROWS"]) * blocks,)
         with torch.cuda.device_of(x):
-            _backward_kernel[grid](x, grad_y, grad_x, rows, features, x.stride(0), grad_y.stride(0), blocks, **options)
+            _backward_kernel[grid](
+                x, grad_y, grad_x, rows, features, x.stride(0), grad_y.stride(0), blocks, **options
+            )
         return grad_x

@@ -1,6 +1,7 @@
 """Where many tensors lie, as a table on their device: what lets one launch go over all of them.
 
-A program finds in `blocks` which tensor it works on and where in it, then in `addresses` and `sizes` that tensor. Built once,
+A program finds in `blocks` which tensor it works on and where in it, then in `addresses` and `sizes` that
+tensor. Built once,
 for tensors that stay where they are: an optimizer's.
 """
 
@@ -19,9 +20,11 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 
 class TensorTable:
-    """`addresses` ``[tensors, columns]`` and `sizes` ``[tensors]``, int64; `blocks` ``[programs, 2]``, int32: tensor, block of it.
+    """`addresses` ``[tensors, columns]`` and `sizes` ``[tensors]``, int64; `blocks` ``[programs,
+    2]``, int32: tensor, block of it.
 
-    columns: lists of one length; the sizes are those of the first list's tensors, of which a program does `block` elements.
+    columns: lists of one length; the sizes are those of the first list's tensors, of which a program does
+    `block` elements.
     """
 
     def __init__(self, columns: Sequence[Sequence[Tensor]], block: int) -> None:
@@ -36,7 +39,8 @@ class TensorTable:
         self.addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
         self.sizes = sizes.to(device)
         self.blocks = torch.stack((tensor, position), 1).int().to(device)
-        self.aligned = all(address % 16 == 0 for row in addresses for address in row)  # on what 16-byte loads need
+        # on what 16-byte loads need
+        self.aligned = all(address % 16 == 0 for row in addresses for address in row)
 
     @property
     def programs(self) -> int:
@@ -45,8 +49,9 @@ class TensorTable:
 
 
 def check_columns(operation: str, columns: dict[str, Sequence[Tensor] | None]) -> None:
-    """Raises ValueError unless all lists, named as the caller's arguments, match the first: in length, tensor by tensor in shape and
-    device, each of one dtype and of contiguous tensors; None ones are passed over."""
+    """Raises ValueError unless all lists, named as the caller's arguments, match the first: in length, tensor
+    by tensor in shape and device, each of one dtype and of contiguous tensors; None ones are passed over.
+    """
     first, *_ = columns.values()
     assert first is not None
     if not first:
@@ -55,17 +60,31 @@ def check_columns(operation: str, columns: dict[str, Sequence[Tensor] | None]) -
         if column is None:
             continue
         if len(column) != len(first):
-            raise ValueError(f"{operation}: {name} has {len(column)} tensors (right: {len(first)}, as {next(iter(columns))})")
+            raise ValueError(
+                f"{operation}: {name} has {len(column)} tensors (right: {len(first)}, as "
+                f"{next(iter(columns))})"
+            )
         for i, (tensor, model) in enumerate(zip(column, first, strict=True)):
-            check_shape(operation, f"{name}[{i}]", tensor, f"{list(model.shape)}", tensor.shape == model.shape)
-            if tensor.dtype != column[0].dtype or tensor.device != first[0].device or not tensor.is_contiguous():
+            check_shape(
+                operation, f"{name}[{i}]", tensor, f"{list(model.shape)}", tensor.shape == model.shape
+            )
+            if (
+                tensor.dtype != column[0].dtype
+                or tensor.device != first[0].device
+                or not tensor.is_contiguous()
+            ):
                 given = f"{tensor.dtype} on {tensor.device}, stride {tensor.stride()}"
-                raise ValueError(f"{operation}: {name}[{i}] is {given} (right: {column[0].dtype} on {first[0].device}, contiguous)")
+                raise ValueError(
+                    f"{operation}: {name}[{i}] is {given} (right: {column[0].dtype} on {first[0].device}, "
+                    "contiguous)"
+                )
 
 
 @triton.jit
 def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to elements of DTYPE whose address is in memory; ALIGNED promises Triton a multiple of 16 bytes."""
+    """The pointer to elements of DTYPE whose address is in memory; ALIGNED promises
+    Triton a multiple of 16 bytes.
+    """
     pointer = tl.load(address).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

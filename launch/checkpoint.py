@@ -1,4 +1,7 @@
-"""Inspects the checkpoints of a run, and converts models to and from other projects' formats. It needs no device."""
+"""Inspects the checkpoints of a run, and converts models to and from other projects' formats.
+
+It needs no device.
+"""
 
 import argparse
 import json
@@ -38,14 +41,19 @@ def info(args: argparse.Namespace) -> None:
     tensors = reader.manifest.tensors
     total = sum(tensor.nbytes for tensor in tensors.values())
     print(f"{reader.path}\nstep {reader.step}, written by megacore {shown(reader.manifest.megacore_version)}")
-    print(f"{len(tensors)} tensors, {size_text(total)}, in {len(reader.manifest.files)} files" + ("" if args.tensors else LISTED))
+    print(
+        f"{len(tensors)} tensors, {size_text(total)}, in {len(reader.manifest.files)} files"
+        + ("" if args.tensors else LISTED)
+    )
     config = reader.state.get("config")
     for key, value in reader.state.items():
         if not isinstance(value, dict):
             print(f"{shown(key)}: {json.dumps(value)}")
         elif not (isinstance(config, dict) and value == config.get(key)):  # else the config below says it
             print(f"{shown(key)}:")
-            settings = flatten(value) if all(isinstance(section, dict) for section in value.values()) else value
+            settings = (
+                flatten(value) if all(isinstance(section, dict) for section in value.values()) else value
+            )
             print_table([(f"  {name}", json.dumps(setting)) for name, setting in settings.items()])
     if args.tensors:
         rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "size", "content digest")]
@@ -72,24 +80,45 @@ def verify(args: argparse.Namespace) -> None:
             rows.append((candidate.name, "", "", "", f"no: {error.wrong}"))
         else:
             manifest = reader.manifest
-            rows.append((candidate.name, str(len(reader.names)), str(len(manifest.files)), size_text(manifest.nbytes), "yes"))
+            rows.append(
+                (
+                    candidate.name,
+                    str(len(reader.names)),
+                    str(len(manifest.files)),
+                    size_text(manifest.nbytes),
+                    "yes",
+                )
+            )
     print_table(rows)
     if errors:
         raise errors[0]
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print how many tensors of two checkpoints differ, and the first few of them, or all if asked. Return 1 if any differ."""
+    """Print how many tensors of two checkpoints differ, and the first few of them, or all if asked.
+
+    Return 1 if any differ.
+    """
     before, after = (Reader(locate(path), trusted=args.trust) for path in (args.path, args.other))
     differ = list(compare(before, after))
     total = len({*before.names, *after.names})
     for reader in (before, after):
         print(f"{reader.path}, step {reader.step}")
-    equal = "are equal by their digests (--trust: not compared with what is in the files)" if args.trust else "are equal in every bit"
+    equal = (
+        "are equal by their digests (--trust: not compared with what is in the files)"
+        if args.trust
+        else "are equal in every bit"
+    )
     print(f"{total - len(differ)} of {total} tensors {equal}")
-    rows: list[tuple[str, ...]] = [("tensor", "what differs", "elements", "largest difference", "relative to the norm")]
+    rows: list[tuple[str, ...]] = [
+        ("tensor", "what differs", "elements", "largest difference", "relative to the norm")
+    ]
     for found in differ if args.tensors else differ[:FEW]:
-        figures = (f"{found.elements:,}", f"{found.largest:.3g}", f"{found.relative:.3g}") if found.elements else ("", "", "")
+        figures = (
+            (f"{found.elements:,}", f"{found.largest:.3g}", f"{found.relative:.3g}")
+            if found.elements
+            else ("", "", "")
+        )
         rows.append((found.name, found.what, *figures))
     if differ:
         print_table(rows)
@@ -99,7 +128,10 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Print rows in columns that are as wide as their cells. Names stay whole in narrow terminals, for searching and copying."""
+    """Print rows in columns that are as wide as their cells.
+
+    Names stay whole in narrow terminals, for searching and copying.
+    """
     rows = [tuple(map(shown, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -111,7 +143,9 @@ def export(args: argparse.Namespace) -> None:
     if not 0 < args.shard_gib < 1e6:
         raise ConfigError("--shard-gib", f"{args.shard_gib} is not usable", "a size above 0")
     dtype, shard_bytes = DTYPES[args.dtype], int(args.shard_gib * 2**30)
-    export_hf(args.path, args.output, dtype, shard_bytes, args.tokenizer, args.compare_layers, print, args.weights)
+    export_hf(
+        args.path, args.output, dtype, shard_bytes, args.tokenizer, args.compare_layers, print, args.weights
+    )
 
 
 def import_(args: argparse.Namespace) -> None:
@@ -138,47 +172,96 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser("\n  ".join((INFO, VERIFY, DIFF, EXPORT, IMPORT, NANOGPT, UPCYCLE)), f"{__doc__}\n\nMore: {MORE}")
+    parser = Parser(
+        "\n  ".join((INFO, VERIFY, DIFF, EXPORT, IMPORT, NANOGPT, UPCYCLE)), f"{__doc__}\n\nMore: {MORE}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, example: str, what: str, path: str) -> Parser:
-        added: Parser = commands.add_parser(name, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
+        added: Parser = commands.add_parser(
+            name, help=what, example=example, description=f"{what[0].upper()}{what[1:]}."
+        )
         added.add_argument("path", type=Path, metavar="PATH", help=path)
         return added
 
     ours = "a run's log.dir, its checkpoints folder, or one step_… folder"
     showing = command("info", INFO, "step, size and state of the newest whole checkpoint", ours)
-    showing.add_argument("--tensors", action="store_true", help="also every tensor: dtype, shape, size and content digest")
-    command("verify", VERIFY, "read every checkpoint and compare it with its digests (status 2 if one is damaged)", ours)
-    what = "show which tensors of two checkpoints differ, and by how much (status 1 if any does, 2 if one is damaged)"
+    showing.add_argument(
+        "--tensors", action="store_true", help="also every tensor: dtype, shape, size and content digest"
+    )
+    command(
+        "verify",
+        VERIFY,
+        "read every checkpoint and compare it with its digests (status 2 if one is damaged)",
+        ours,
+    )
+    what = (
+        "show which tensors of two checkpoints differ, and by how much (status 1 if any does, 2 if one "
+        "is damaged)"
+    )
     comparing = command("diff", DIFF, what, ours)
     comparing.add_argument("other", type=Path, metavar="PATH", help="the other run or checkpoint")
-    quick = "believe the manifests' digests and read only tensors whose digests differ: quick, but does not notice damage"
-    comparing.add_argument("--trust", action="store_true", help=quick)
-    comparing.add_argument("--tensors", action="store_true", help=f"all tensors that differ (default: the first {FEW})")
-
-    exporting = command("export", EXPORT, "write a folder that transformers opens, and compare logits before it counts as done", ours)
-    exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
-    exporting.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to write, new or empty")
-    exporting.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="precision of the weights (default: %(default)s)"
+    quick = (
+        "believe the manifests' digests and read only tensors whose digests differ: quick, but does "
+        "not notice damage"
     )
-    exporting.add_argument("--tokenizer", help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's)")
+    comparing.add_argument("--trust", action="store_true", help=quick)
+    comparing.add_argument(
+        "--tensors", action="store_true", help=f"all tensors that differ (default: the first {FEW})"
+    )
+
+    exporting = command(
+        "export",
+        EXPORT,
+        "write a folder that transformers opens, and compare logits before it counts as done",
+        ours,
+    )
+    exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
+    exporting.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="the folder to write, new or empty"
+    )
+    exporting.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="precision of the weights (default: %(default)s)",
+    )
+    exporting.add_argument(
+        "--tokenizer",
+        help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's)",
+    )
     add_weights(exporting)
     exporting.add_argument(
-        "--shard-gib", type=float, default=5.0, metavar="SIZE", help="largest size of a file, in GiB (default: %(default)s)"
+        "--shard-gib",
+        type=float,
+        default=5.0,
+        metavar="SIZE",
+        help="largest size of a file, in GiB (default: %(default)s)",
     )
 
-    what = "write a run's folder from a model, to generate, evaluate and fine-tune from; section.key=value overrides its config"
+    what = (
+        "write a run's folder from a model, to generate, evaluate and fine-tune from; "
+        "section.key=value overrides its config"
+    )
     theirs = "a local model folder with safetensors, or nanoGPT's ckpt.pt"
     importing = command("import", f"{IMPORT}\n  {NANOGPT}", what, theirs)
     importing.add_argument("--format", required=True, choices=tuple(PEERS), help="whose model it is")
-    importing.add_argument("--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty")
+    importing.add_argument(
+        "--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty"
+    )
 
-    what = "make a mixture of experts from a dense run, whose feed-forward layers each expert copies; section.key=value sets its config"
+    what = (
+        "make a mixture of experts from a dense run, whose feed-forward layers each expert copies; "
+        "section.key=value sets its config"
+    )
     upcycling = command("upcycle", UPCYCLE, what, ours)
-    upcycling.add_argument("--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty")
-    part = "what is added to each expert's weights, drawn with train.seed: its deviation as a part of theirs (default: %(default)s)"
+    upcycling.add_argument(
+        "--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty"
+    )
+    part = (
+        "what is added to each expert's weights, drawn with train.seed: its deviation as a part of "
+        "theirs (default: %(default)s)"
+    )
     upcycling.add_argument("--noise", type=float, default=0.0, metavar="PART", help=part)
     add_weights(upcycling)
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -76,9 +78,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, two or more")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the figure")
-    parser.add_argument("--heat-map", metavar="FILE.png", help="draws log.statistics and loads of experts; also of one run")
+    parser.add_argument(
+        "--heat-map", metavar="FILE.png", help="draws log.statistics and loads of experts; also of one run"
+    )
     parser.add_argument("--json", metavar="FILE", help="also writes what is found to a file")
-    parser.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="relative difference of losses that counts (1e-5)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        metavar="X",
+        help="relative difference of losses that counts (1e-5)",
+    )
     args = parser.parse_args(argv)
     args.runs = list(dict.fromkeys(folder.rstrip("/") or folder for folder in args.runs))
     if len(args.runs) < 2 and args.heat_map is None:
@@ -106,13 +116,17 @@ def read(folder: str) -> Run:
     try:
         every = Written.model_validate_json(texts["config.json"]).log.every
     except ValidationError as error:
-        raise LogError(str(Path(folder) / "config.json"), f"is no config: {complaint(error)}", "as the run wrote it") from None
+        raise LogError(
+            str(Path(folder) / "config.json"), f"is no config: {complaint(error)}", "as the run wrote it"
+        ) from None
     try:
         steps, validations = read_metrics(texts["metrics.jsonl"])
     except ValueError as error:
         raise LogError(f"{folder}/metrics.jsonl", str(error), "as the run wrote it") from None
     if not steps:
-        raise LogError(f"{folder}/metrics.jsonl", "holds no logged step yet", "a run that has logged one (log.every)")
+        raise LogError(
+            f"{folder}/metrics.jsonl", "holds no logged step yet", "a run that has logged one (log.every)"
+        )
     return Run(folder, every, flat(json.loads(texts["config.json"])), steps, validations)
 
 
@@ -176,7 +190,9 @@ def show(runs: list[Run], found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 60 + 24 * len(runs))
+    console = Console(
+        highlight=False, markup=False, width=None if sys.stdout.isatty() else 60 + 24 * len(runs)
+    )
     results = Table("", *(shown(run.name) for run in runs), box=None)
     rows = {
         "steps": "{step:,}", "tokens": "{tokens:,}", "seconds": "{seconds:,.1f}", "loss": "{loss}",
@@ -187,7 +203,10 @@ def show(runs: list[Run], found: dict[str, Any]) -> None:
         cells = []
         for run in runs:
             values = dict(found["runs"][run.name])
-            values |= {name: "–" if values[name] is None else f"{values[name]:.4f}" for name in ("loss", "best_valid_loss", "mfu")}
+            values |= {
+                name: "–" if values[name] is None else f"{values[name]:.4f}"
+                for name in ("loss", "best_valid_loss", "mfu")
+            }
             cells.append(form.format(**values, gigabytes=values["memory_bytes"] / 1e9))
         results.add_row(label, *cells)
     console.print(results)
@@ -212,7 +231,11 @@ def sentence(first: Run, other: Run, found: dict[str, Any], tolerance: float) ->
     if found["first_differing_step"] is None:
         return f"{names}: equal in every bit of the loss, in all {shared} steps that both logged"
     beyond = found["first_step_beyond_tolerance"]
-    more = f"never by more than {tolerance:g}" if beyond is None else f"by more than {tolerance:g} from step {beyond}"
+    more = (
+        f"never by more than {tolerance:g}"
+        if beyond is None
+        else f"by more than {tolerance:g} from step {beyond}"
+    )
     most = found["largest_relative_difference"]
     return f"{names}: losses differ from step {found['first_differing_step']}, {more} (at most {most:.1e}, {shared} steps in common)"
 
@@ -231,7 +254,10 @@ def draw(runs: list[Run], path: str) -> None:
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         style: dict[str, Any] = {"color": colour, "linestyle": dash, "label": run.name}
         tokens, seconds = [line.tokens for line in run.steps], run.seconds()
-        style |= {"marker": "o" if len(tokens) == 1 else "", "linewidth": 3.5 if number == 0 else 1.3}  # an equal run lies on the first
+        style |= {
+            "marker": "o" if len(tokens) == 1 else "",
+            "linewidth": 3.5 if number == 0 else 1.3,
+        }  # an equal run lies on the first
         loss.plot(tokens, column(run.steps, "loss"), **style)
         a_step = run.steps[-1].tokens / run.steps[-1].step
         valid = [line.step * a_step for line in run.validations]

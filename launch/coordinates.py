@@ -5,7 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
@@ -24,23 +26,43 @@ Exit status: 0 no slope of muP is beyond the limit, and layouts agree; 1 not so;
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--widths", default="64,128,256", metavar="WIDTHS", help="hidden sizes (default: %(default)s)")
-    parser.add_argument("--layouts", default="one", metavar="NAMES", help="such as one,tp2,pp2 (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of each run (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=0.4, metavar="SLOPE", help="muP's largest slope (default: %(default)s)")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
+    parser.add_argument(
+        "--widths", default="64,128,256", metavar="WIDTHS", help="hidden sizes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layouts", default="one", metavar="NAMES", help="such as one,tp2,pp2 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="of each run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=0.4, metavar="SLOPE", help="muP's largest slope (default: %(default)s)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draws the sizes, such as coordinates.png")
     plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
     parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as optim.lr=0.01")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="JSON values over the file's, such as optim.lr=0.01",
+    )
     return parser.parse_intermixed_args(argv)
 
 
 def numbers(text: str) -> list[int]:
     """The widths. Raises `ConfigError`."""
     parts = [part for part in text.split(",") if part]
-    if wrong := next((part for part in parts if not part.isascii() or not part.isdigit() or not 0 < int(part) <= 2**16), None):
-        raise ConfigError("--widths", f"{wrong!r} is no width", f"whole numbers from 1 to {2**16}, such as 64,128,256")
+    if wrong := next(
+        (part for part in parts if not part.isascii() or not part.isdigit() or not 0 < int(part) <= 2**16),
+        None,
+    ):
+        raise ConfigError(
+            "--widths", f"{wrong!r} is no width", f"whole numbers from 1 to {2**16}, such as 64,128,256"
+        )
     return list(map(int, parts))
 
 
@@ -53,7 +75,9 @@ def main(argv: list[str]) -> int:
     if not 0 < args.limit < float("inf"):
         raise ConfigError("--limit", f"{args.limit} is no slope", "a number above 0, such as 0.4")
     if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
-        raise ConfigError("--plot", f"{args.plot} is in no folder that exists", "a picture's path, such as coordinates.png")
+        raise ConfigError(
+            "--plot", f"{args.plot} is in no folder that exists", "a picture's path, such as coordinates.png"
+        )
 
     from rich.console import Console
 
@@ -68,7 +92,14 @@ def main(argv: list[str]) -> int:
     try:
         with Console(stderr=True).status("starting") as status:
             check = measure(
-                args.config, args.overrides, widths, layouts, args.steps, args.limit, args.plant, lambda done: status.update(f"{done} done")
+                args.config,
+                args.overrides,
+                widths,
+                layouts,
+                args.steps,
+                args.limit,
+                args.plant,
+                lambda done: status.update(f"{done} done"),
             )
     except RankFailed as failure:
         print(f"{failure.report.strip()}\nthe model does not run: {failure}", file=sys.stderr)

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.rank_info import RankInfo
@@ -33,13 +35,25 @@ SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--fault", action="append", default=[], metavar="KIND:rank=R,step=N", help="may be given again")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="kill random ranks for so long, then let the run finish")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
+    parser.add_argument(
+        "--fault", action="append", default=[], metavar="KIND:rank=R,step=N", help="may be given again"
+    )
+    parser.add_argument(
+        "--soak", type=float, metavar="SECONDS", help="kill random ranks for so long, then let the run finish"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of --soak")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of every run (4, or as many as the layout needs)")
-    parser.add_argument("--watch", type=float, default=6.0, metavar="SECONDS", help="parallel.hang_seconds of the runs (6)")
-    parser.add_argument("--launcher", metavar="COMMAND", help="in place of torchrun; {ranks} and {port} are filled in")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks of every run (4, or as many as the layout needs)"
+    )
+    parser.add_argument(
+        "--watch", type=float, default=6.0, metavar="SECONDS", help="parallel.hang_seconds of the runs (6)"
+    )
+    parser.add_argument(
+        "--launcher", metavar="COMMAND", help="in place of torchrun; {ranks} and {port} are filled in"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -48,16 +62,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="where the runs, their output and drill.json go (runs/drill)",
     )
     parser.add_argument("--verbose", action="store_true", help="also show what the runs say")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's"
+    )
     args = parser.parse_intermixed_args(argv)
     if args.soak is None and not args.fault:
-        raise ConfigError("--fault", "neither a fault nor --soak is given", "such as --fault kill:rank=0,step=7")
+        raise ConfigError(
+            "--fault", "neither a fault nor --soak is given", "such as --fault kill:rank=0,step=7"
+        )
     if args.soak is not None and args.fault:
         raise ConfigError("--soak", "kills random ranks, and --fault a certain one", "one of the two")
     for option, bad, right in (
         ("soak", args.soak is not None and not 0 < args.soak < math.inf, "seconds, above 0"),
         ("ranks", args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS, f"1 to {MOST_RANKS}"),
-        ("output", args.output == Path(), "a folder of its own: what is in it from earlier drills is deleted"),
+        (
+            "output",
+            args.output == Path(),
+            "a folder of its own: what is in it from earlier drills is deleted",
+        ),
         ("watch", not 0 < args.watch < math.inf, "seconds, above 0"),
     ):
         if bad:
@@ -107,12 +129,16 @@ def show(outcomes: list["Outcome"]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("fault", "noticed after", "restarts", "steps lost", "weights of the calm run", "as it should be")
+    table = Table(
+        "fault", "noticed after", "restarts", "steps lost", "weights of the calm run", "as it should be"
+    )
     for each in outcomes:
         noticed = "not" if each.noticed_seconds is None else f"{each.noticed_seconds:.1f} s"
         lost = "never struck" if each.steps_lost is None else str(each.steps_lost)
         same = "yes, bitwise" if each.same_weights else "no"
-        table.add_row(each.fault, noticed, str(each.restarts), lost, same, "yes" if each.as_expected else "NO")
+        table.add_row(
+            each.fault, noticed, str(each.restarts), lost, same, "yes" if each.as_expected else "NO"
+        )
     Console(highlight=False, width=140).print(table)
 
 

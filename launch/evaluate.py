@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
@@ -36,15 +38,35 @@ run's; overrides change it (train.precision=fp32) and name a layout, whose ranks
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
-    parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--data", metavar="PREFIX", help="prefix of the corpus's .bin and .idx (default: the run's data.valid)")
-    parser.add_argument("--batches", type=int, default=0, help="batches to read, spread evenly over the corpus (default: 0, all of it)")
-    tokenizer = "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
+    parser.add_argument(
+        "--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="PREFIX",
+        help="prefix of the corpus's .bin and .idx (default: the run's data.valid)",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=0,
+        help="batches to read, spread evenly over the corpus (default: 0, all of it)",
+    )
+    tokenizer = (
+        "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
+    )
     parser.add_argument("--tokenizer", help=tokenizer)
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     add_weights(parser)
-    parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
+    parser.add_argument(
+        "--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="of the run's config, such as parallel.tensor=2",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.batches < 0:
         raise ConfigError("--batches", f"{args.batches} is not usable", "0 or more")
@@ -58,7 +80,11 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     from megacore.tools.text.tokenizer import check_kind
 
     batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
-    data = {key: value for key, value in sections["data"].items() if key in ("valid", "tokenizer", "document_mask", "packing")}
+    data = {
+        key: value
+        for key, value in sections["data"].items()
+        if key in ("valid", "tokenizer", "document_mask", "packing")
+    }
     if args.data is not None:
         data["valid"] = args.data
     if args.tokenizer is not None:
@@ -68,7 +94,11 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     raw = {"model": sections["model"], "data": data, "train": train | {"eval_batches": args.batches}}
     config = resolve(raw, args.overrides, "evaluation", world_size).config
     if config.data.valid is None:
-        raise ConfigError("--data", "no corpus is given, and the run has no data.valid", "the prefix that launch/prepare.py wrote")
+        raise ConfigError(
+            "--data",
+            "no corpus is given, and the run has no data.valid",
+            "the prefix that launch/prepare.py wrote",
+        )
     return config
 
 
@@ -83,16 +113,22 @@ def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
     tokenizer = load_tokenizer(name)
     right = "the tokenizer that the model was trained with"
     if tokenizer.vocab_size > vocab_size:
-        raise ConfigError("--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right)
+        raise ConfigError(
+            "--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right
+        )
     for corpus in samples.corpora:
         known = Sidecar.load(corpus.prefix)
         if known is not None and known.vocab_size != tokenizer.vocab_size:
             wrong = f"was prepared with {known.tokenizer} of {known.vocab_size} tokens, and {name} has {tokenizer.vocab_size}"
             raise DataError(corpus.prefix, wrong, f"a corpus prepared with {name}")
-    return [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)] + [0] * (vocab_size - tokenizer.vocab_size)
+    return [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)] + [0] * (
+        vocab_size - tokenizer.vocab_size
+    )
 
 
-def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", args: argparse.Namespace) -> None:
+def report(
+    evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", args: argparse.Namespace
+) -> None:
     """Prints the figures as a table, and writes them as JSON if asked."""
     from rich.console import Console
     from rich.table import Table
@@ -110,7 +146,9 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
         "bytes": evaluation.text_bytes or None,
         "nats_per_token": evaluation.loss,
         "perplexity": perplexity,
-        "bits_per_byte": bits / evaluation.text_bytes if evaluation.text_bytes else None,  # can be compared between tokenizers
+        "bits_per_byte": bits / evaluation.text_bytes
+        if evaluation.text_bytes
+        else None,  # can be compared between tokenizers
     }
     table = Table(show_header=False)
     for name, value in figures.items():
@@ -123,7 +161,10 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
         table.add_row(name.replace("_per_", " a ").replace("_", " "), text)
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
     if args.json is not None:
-        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in figures.items()
+        }
         write_json("--json", args.json, finite)
 
 
@@ -151,11 +192,15 @@ def run(argv: list[str], place: RankInfo) -> int:
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         choose_weights(reader, args.weights)
-        config = settled_alone(evaluation_config(sections_to_run(reader, args.source), args, place.world_size))
+        config = settled_alone(
+            evaluation_config(sections_to_run(reader, args.source), args, place.world_size)
+        )
         check_weights(reader, config)
         check_measurable(config)
         assert config.data.valid is not None
-        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, config.data.packing)
+        samples = EvalSamples(
+            config.data.valid, config.train.seq_len, config.model.vocab_size, config.data.packing
+        )
         check_corpora(samples.corpora, config.model.vocab_size, scan=place.local_rank == 0)
         sizes = text_sizes(config, samples)
         device = take_device(config, place)

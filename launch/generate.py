@@ -8,7 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
@@ -30,29 +32,78 @@ MOST_PROMPT = 64 << 20  # bytes
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
-    parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint"
+    )
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", action="append", help="the text to go on from (default: a newline); several, for a text each")
+    prompt.add_argument(
+        "--prompt",
+        action="append",
+        help="the text to go on from (default: a newline); several, for a text each",
+    )
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text; - is standard input")
     more = 'a file with a prompt in each line: as it stands, or, in a .jsonl, a JSON string or {"prompt": …}; - is standard input'
     prompt.add_argument("--prompts", metavar="FILE", help=more)
-    parser.add_argument("--samples", type=count, default=1, metavar="N", help="texts for each prompt, of the seeds from --seed on (1)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a text, with its prompt, seed and text, when it is whole")
-    parser.add_argument("--tokens", type=count, default=200, help="how many tokens to write (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="of these, only the likeliest that together have this probability (default: 1)"
+        "--samples",
+        type=count,
+        default=1,
+        metavar="N",
+        help="texts for each prompt, of the seeds from --seed on (1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)")
-    parser.add_argument("--tokenizer", help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU, if there is one (default)")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a JSON object a text, with its prompt, seed and text, when it is whole",
+    )
+    parser.add_argument(
+        "--tokens", type=count, default=200, help="how many tokens to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 always takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="of these, only the likeliest that together have this probability (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="auto: a GPU, if there is one (default)",
+    )
     add_weights(parser)
-    parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
+    parser.add_argument(
+        "--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="of the run's config, such as parallel.tensor=2",
+    )
     args = parser.parse_intermixed_args(argv)
     for name, bad, right in (
-        ("--temperature", args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3, "0, or from 0.001 to 1000"),
+        (
+            "--temperature",
+            args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3,
+            "0, or from 0.001 to 1000",
+        ),
         ("--top-k", args.top_k < 1, "at least 1"),
         ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
         ("--seed", not 0 <= args.seed <= 2**63 - args.samples, "0 or more, below 2^63"),
@@ -78,7 +129,11 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
 
 def prompts_in(path: str, text: str) -> list[str]:
     """The prompt of each line that is not blank. Raises `DataError`."""
-    lines = [(number, line) for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1) if line.strip()]
+    lines = [
+        (number, line)
+        for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1)
+        if line.strip()
+    ]
     if not lines:
         raise DataError(path, "has no prompt", "a prompt in each line")
     if not path.endswith((".jsonl", ".ndjson")):
@@ -91,7 +146,11 @@ def prompts_in(path: str, text: str) -> list[str]:
             given = None
         prompt = given.get("prompt") if isinstance(given, dict) else given
         if not isinstance(prompt, str):
-            raise DataError(path, f"line {number} has no prompt", 'a JSON string, or an object such as {"prompt": "Once upon"}')
+            raise DataError(
+                path,
+                f"line {number} has no prompt",
+                'a JSON string, or an object such as {"prompt": "Once upon"}',
+            )
         found.append(prompt)
     return found
 
@@ -106,7 +165,9 @@ def prompt_text(path: str) -> str:
             raise DataError("-", f"has more than {MOST_PROMPT:,} bytes", "a text that one person has written")
         return data.decode("utf-8")
     except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", "a text file, or - for standard input") from None
+        raise DataError(
+            path, f"cannot be read: {error.strerror}", "a text file, or - for standard input"
+        ) from None
     except UnicodeDecodeError:
         raise DataError(path, "is not UTF-8 text", "a text file in UTF-8") from None
 
@@ -117,12 +178,16 @@ def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> 
 
     name = recorded if given is None else given
     if name is None:
-        raise ConfigError("--tokenizer", "the run names no tokenizer", "bytes, a sentencepiece .model or a tokenizer.json")
+        raise ConfigError(
+            "--tokenizer", "the run names no tokenizer", "bytes, a sentencepiece .model or a tokenizer.json"
+        )
     check_kind(given, recorded)
     right = "the tokenizer that the model was trained with"
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > vocab_size:
-        raise ConfigError("--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right)
+        raise ConfigError(
+            "--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right
+        )
     return tokenizer
 
 
@@ -133,7 +198,13 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
     raw = {
         "model": model,
         # Batches mean nothing here; these fit any number of ranks, so that a wrong one is refused below, for what it is.
-        "train": {"seq_len": positions, "precision": "fp32", "device": device, "micro_batch_size": 1, "global_batch_size": world_size},
+        "train": {
+            "seq_len": positions,
+            "precision": "fp32",
+            "device": device,
+            "micro_batch_size": 1,
+            "global_batch_size": world_size,
+        },
         "data": {"tokenizer": sections["data"].get("tokenizer")},
     }
     config = resolve(raw, overrides, "text", world_size).config
@@ -141,11 +212,15 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
         parallel = config.parallel
         context = f" × context {parallel.context}" if parallel.context > 1 else ""
         wrong = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{context}, and {world_size} ranks started"
-        raise ConfigError("parallel", wrong, f"one text has one data rank: tensor × pipeline × context = {world_size}")
+        raise ConfigError(
+            "parallel", wrong, f"one text has one data rank: tensor × pipeline × context = {world_size}"
+        )
     if config.parallel.sequence:
         raise ConfigError("parallel.sequence", "a single token cannot be split over ranks", "false")
     if config.model.kv_rank is not None and config.parallel.context > 1:
-        raise ConfigError("parallel.context", "with latent attention a text is written on one context rank", "1")
+        raise ConfigError(
+            "parallel.context", "with latent attention a text is written on one context rank", "1"
+        )
     return config
 
 
@@ -156,7 +231,10 @@ def for_length(config: Config, length: int) -> Config:
     if config.model.position != "rope" or positions >= config.max_positions:
         return config
     model, train = config.model, config.train
-    sizes = {"model": model.model_copy(update={"max_positions": positions}), "train": train.model_copy(update={"seq_len": positions})}
+    sizes = {
+        "model": model.model_copy(update={"max_positions": positions}),
+        "train": train.model_copy(update={"seq_len": positions}),
+    }
     return config.model_copy(update=sizes)
 
 
@@ -168,7 +246,9 @@ class Output:
         self.begun = 0
         self.lost: StdoutLost | None = None  # its reader, such as head, has enough
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character that a model writes
+            sys.stdout.reconfigure(
+                errors="replace"
+            )  # a terminal need not know every character that a model writes
 
     def begin(self, prompt: str, seed: int) -> None:
         """Begins a text, whose prompt is printed with its first token: a layer may refuse the layout before."""
@@ -185,7 +265,11 @@ class Output:
 
     def end(self) -> None:
         """Ends it."""
-        self._print(json.dumps({"prompt": self.prompt, "seed": self.seed, "text": self.text}) + "\n" if self.as_json else "\n")
+        self._print(
+            json.dumps({"prompt": self.prompt, "seed": self.seed, "text": self.text}) + "\n"
+            if self.as_json
+            else "\n"
+        )
 
     def _print(self, text: str) -> None:
         if self.place.rank == 0:
@@ -223,7 +307,9 @@ def run(argv: list[str], place: RankInfo) -> int:
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         choose_weights(reader, args.weights)
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-        config = settled_alone(text_config(sections_to_run(reader, args.source), args.overrides, kind, place.world_size))
+        config = settled_alone(
+            text_config(sections_to_run(reader, args.source), args.overrides, kind, place.world_size)
+        )
         check_weights(reader, config)
         tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
         prompts = prompts_of(args) if place.rank == 0 else []
@@ -234,7 +320,10 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     for tokens in encoded:
         if len(tokens) > config.max_positions:
-            print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
+            print(
+                f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}",
+                file=sys.stderr,
+            )
     status = 0
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
         share_cores(config, place.world_size, device)
@@ -245,7 +334,9 @@ def run(argv: list[str], place: RankInfo) -> int:
         stages = [stage.eval() for stage in build_stages(config, mesh)]
         load_weights(reader, stages)
         decoder, output = Decoder(stages, mesh), Output(place, number * args.samples, args.json)
-        for (prompt, tokens), seed in product(zip(prompts, encoded, strict=True), range(args.seed, args.seed + args.samples)):
+        for (prompt, tokens), seed in product(
+            zip(prompts, encoded, strict=True), range(args.seed, args.seed + args.samples)
+        ):
             sampler = Sampler(args.temperature, args.top_k, args.top_p, seed, tokenizer.vocab_size)
             stream = TextStream(tokenizer)
             output.begin(prompt, seed)

@@ -6,7 +6,9 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from megacore.tools.cli import Parser, exit_with
 
@@ -36,7 +38,9 @@ def run(argv: list[str]) -> None:
 
     check_output("--output", args.output)
     sections, notes, processes = converted(read_recipe(args.recipe), args.run, args.data)
-    resolve(json.loads(json.dumps(sections)), [], Path(args.output).stem, processes)  # refused now what would be refused there
+    resolve(
+        json.loads(json.dumps(sections)), [], Path(args.output).stem, processes
+    )  # refused now what would be refused there
     write_json("--output", args.output, sections)
     for note in notes:
         print(note)

@@ -53,7 +53,17 @@ CLUSTER = "dgx_h100"  # whose links one device does not use
 AMOUNTS = ("memory_gib", "tokens", "price")  # options that are a number above 0
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
-KNOWN_GROUPS = ("tp", "cp", "dp", "dp within a host", "dp between hosts", "shard", "replicate", "pp", "tied")  # columns, in this order
+KNOWN_GROUPS = (
+    "tp",
+    "cp",
+    "dp",
+    "dp within a host",
+    "dp between hosts",
+    "shard",
+    "replicate",
+    "pp",
+    "tied",
+)  # columns, in this order
 OF_ALL = ("loss", "norm")  # a few numbers, which have no column
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
@@ -65,27 +75,72 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__, epilog=EPILOG)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
-    parser.add_argument("--world", type=int, metavar="N", help="ranks; default: as many as the config's axes have, one where data is auto")
-    parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="ranks; default: as many as the config's axes have, one where data is auto",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file",
+    )
     parser.add_argument(
         "--cluster",
         "--links",
         metavar="NAME",
         help=f"adds seconds to what is sent, and with --device the predicted step: {', '.join(cluster_names())}, or a file",
     )
-    parser.add_argument("--calibrate", metavar="RUN", help="corrects the prediction by a run on this device and cluster: its folder")
-    parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
-    parser.add_argument("--compare-schedules", action="store_true", help="compares all schedules that this model and layout can have")
-    parser.add_argument("--write", metavar="FILE.json", help="writes the schedule's plan, for parallel.schedule=file:FILE.json")
-    parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule, or what --search found")
-    parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
-    parser.add_argument("--search", action="store_true", help="finds the fastest layouts on --world devices that fit")
-    parser.add_argument("--routing", metavar="METRICS.jsonl", help="of a run, whose loads decide the busiest rank of experts")
-    parser.add_argument("--memory-gib", type=float, metavar="N", help="of a device: what must fit; default: what --device has")
     parser.add_argument(
-        "--tokens", type=float, metavar="N", help="of the run, whose days, energy and failures are predicted; default: train.steps"
+        "--calibrate",
+        metavar="RUN",
+        help="corrects the prediction by a run on this device and cluster: its folder",
     )
-    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour, adds money; default: log.price_per_device_hour")
+    parser.add_argument(
+        "--host-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="ranks on a host, for engine.reduce_levels=2; default: 8",
+    )
+    parser.add_argument(
+        "--compare-schedules",
+        action="store_true",
+        help="compares all schedules that this model and layout can have",
+    )
+    parser.add_argument(
+        "--write",
+        metavar="FILE.json",
+        help="writes the schedule's plan, for parallel.schedule=file:FILE.json",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draws the simulated schedule, or what --search found"
+    )
+    parser.add_argument(
+        "--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content"
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="finds the fastest layouts on --world devices that fit"
+    )
+    parser.add_argument(
+        "--routing", metavar="METRICS.jsonl", help="of a run, whose loads decide the busiest rank of experts"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, metavar="N", help="of a device: what must fit; default: what --device has"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        metavar="N",
+        help="of the run, whose days, energy and failures are predicted; default: train.steps",
+    )
+    parser.add_argument(
+        "--price",
+        type=float,
+        metavar="P",
+        help="of a device and hour, adds money; default: log.price_per_device_hour",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
 
@@ -113,8 +168,14 @@ def report(
     world, step_tokens = config.world_size, train.global_batch_size * train.seq_len
     full, causal = (model_flops(config, c) for c in (False, True))
     assert full is not None
-    counted = "three times the products of every layer" if causal is None else f"{causal * step_tokens:.4g} with attention counted causally"
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    counted = (
+        "three times the products of every layer"
+        if causal is None
+        else f"{causal * step_tokens:.4g} with attention counted causally"
+    )
+    console = Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120
+    )
     source = "" if config.model.source is None else f", of the layers of {config.model.source}"
     console.print(f"parameters    {parameters(config):,}{source}")
     console.print(f"ranks         {world} = {parallel.described()}")
@@ -154,18 +215,27 @@ def stage_table(config: Config, memories: Sequence[RankMemory]) -> "Table":
     tokens = config.rank_tokens
     layers, costs = stage_layers(config), stage_costs(config)
     placement = placement_of(config)
-    work = [sum(costs[stage].total for stage in stages) * tokens / config.parallel.tensor for stages in placement]
+    work = [
+        sum(costs[stage].total for stage in stages) * tokens / config.parallel.tensor for stages in placement
+    ]
     unit, size = ("GiB", 2**30) if max(m.total for m in memories) >= 2**30 else ("MiB", 2**20)
     flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
     caption = f"Each pipeline rank at its peak, in {unit}. activ.: kept for backward; working: what the action at the peak needs;\n"
     caption += f"sends: messages under way; {flop}: forward and backward of a microbatch."
-    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(
+        caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
     amounts = [memory_parts(memory) for memory in memories]
     shown = [name for name in amounts[0] if any(parts[name] for parts in amounts)]
     for name in ("pp", "layers", "parameters", *shown, flop):
         table.add_column(name, justify="right", no_wrap=True)
-    for rank, (stages, count, parts, done) in enumerate(zip(placement, rank_parameters(config), amounts, work, strict=True)):
-        spans = (f"{own.start}–{own.stop - 1}" if len(own) > 1 else str(own.start) for own in (layers[stage] for stage in stages))
+    for rank, (stages, count, parts, done) in enumerate(
+        zip(placement, rank_parameters(config), amounts, work, strict=True)
+    ):
+        spans = (
+            f"{own.start}–{own.stop - 1}" if len(own) > 1 else str(own.start)
+            for own in (layers[stage] for stage in stages)
+        )
         table.add_row(
             str(rank),
             ", ".join(spans),
@@ -186,7 +256,13 @@ def memory_parts(memory: RankMemory) -> dict[str, int]:
         "compr.": memory.compression,
         "norm": memory.rows,
     }
-    fleeting = {"activ.": peak.kept, "logits": peak.logits, "working": peak.working, "sends": peak.transfers, "gathered": memory.gathered}
+    fleeting = {
+        "activ.": peak.kept,
+        "logits": peak.logits,
+        "working": peak.working,
+        "sends": peak.transfers,
+        "gathered": memory.gathered,
+    }
     return held | fleeting | {"total": memory.total}
 
 
@@ -196,15 +272,24 @@ def peak_text(config: Config, memories: Sequence[RankMemory]) -> str:
     peak, chunks = memory.peak, len(memory.peak.live)
 
     def counted(numbers: tuple[int, ...]) -> str:
-        return " and ".join(f"{n}" + (f" of chunk {c}" if chunks > 1 else "") for c, n in enumerate(numbers) if n)
+        return " and ".join(
+            f"{n}" + (f" of chunk {c}" if chunks > 1 else "") for c, n in enumerate(numbers) if n
+        )
 
     alive = [f"{counted(peak.live)} before their backward"] if any(peak.live) else []
     alive += [f"{counted(peak.waiting)} before their weights' gradients"] if any(peak.waiting) else []
-    lines = [f"The peak is on pipeline rank {rank}, in {peak.moment}. Microbatches alive: {'; '.join(alive)}."]
+    lines = [
+        f"The peak is on pipeline rank {rank}, in {peak.moment}. Microbatches alive: {'; '.join(alive)}."
+    ]
     if config.train.device != "cpu":
         extra = besides(memory, communicators_of(config))
-        parts = ", ".join(f"{name} {getattr(extra, name) / 2**30:.2f}" for name in ("context", "communicators", "fragmentation"))
-        lines.append(f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured).")
+        parts = ", ".join(
+            f"{name} {getattr(extra, name) / 2**30:.2f}"
+            for name in ("context", "communicators", "fragmentation")
+        )
+        lines.append(
+            f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured)."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -217,7 +302,9 @@ def one_level(config: Config, host_size: int) -> str:
     return f"engine.reduce_levels=2 sums in one level here: a host of {host_size} ranks (--host-size) has {each} of {data} data ranks."
 
 
-def traffic_table(config: Config, cluster: Cluster | None, host_size: int, loads: Loads = BALANCED) -> "Table":
+def traffic_table(
+    config: Config, cluster: Cluster | None, host_size: int, loads: Loads = BALANCED
+) -> "Table":
     """A table of what each rank of the pipeline sends in a step, by group; over a cluster's links also the time, without overlap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -229,10 +316,15 @@ def traffic_table(config: Config, cluster: Cluster | None, host_size: int, loads
         machine = Machine(DeviceSpec("none", {}), cluster, profile("megacore"))  # asked for links alone
         seconds = [seconds_by_group(transfers, config, machine) for transfers in traffic]
         caption = f"Sent by each rank of the pipeline in a step, in MB;\nand in seconds over {cluster.name}, one transfer after the other."
-    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(
+        caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
     groups = [
         name
-        for name in (*KNOWN_GROUPS, *sorted({name for own in sent for name in own} - {*KNOWN_GROUPS, *OF_ALL}))
+        for name in (
+            *KNOWN_GROUPS,
+            *sorted({name for own in sent for name in own} - {*KNOWN_GROUPS, *OF_ALL}),
+        )
         if any(name in own for own in sent)
     ]
     table.add_column("pp", justify="right")
@@ -266,7 +358,12 @@ def compare_schedules(config: Config, device: DeviceSpec | None) -> None:
     unit, size = ("GiB", 2**30) if longest.total >= 2**30 else ("MiB", 2**20)
     at_peak = f", at their peak on {device.name}" if device else ""
     caption = f"Simulated with each stage's products as its time{at_peak}; without transfers.\n"
-    table = Table(caption=caption + f"Memory of the fullest rank, in {unit}.", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        caption=caption + f"Memory of the fullest rank, in {unit}.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     step = "step, s" if peak else "step, PFLOP"
     for name in ("schedule", "chunks", "bubble", step, "of this config's", "activations", "memory"):
         table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
@@ -281,7 +378,9 @@ def compare_schedules(config: Config, device: DeviceSpec | None) -> None:
             f"{memory.activations / size:.2f}",
             f"{memory.total / size:.2f}",
         )
-    Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120).print(table)
+    Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120).print(
+        table
+    )
 
 
 def run(argv: list[str]) -> int:
@@ -299,10 +398,16 @@ def run(argv: list[str]) -> int:
         return search(args)
     for name in ("tokens", "price"):
         if getattr(args, name) is not None and None in (args.device, args.cluster):
-            raise ConfigError(f"--{name}", "days and money follow from a predicted step", "also --device and --cluster")
+            raise ConfigError(
+                f"--{name}", "days and money follow from a predicted step", "also --device and --cluster"
+            )
     if args.routing is not None and args.device is None and args.memory_gib is None and args.dry_run is None:
         wrong = "a run's loads decide how long a step takes and whether the fullest rank's memory suffices, and no device is named"
-        raise ConfigError("--routing", wrong, "also --device, with --cluster for a step's time; or --memory-gib; or --dry-run")
+        raise ConfigError(
+            "--routing",
+            wrong,
+            "also --device, with --cluster for a step's time; or --memory-gib; or --dry-run",
+        )
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
@@ -311,15 +416,28 @@ def run(argv: list[str]) -> int:
         refuse_experts(config)
     device = None if args.device is None else read_device(args.device)
     if device is not None and config.train.precision not in device.peak_flops:
-        wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
+        wrong, known = (
+            f"the {config.train.precision} peak of {device.name} is not known",
+            ", ".join(device.peak_flops),
+        )
         raise ConfigError("--device", wrong, f"train.precision is one of {known}, or another device")
     if device is None and args.calibrate:
-        raise ConfigError("--device", "a step is predicted for a device", f"also --device, such as {device_names()[0]}")
+        raise ConfigError(
+            "--device", "a step is predicted for a device", f"also --device, such as {device_names()[0]}"
+        )
     if args.calibrate and not args.cluster:
-        raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
+        raise ConfigError(
+            "--cluster",
+            "a run is explained by its device and its links",
+            f"also --cluster, such as {cluster_names()[0]}",
+        )
     routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
     if args.dry_run is not None:
-        refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "compare_schedules", "write", "plot", "memory_gib"))
+        refuse_beside(
+            "--dry-run",
+            args,
+            ("device", "cluster", "calibrate", "compare_schedules", "write", "plot", "memory_gib"),
+        )
         return dry_run(config, args.dry_run, args.host_size, routing)
     if args.compare_schedules:
         refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib", "routing"))
@@ -332,7 +450,11 @@ def run(argv: list[str]) -> int:
         check_plot("--plot", args.plot)
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
-            raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
+            raise ConfigError(
+                "--plot",
+                wrong,
+                f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern",
+            )
     predicted = ""
     if device is not None and cluster is not None:
         predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price, routing)
@@ -362,7 +484,9 @@ def check_source(config: Config, args: argparse.Namespace) -> None:
 
     check(config)
     options = ("search", "device", "cluster", "calibrate", "compare_schedules", "plot", "memory_gib")
-    if (beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]) and counted_layers(config) is None:
+    if (
+        beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]
+    ) and counted_layers(config) is None:
         wrong = f"the layers of model.source do not run on tensors without content: {why_uncounted(config)}"
         raise ConfigError(beside[0], wrong, f"without {', '.join(beside)}")
 
@@ -370,7 +494,9 @@ def check_source(config: Config, args: argparse.Namespace) -> None:
 def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:
     """Raises `ConfigError` for options that would have no effect beside this one."""
     if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
-        raise ConfigError(option, f"{', '.join(beside)} would have no effect beside it", "one after the other")
+        raise ConfigError(
+            option, f"{', '.join(beside)} would have no effect beside it", "one after the other"
+        )
 
 
 def search(args: argparse.Namespace) -> int:
@@ -390,7 +516,9 @@ def search(args: argparse.Namespace) -> int:
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
     alone += ["parallel.expert=1", "parallel.expert_tensor=null", "parallel.expert_halves=false"]
     alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
-    config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
+    config = load(
+        args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1
+    ).config
     if config.model.source is not None:
         check_source(config, args)
     if config.engine.kind == "deepspeed":
@@ -399,7 +527,18 @@ def search(args: argparse.Namespace) -> int:
         check_plot("--plot", args.plot)
     command = " ".join((args.config, *map(shlex.quote, args.overrides)))
     routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
-    found, limit = report(config, command, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price, routing)
+    found, limit = report(
+        config,
+        command,
+        args.world,
+        device,
+        cluster,
+        profile(),
+        args.memory_gib,
+        args.tokens,
+        args.price,
+        routing,
+    )
     if args.plot is not None:
         from megacore.tools.planner.search_plot import draw_search
 
@@ -431,7 +570,9 @@ def drawn(what: str, path: str, draw: Callable[[str], None]) -> None:
         with replaced(path) as aside:
             draw(aside)
     except OSError as error:
-        raise ConfigError("--plot", f"cannot write {path}: {error.strerror}", "a writable path ending in .png, .svg or .pdf") from error
+        raise ConfigError(
+            "--plot", f"cannot write {path}: {error.strerror}", "a writable path ending in .png, .svg or .pdf"
+        ) from error
     print(f"{what} drawn in {path}")
 
 

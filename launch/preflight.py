@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -16,7 +18,14 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.preflight.facts import Question, facts
-from megacore.tools.preflight.host_report import as_json, lines, settings_lines, table, together_lines, verdict
+from megacore.tools.preflight.host_report import (
+    as_json,
+    lines,
+    settings_lines,
+    table,
+    together_lines,
+    verdict,
+)
 from megacore.tools.preflight.judge import HostFinding, judge, judge_together
 from megacore.tools.preflight.launching import MARK, dry_run, launch_together
 from megacore.tools.preflight.patience import say
@@ -36,18 +45,39 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--hostfile", metavar="FILE", help="lines such as `node1 slots=8`")
-    parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts of it to leave out, as for deepspeed: node1@node2")
-    parser.add_argument("--port", type=int, default=29500, metavar="N", help="where ranks will meet, the launcher's --master_port (29500)")
-    parser.add_argument("--ssh", default=SSH, metavar="COMMAND", help=f"runs a command line on {{host}} ({SSH})")
+    parser.add_argument(
+        "--exclude",
+        default="",
+        metavar="HOSTS",
+        help="hosts of it to leave out, as for deepspeed: node1@node2",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=29500,
+        metavar="N",
+        help="where ranks will meet, the launcher's --master_port (29500)",
+    )
+    parser.add_argument(
+        "--ssh", default=SSH, metavar="COMMAND", help=f"runs a command line on {{host}} ({SSH})"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of a table")
-    parser.add_argument("--dry-run", action="store_true", help="start nothing; print what a launch would run on each host")
-    parser.add_argument("--together", action="store_true", help=argparse.SUPPRESS)  # ranks that preflight itself has started
+    parser.add_argument(
+        "--dry-run", action="store_true", help="start nothing; print what a launch would run on each host"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help=argparse.SUPPRESS
+    )  # ranks that preflight itself has started
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if not 0 < args.port < 65536:
         raise ConfigError("--port", f"{args.port} is no port", "from 1 to 65535")
     if args.dry_run and args.hostfile is None:
-        raise ConfigError("--dry-run", "there is no --hostfile", "the hosts of the launch; other launchers tell their own commands")
+        raise ConfigError(
+            "--dry-run",
+            "there is no --hostfile",
+            "the hosts of the launch; other launchers tell their own commands",
+        )
     if args.exclude and args.hostfile is None:
         raise ConfigError("--exclude", "there is no --hostfile", "both, or neither")
     return args
@@ -73,7 +103,9 @@ def over_ssh(args: argparse.Namespace) -> int:
     world = sum(slots.values())
     config = load(args.config, args.overrides, world).config
     if args.dry_run:
-        for line in dry_run(slots, args.hostfile, args.exclude, args.port, ["--config", args.config, *args.overrides]):
+        for line in dry_run(
+            slots, args.hostfile, args.exclude, args.port, ["--config", args.config, *args.overrides]
+        ):
             print(line)
         return 0
     question = Question(args.config, args.overrides, world, next(iter(slots)), args.port, fresh_name())
@@ -122,7 +154,11 @@ def saves(config: Config) -> bool:
 
 
 def tell(
-    args: argparse.Namespace, hosts: dict[str, dict[str, Any]], findings: list[HostFinding], result: dict[str, Any] | str, names: list[str]
+    args: argparse.Namespace,
+    hosts: dict[str, dict[str, Any]],
+    findings: list[HostFinding],
+    result: dict[str, Any] | str,
+    names: list[str],
 ) -> int:
     """Prints what was found; returns the exit status. `result`: of all machines together, called `names`, or why there is none."""
     findings = [*findings, *(judge_together(result, names) if isinstance(result, dict) else [])]
@@ -133,7 +169,9 @@ def tell(
     else:
         from rich.console import Console
 
-        console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+        console = Console(
+            highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200
+        )
         console.print(table(hosts, findings))
         more = together_lines(result, names) if isinstance(result, dict) else []
         for line in (*lines(findings), *more, *settings_lines(hosts), verdict(hosts, findings, args.exclude)):

@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
@@ -44,7 +46,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="F",
         help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
     )
-    parser.add_argument("--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)")
+    parser.add_argument(
+        "--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)"
+    )
     chat = 'the inputs are conversations, each a line of JSON or a row with "messages" of a "role" and a "content"; answers are learned'
     parser.add_argument("--chat", action="store_true", help=chat)
     tokens = "the input is a folder with nanoGPT's train.bin, and val.bin if there is one, which --tokenizer has made, or such a file"
@@ -52,16 +56,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
     parser.add_argument("--template", metavar="FILE", help=template)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: the usable cores, %(default)s)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=cores,
+        metavar="N",
+        help="processes (default: the usable cores, %(default)s)",
+    )
     args = parser.parse_args(argv)
     if not 0.0 <= args.valid_fraction < 1.0:
-        raise ConfigError("--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1")
+        raise ConfigError(
+            "--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1"
+        )
     if args.text_key is not None and args.chat:
-        raise ConfigError("--text-key", "conversations are read from their messages", "without it, or without --chat")
+        raise ConfigError(
+            "--text-key", "conversations are read from their messages", "without it, or without --chat"
+        )
     if args.template is not None and not args.chat:
         raise ConfigError("--template", "only conversations have a template", "--chat as well")
-    if args.nanogpt and (args.chat or args.text_key is not None or args.valid_fraction or len(args.input) > 1):
-        raise ConfigError("--nanogpt", "the tokens of one input are taken as they are", "without --chat, --text-key and --valid-fraction")
+    if args.nanogpt and (
+        args.chat or args.text_key is not None or args.valid_fraction or len(args.input) > 1
+    ):
+        raise ConfigError(
+            "--nanogpt",
+            "the tokens of one input are taken as they are",
+            "without --chat, --text-key and --valid-fraction",
+        )
     if not 1 <= args.workers <= MOST_WORKERS:
         raise ConfigError("--workers", f"{args.workers} is not usable", f"1 to {MOST_WORKERS} processes")
     return args
@@ -77,12 +97,25 @@ def convert(args: argparse.Namespace) -> "Prepared":
 def prepare_text(args: argparse.Namespace) -> "Prepared":
     """Prepares the text with a progress bar. Raises `UserError`."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     from megacore.tools.prepare.prepare import prepare
 
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         training = args.tokenizer.startswith("sentencepiece:")
         task = progress.add_task("training the tokenizer" if training else "reading", total=None)
@@ -105,20 +138,31 @@ def run(argv: list[str]) -> None:
     args = parse(argv)
     prepared = convert(args) if args.nanogpt else prepare_text(args)
     if prepared.resumed:
-        print(f"went on from an earlier start, which had done {prepared.resumed:,} of {prepared.input_bytes:,} bytes")
+        print(
+            f"went on from an earlier start, which had done {prepared.resumed:,} of {prepared.input_bytes:,} bytes"
+        )
     for prefix, split in prepared.splits.items():
         documents = f"{split.documents:,} document{'s' if split.documents > 1 else ''}"
-        print(f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} bytes a token")
+        print(
+            f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} bytes a token"
+        )
         if split.learned is not None:
             print(f"    {split.learned:,} tokens of answers, which are learned")
-        meaning = "unigram entropy" if prefix == args.output else "cross entropy under the training split's unigrams"
+        meaning = (
+            "unigram entropy"
+            if prefix == args.output
+            else "cross entropy under the training split's unigrams"
+        )
         print(f"    {meaning} {split.unigram_entropy:.4f} nats a token")
     if prepared.tokenizer.startswith((f"{args.output}.model", f"{args.output}.tokenizer.json")):
         print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
     if prepared.end is not None and not args.chat:
         print(f"every document ends with {prepared.end}")
     elif not args.chat and args.tokenizer != "bytes":
-        print(f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one", file=sys.stderr)
+        print(
+            f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one",
+            file=sys.stderr,
+        )
     largest = sorted(prepared.left_out, key=lambda entry: -entry.size)
     whole = prepared.input_bytes + sum(entry.size for entry in largest)
     for entry in largest[:MOST_NAMED]:
@@ -126,20 +170,35 @@ def run(argv: list[str]) -> None:
         print(f"warning: left out {entry.path!r}, which is {entry.what}: {share}", file=sys.stderr)
     if others := largest[MOST_NAMED:]:
         size = sum(entry.size for entry in others)
-        print(f"warning: left out {len(others):,} more: {size:,} bytes, {size / whole:.1%} of the input", file=sys.stderr)
-    words = [f"data.train={args.output}", *([f"data.valid={args.output}_valid"] if args.valid_fraction else [])]
-    imported = Path(prepared.tokenizer).parents[1:2]  # an import has its tokenizer in a folder beside its config
-    config = next((str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None)
+        print(
+            f"warning: left out {len(others):,} more: {size:,} bytes, {size / whole:.1%} of the input",
+            file=sys.stderr,
+        )
+    words = [
+        f"data.train={args.output}",
+        *([f"data.valid={args.output}_valid"] if args.valid_fraction else []),
+    ]
+    imported = Path(prepared.tokenizer).parents[
+        1:2
+    ]  # an import has its tokenizer in a folder beside its config
+    config = next(
+        (str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None
+    )
     if config is None:
         config = "configs/gpt_tiny.json"
-        words += [f"data.tokenizer={prepared.tokenizer}", f"model.vocab_size={prepared.splits[args.output].vocab_size}"]
+        words += [
+            f"data.tokenizer={prepared.tokenizer}",
+            f"model.vocab_size={prepared.splits[args.output].vocab_size}",
+        ]
         words += [f"log.dir=runs/{Path(args.output).name}"]
     print(f"\nnext:\n  {shlex.join(['python', 'launch/pretrain.py', '--config', config, *words])}")
 
 
 def main(argv: list[str]) -> None:
     """Runs the script. SIGTERM stops it as Ctrl-C does, which says that nothing was written."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what no later start could use
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # unwinds, and so removes what no later start could use
     try:
         run(argv)
     except KeyboardInterrupt:

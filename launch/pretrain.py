@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -30,11 +32,20 @@ DEEPSPEED = ("--deepspeed", "--deepspeed_config")
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
     short = "a ds_config: short for engine.kind=deepspeed engine.config=FILE"
     parser.add_argument(*DEEPSPEED, metavar="FILE", help=short)
-    parser.add_argument("--print-config", action="store_true", help="print every value and where it came from, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every value and where it came from, and stop"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="JSON values over the file's, such as train.steps=20",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.deepspeed is not None:
         args.overrides = [*with_deepspeed(args.deepspeed), *args.overrides]
@@ -71,10 +82,16 @@ def refuse_overwriting(path: str, loaded: Resolved) -> None:
     """Raises `ConfigError` if the run would write its record, `config.json`, over the user's file. A record states what is derived."""
     record = f"{resolved(loaded.config.log.dir)}/config.json"
     if "derived" in loaded.origins.values() and os.path.exists(record) and os.path.samefile(record, path):
-        raise ConfigError("log.dir", f"the run would write its record over {path}", "another folder, or another name for the file")
+        raise ConfigError(
+            "log.dir",
+            f"the run would write its record over {path}",
+            "another folder, or another name for the file",
+        )
 
 
-def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
+def train(
+    config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None
+) -> int:
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
     from megacore.distributed.init import joined, own_mistakes
     from megacore.tools.choices.bubble import bubble_warning
@@ -103,12 +120,18 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
-        for line in filter(None, [*vocabulary_warnings(config), bubble_warning(config)]) if place.rank == 0 else ():
+        for line in (
+            filter(None, [*vocabulary_warnings(config), bubble_warning(config)]) if place.rank == 0 else ()
+        ):
             print(line, flush=True)
         monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
-    with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage, mirror:
+    with (
+        joined(config, place, device, Guardians(config, place, device)) as mesh,
+        Garbage() as garbage,
+        mirror,
+    ):
         if place.rank == 0:
             StandardStream.go_on = "training"
         trainer = trainer_of(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))

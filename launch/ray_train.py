@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -48,26 +50,39 @@ REFUSED = "megacore refuses: "  # begins the message of an error that another st
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--workers", metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
+    parser.add_argument(
+        "--workers", metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)"
+    )
     parser.add_argument("--cpus", type=int, default=1, metavar="N", help="CPU cores for each worker (1)")
     restarts = "gives up after so many failures, with MIN:MAX in a row without progress (3); -1: never"
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help=restarts)
     add_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="JSON values over the file's, such as train.steps=20",
+    )
     args = parser.parse_intermixed_args(argv)
     args.workers = None if args.workers is None else size_of("--workers", args.workers)
     args.elastic = args.workers is not None and args.workers[0] < args.workers[1]
     args.rules = rules_of(args, args.workers)
     if args.ranks_command is not None and not args.elastic:
-        raise ConfigError("--ranks-command", "the number of workers is fixed", "a range such as --workers 8:16")
+        raise ConfigError(
+            "--ranks-command", "the number of workers is fixed", "a range such as --workers 8:16"
+        )
     for option, least in (("cpus", 1), ("restarts", -1)):
         if getattr(args, option) < least:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", f"{least} or more")
     return args
 
 
-def scale(wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[str, float]) -> tuple[int, int]:
+def scale(
+    wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[str, float]
+) -> tuple[int, int]:
     """The least and the most workers on a cluster with these resources. Raises `ConfigError` if they are not enough."""
     room = int(resources.get("CPU", 0) // cpus)
     if gpu:
@@ -75,7 +90,9 @@ def scale(wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[
     least, most = wanted or (max(1, room), max(1, room))
     if least > room:
         each = f"{cpus} CPU{'s' * (cpus > 1)}{' and a GPU' * gpu}"
-        wrong = f"{least} workers of {each} do not fit on the cluster, which has {' and '.join(has(resources))}"
+        wrong = (
+            f"{least} workers of {each} do not fit on the cluster, which has {' and '.join(has(resources))}"
+        )
         raise ConfigError("--workers", wrong, f"at most {room}" if room else "machines that have them")
     return least, most
 
@@ -90,28 +107,49 @@ def run(argv: list[str]) -> int:
     args = parse(argv)
     device = load_any(args.config, args.overrides).train.device
     for workers in args.workers or ():  # refused before Ray starts anything
-        plan(args.config, args.overrides, workers) if args.elastic else load(args.config, args.overrides, workers)
-    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "86400")  # workers wait as long as there is no checkpoint to report
+        plan(args.config, args.overrides, workers) if args.elastic else load(
+            args.config, args.overrides, workers
+        )
+    os.environ.setdefault(
+        "RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "86400"
+    )  # workers wait as long as there is no checkpoint to report
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it would print each line twice
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a config's paths count from where the command was typed
     try:
         import ray
         from ray.train import TrainingFailedError
     except ImportError as error:
-        raise ConfigError("ray", f"Ray Train cannot be imported ({error})", "pip install -e '.[ray]'") from None
-    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
+        raise ConfigError(
+            "ray", f"Ray Train cannot be imported ({error})", "pip install -e '.[ray]'"
+        ) from None
+    path = os.pathsep.join(
+        filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")))
+    )
     ray.init(logging_level="WARNING", runtime_env={"env_vars": {"PYTHONPATH": path}})
     try:
         resources = ray.cluster_resources()
         gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
         workers = scale(args.workers, gpu, args.cpus, resources)
-        config = load_any(args.config, args.overrides) if args.elastic else load(args.config, args.overrides, workers[0]).config
+        config = (
+            load_any(args.config, args.overrides)
+            if args.elastic
+            else load(args.config, args.overrides, workers[0]).config
+        )
         folder = Path(resolved(config.log.dir)).absolute()
         check_folder("log.dir", folder)
         if args.elastic:
             return supervised(args, config, folder, gpu)
-        start = {"cwd": os.getcwd(), "config": args.config, "overrides": args.overrides, "folder": str(folder)}
-        print(f"ray_train: waiting for {workers[0]} workers; the cluster has {' and '.join(has(resources))}", file=sys.stderr, flush=True)
+        start = {
+            "cwd": os.getcwd(),
+            "config": args.config,
+            "overrides": args.overrides,
+            "folder": str(folder),
+        }
+        print(
+            f"ray_train: waiting for {workers[0]} workers; the cluster has {' and '.join(has(resources))}",
+            file=sys.stderr,
+            flush=True,
+        )
         (folder / SNAPSHOT).unlink(missing_ok=True)
         status: int = trainer(start, workers[0], gpu, args.cpus, args.restarts).fit().return_value
         return status
@@ -130,7 +168,16 @@ def supervised(args: argparse.Namespace, config: Config, folder: Path, gpu: bool
     os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     each = {"CPU": args.cpus} | ({"GPU": 1} if gpu else {})
     cluster = RayCluster(args.config, args.overrides, args.rules, each)
-    script = [sys.executable, str(Path(__file__).resolve()), "--config", args.config, "--cpus", str(args.cpus), "--restarts", "0"]
+    script = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--config",
+        args.config,
+        "--cpus",
+        str(args.cpus),
+        "--restarts",
+        "0",
+    ]
     restarts = sys.maxsize if args.restarts < 0 else args.restarts
     return Supervisor(script, folder, fleet=cluster, restarts=restarts, steps=config.train.steps).run()
 
@@ -142,7 +189,9 @@ def end_of(error: Exception) -> tuple[int, str]:
         return 2, line.splitlines()[0]
     failures: dict[int, Exception] = getattr(error, "worker_failures", {})
     # Other workers end when one has failed; Ray knows only that they died.
-    for rank, failure in sorted(failures.items(), key=lambda failed: ("actor died" in str(failed[1]), failed[0])):
+    for rank, failure in sorted(
+        failures.items(), key=lambda failed: ("actor died" in str(failed[1]), failed[0])
+    ):
         return 1, f"rank {rank} failed: {str(failure).strip().splitlines()[-1]}"
     return 1, f"failed: {error}"
 
@@ -209,13 +258,21 @@ def work(start: dict[str, Any]) -> int:
         overrides = [*start["overrides"], f"log.dir={folder}"]
         world, beside = context.get_world_size(), context.get_local_world_size()
         config = load(start["config"], overrides, world).config
-        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": beside, "MASTER_PORT": port}
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": beside,
+            "MASTER_PORT": port,
+        }
         os.environ.update({"MASTER_ADDR": address} | {name: str(number) for name, number in numbers.items()})
         from launch.pretrain import train
 
         place = replace(place_from_environment(), guest=True)
         # Only a main thread can take signals, so the file alone stops the run.
-        return reports.during(lambda: train(config, place, StopRequest(folder if rank == 0 else None), reports.waiting.put))
+        return reports.during(
+            lambda: train(config, place, StopRequest(folder if rank == 0 else None), reports.waiting.put)
+        )
     except UserError as error:
         raise RuntimeError(f"{REFUSED}{error}") from error
 
@@ -226,7 +283,9 @@ class Reports:
     def __init__(self, rank: int, folder: Path) -> None:
         """`folder`: the run's."""
         self.rank, self.folder = rank, folder
-        self.waiting: queue.SimpleQueue[Path | None] = queue.SimpleQueue()  # checkpoints to be reported by rank 0; None after the last
+        self.waiting: queue.SimpleQueue[Path | None] = (
+            queue.SimpleQueue()
+        )  # checkpoints to be reported by rank 0; None after the last
         self.error: BaseException | None = None
 
     def during(self, training: Callable[[], int]) -> int:
@@ -252,7 +311,11 @@ class Reports:
         from ray.train.collective import broadcast_from_rank_zero
 
         while path := broadcast_from_rank_zero(str(self.waiting.get() or "") if self.rank == 0 else None):
-            metrics, checkpoint = (figures(self.folder, Path(path)), Checkpoint.from_directory(path)) if self.rank == 0 else ({}, None)
+            metrics, checkpoint = (
+                (figures(self.folder, Path(path)), Checkpoint.from_directory(path))
+                if self.rank == 0
+                else ({}, None)
+            )
             report(metrics, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
 
@@ -260,8 +323,12 @@ def figures(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """What a run has logged of a checkpoint's step; the step alone where it has logged nothing."""
     step = int(checkpoint.name.rpartition("_")[2])
     with suppress(OSError, ValueError, IndexError), open_plain(folder / "metrics.jsonl") as file:
-        found = [line for logged, line in recorded(file, 2 * LINE_BYTES) if logged == step and b'"loss"' in line]
-        return {name: figure for name, figure in json.loads(found[-1]).items() if not isinstance(figure, list)}
+        found = [
+            line for logged, line in recorded(file, 2 * LINE_BYTES) if logged == step and b'"loss"' in line
+        ]
+        return {
+            name: figure for name, figure in json.loads(found[-1]).items() if not isinstance(figure, list)
+        }
     return {"step": step}
 
 

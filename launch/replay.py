@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from launch.samples import beginning, named, table
@@ -30,7 +32,12 @@ First it says whether loss and gradient norm are those on record, within roundin
 Then it names the first tensor of the step that is not finite, or else the first that is out of line: 10 robust deviations too large,
 against the steps before it and the step's other samples. Then it names the sample whose loss or gradient stands out, and its document.
 Exit status: 0 as recorded, 1 other than recorded, 2 bad arguments, records, data or checkpoints."""
-OWN = ("data.train", "data.tokenizer", "model.kernels", "model.attention")  # what may be elsewhere, or another, on this machine
+OWN = (
+    "data.train",
+    "data.tokenizer",
+    "model.kernels",
+    "model.attention",
+)  # what may be elsewhere, or another, on this machine
 BEFORE = 24  # tokens before the costliest one from which text is shown
 
 
@@ -39,13 +46,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("run", metavar="RUN", help="the run's folder, its log.dir")
     parser.add_argument("--step", required=True, type=int, metavar="N", help="the step, from 1")
-    parser.add_argument("--skipped", action="store_true", help="as it was skipped, if the run has done it again with other samples")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: a GPU if there is one)"
+        "--skipped",
+        action="store_true",
+        help="as it was skipped, if the run has done it again with other samples",
     )
-    parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute (default: a GPU if there is one)",
+    )
+    parser.add_argument(
+        "--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write what is found to a file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"{', '.join(OWN)}: where they are now")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help=f"{', '.join(OWN)}: where they are now"
+    )
     args = parser.parse_intermixed_args(argv)
     for override in args.overrides:
         if (key := override.partition("=")[0]) not in OWN:
@@ -60,7 +78,11 @@ def changed_corpora(replay: "Replay", past: "Past") -> list[str]:
     from megacore.checkpoint.manifest import MANIFEST
 
     saved = (past.base.path / MANIFEST).stat().st_mtime
-    files = ((tokens.prefix, Path(f"{tokens.prefix}{end}")) for tokens in replay.stream.corpora for end in (".bin", ".idx"))
+    files = (
+        (tokens.prefix, Path(f"{tokens.prefix}{end}"))
+        for tokens in replay.stream.corpora
+        for end in (".bin", ".idx")
+    )
     return sorted({prefix for prefix, file in files if file.stat().st_mtime > saved})
 
 
@@ -71,8 +93,16 @@ def compared(done: "list[Done]", past: "Past", attempt: "Attempt", bound: float)
     known = [(each, record) for each in done if (record := past.recorded(each.step, attempt)) is not None]
     for each, record in known:
         if difference := apart((each.loss, each.grad_norm), record, bound):
-            found = {"step": each.step, "loss": each.loss, "grad_norm": each.grad_norm, "relative": difference}
-            return {"steps": len(known), "first": found | {"recorded_loss": record[0], "recorded_grad_norm": record[1]}}
+            found = {
+                "step": each.step,
+                "loss": each.loss,
+                "grad_norm": each.grad_norm,
+                "relative": difference,
+            }
+            return {
+                "steps": len(known),
+                "first": found | {"recorded_loss": record[0], "recorded_grad_norm": record[1]},
+            }
     return {"steps": len(known), "first": None}
 
 
@@ -132,7 +162,9 @@ class Look:
             measured[name] = own
             for at, apart in gauges.of_microbatches(own, usual).items():
                 stands[at] = max(stands[at], apart)
-        bad = self.finding.microbatches if self.finding is not None and self.finding.deviations is None else ()
+        bad = (
+            self.finding.microbatches if self.finding is not None and self.finding.deviations is None else ()
+        )
         chosen = bad[0] if bad else max(stands, key=lambda at: stands[at])
         self.report = {
             "tensor": None if self.finding is None else asdict(self.finding),
@@ -147,7 +179,9 @@ class Look:
         """The sample whose loss is largest in the microbatch, or all of it if no sample's loss can be told; with its costliest token."""
         config, stream = self.replay.config, self.replay.stream
         size = config.train.micro_batch_size
-        rows = named(stream, range(self.batch_of, self.batch_of + 1), config, False)[microbatch * size : (microbatch + 1) * size]
+        rows = named(stream, range(self.batch_of, self.batch_of + 1), config, False)[
+            microbatch * size : (microbatch + 1) * size
+        ]
         losses = self.replay.losses(tokens)
         if losses is None:
             return rows
@@ -170,7 +204,14 @@ class Look:
         places = [place for first, length in spans for place in range(first, first + length)]
         place = places[min(position, len(places) - 1)]
         document, offset = tokens.document_and_offset(place)
-        found: dict[str, Any] = {"token": {"id": int(tokens.read(place, 1)[0]), "document": document, "offset": offset, "loss": loss}}
+        found: dict[str, Any] = {
+            "token": {
+                "id": int(tokens.read(place, 1)[0]),
+                "document": document,
+                "offset": offset,
+                "loss": loss,
+            }
+        }
         if config.data.tokenizer is not None:
             first = max(place - min(offset, BEFORE), 0)
             found["text"] = beginning(config)(tokens, first, 2 * BEFORE)
@@ -181,22 +222,31 @@ def said_of_step(report: dict[str, Any], step: int, others: int) -> list[str]:
     """What was found in the step, in words."""
     tensor = report["tensor"]
     if report["bad_weight"] is not None:
-        lines = [f"weight {report['bad_weight']} is not finite before the step begins: look at a step before it"]
+        lines = [
+            f"weight {report['bad_weight']} is not finite before the step begins: look at a step before it"
+        ]
     elif tensor is None:
         before = f"{others} step{'' if others == 1 else 's'} before it"
-        lines = [f"every tensor of step {step} is finite and in line with those of {before} and of its other samples"]
+        lines = [
+            f"every tensor of step {step} is finite and in line with those of {before} and of its other samples"
+        ]
     elif tensor["deviations"] is None:
         lines = [f"first tensor that is not finite: the {tensor['what']} of {tensor['name']}"]
     else:
-        lines = [f"first tensor out of line: the {tensor['what']} of {tensor['name']}, by {tensor['deviations']:.3g} robust deviations"]
+        lines = [
+            f"first tensor out of line: the {tensor['what']} of {tensor['name']}, by {tensor['deviations']:.3g} robust deviations"
+        ]
     if report["all_samples"]:
-        lines.append("it is so in every sample: the model or the device is to blame rather than one sample; the first is")
+        lines.append(
+            "it is so in every sample: the model or the device is to blame rather than one sample; the first is"
+        )
     elif report["stands_out"]:
         lines.append("the sample that stands out:")
     else:
         lines.append("no sample stands out; the one with the most unusual loss or gradient is")
     rows = [
-        {key: value for key, value in row.items() if key not in ("token", "text", "data_rank", "microbatch")} for row in report["samples"]
+        {key: value for key, value in row.items() if key not in ("token", "text", "data_rank", "microbatch")}
+        for row in report["samples"]
     ]
     lines.append(table(rows))
     of = report["of_microbatch"]
@@ -224,9 +274,18 @@ def run(argv: list[str]) -> int:
     past = history.past(base, sections)
     attempt = past.attempt(args.step, args.skipped)
     ahead = attempt.ahead(args.step)
-    print(f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch {args.step + ahead}", flush=True)
-    with replaying(base, sections, attempt, args.source, [f"train.device={args.device}", *args.overrides]) as replay:
-        precision, look, changed_by = replay.config.train.precision, Look(replay, args.step + ahead), lossy(sections)
+    print(
+        f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch {args.step + ahead}",
+        flush=True,
+    )
+    with replaying(
+        base, sections, attempt, args.source, [f"train.device={args.device}", *args.overrides]
+    ) as replay:
+        precision, look, changed_by = (
+            replay.config.train.precision,
+            Look(replay, args.step + ahead),
+            lossy(sections),
+        )
         bound = ROUNDING[precision] if changed_by is None else max(COARSE, ROUNDING[precision])
         for done in replay.steps(args.step - 1, lambda sizes, batch: None):
             look.before.append(done)
@@ -235,7 +294,11 @@ def run(argv: list[str]) -> int:
         found = compared([*look.before, *last], past, attempt, bound)
         if found["first"] is not None and (changed := changed_corpora(replay, past)):
             right = "the corpus as it was then; data.train=PREFIX if it is elsewhere"
-            raise DataError(changed[0], f"was changed after {base.path.name} was saved, and steps behind it have other losses now", right)
+            raise DataError(
+                changed[0],
+                f"was changed after {base.path.name} was saved, and steps behind it have other losses now",
+                right,
+            )
         others = len(look.before)
     for row in look.report["samples"]:
         row["step"] = args.step

@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -43,11 +45,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", metavar="N", help="the step to name the samples of, or 10:12 for steps 10, 11 and 12")
-    what.add_argument("--prove", action="store_true", help="prove that every sample of an epoch, of each corpus, is read exactly once")
-    what.add_argument("--plot", metavar="FILE.png", help="draw the share of each corpus over the run, and its epochs")
+    what.add_argument(
+        "--step", metavar="N", help="the step to name the samples of, or 10:12 for steps 10, 11 and 12"
+    )
+    what.add_argument(
+        "--prove",
+        action="store_true",
+        help="prove that every sample of an epoch, of each corpus, is read exactly once",
+    )
+    what.add_argument(
+        "--plot", metavar="FILE.png", help="draw the share of each corpus over the run, and its epochs"
+    )
     parser.add_argument("--text", action="store_true", help="with --step: show how each sample begins")
-    parser.add_argument("--epoch", type=int, metavar="K", help="with --prove: which epoch (default: 0, the first)")
+    parser.add_argument(
+        "--epoch", type=int, metavar="K", help="with --prove: which epoch (default: 0, the first)"
+    )
     layouts = "with --prove: the data ranks that the run goes through, each with its last step (default: the config's parallel.data)"
     parser.add_argument("--layouts", metavar="dp4:100,dp2:250,dp8", help=layouts)
     parser.add_argument("--json", metavar="FILE", help="also write what is found to a file")
@@ -87,7 +99,10 @@ def legs_of(text: str, config: Config) -> "list[Leg]":
 
     legs: list[Leg] = []
     names = text.split(",")
-    micro, batch = config.train.micro_batch_size, math.gcd(config.train.global_batch_size, *(size for _, size in config.train.batch_ramp))
+    micro, batch = (
+        config.train.micro_batch_size,
+        math.gcd(config.train.global_batch_size, *(size for _, size in config.train.batch_ramp)),
+    )
     for i, name in enumerate(names):
         numbers = re.fullmatch(r"dp([1-9]\d{0,8})(?::([1-9]\d{0,17}))?", name, re.ASCII)
         if numbers is None:
@@ -98,9 +113,15 @@ def legs_of(text: str, config: Config) -> "list[Leg]":
             wrong = f"{name}: {batch} = micro_batch_size {micro} × microbatches × data {size} has no whole solution"
             raise ConfigError("--layouts", wrong, f"data ranks that divide {batch // micro}")
         if (last is None) != (i == len(names) - 1):
-            raise ConfigError("--layouts", f"{name} {'has no' if last is None else 'has a'} last step", "one for each layout but the last")
+            raise ConfigError(
+                "--layouts",
+                f"{name} {'has no' if last is None else 'has a'} last step",
+                "one for each layout but the last",
+            )
         if last is not None and last < first:
-            raise ConfigError("--layouts", f"{name} ends before it begins, with step {first}", f"dp{size}:{first} or later")
+            raise ConfigError(
+                "--layouts", f"{name} ends before it begins, with step {first}", f"dp{size}:{first} or later"
+            )
         legs.append(Leg(size, first, last))
     return legs
 
@@ -115,17 +136,30 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
     show = beginning(config) if text else None
     rows = []
     for step in steps:
-        indices = dealt(range(step, step + 1), config.parallel.data, config.train)[0]  # [data ranks, microbatches, micro_batch_size]
+        indices = dealt(range(step, step + 1), config.parallel.data, config.train)[
+            0
+        ]  # [data ranks, microbatches, micro_batch_size]
         order = indices.argsort(axis=None)
         corpora, epochs, samples = stream.locate(indices.reshape(-1)[order])
-        for position, (flat, corpus, epoch, sample) in enumerate(zip(order, corpora, epochs, samples, strict=True)):
+        for position, (flat, corpus, epoch, sample) in enumerate(
+            zip(order, corpora, epochs, samples, strict=True)
+        ):
             tokens, spans = stream.corpora[corpus], stream.cuts[corpus].spans(int(sample))
             rank, microbatch, _ = np.unravel_index(flat, indices.shape)
-            row: dict[str, Any] = {"step": step, "position": position, "corpus": tokens.prefix, "epoch": int(epoch), "sample": int(sample)}
+            row: dict[str, Any] = {
+                "step": step,
+                "position": position,
+                "corpus": tokens.prefix,
+                "epoch": int(epoch),
+                "sample": int(sample),
+            }
             for end, token in (("first", spans[0][0]), ("last", sum(spans[-1]) - 1)):
                 row[end] = dict(zip(("document", "offset"), tokens.document_and_offset(token), strict=True))
             if config.data.packing == "best_fit":
-                row |= {"documents": len(spans), "padding": stream.seq_len + 1 - sum(length for _, length in spans)}
+                row |= {
+                    "documents": len(spans),
+                    "padding": stream.seq_len + 1 - sum(length for _, length in spans),
+                }
             row |= {"data_rank": int(rank), "microbatch": int(microbatch)}
             rows.append(row | ({"text": show(tokens, *spans[0])} if show else {}))
     return rows
@@ -137,11 +171,17 @@ def beginning(config: Config) -> "Callable[[IndexedTokens, int, int], str]":
 
     name = config.data.tokenizer
     if name is None:
-        raise ConfigError("data.tokenizer", "--text needs one, and the config names none", "bytes, or a sentencepiece .model")
+        raise ConfigError(
+            "data.tokenizer",
+            "--text needs one, and the config names none",
+            "bytes, or a sentencepiece .model",
+        )
     tokenizer = load_tokenizer(name)
 
     def show(tokens: "IndexedTokens", start: int, length: int) -> str:
-        ids = tokens.read(start, min(length, SHOWN)).tolist()  # a token is a character at least, but for special ones
+        ids = tokens.read(
+            start, min(length, SHOWN)
+        ).tolist()  # a token is a character at least, but for special ones
         if max(ids) >= tokenizer.vocab_size:
             wrong = f"{name} has {tokenizer.vocab_size} tokens, and {tokens.prefix} holds id {max(ids)}"
             raise ConfigError("data.tokenizer", wrong, "the one that the corpus was prepared with")
@@ -155,10 +195,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     heads = list(rows[0])
     place = "{document}:{offset}".format_map
     shown: dict[str, Callable[[Any], str]] = {"first": place, "last": place, "text": repr}
-    cells = [[head.replace("_", " ") for head in heads]] + [[shown.get(head, str)(row[head]) for head in heads] for row in rows]
+    cells = [[head.replace("_", " ") for head in heads]] + [
+        [shown.get(head, str)(row[head]) for head in heads] for row in rows
+    ]
     widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
     left = {heads.index("corpus"), heads.index("text") if "text" in heads else -1}
-    aligned = ([f"{c:{'<' if i in left else '>'}{w}}" for i, (c, w) in enumerate(zip(line, widths, strict=True))] for line in cells)
+    aligned = (
+        [f"{c:{'<' if i in left else '>'}{w}}" for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        for line in cells
+    )
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
@@ -182,11 +227,15 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
             finding = checked.check(lambda done: progress.update(task, completed=len(findings) + done))
             findings.append(finding)
             where = f"steps {finding.first_step:,} to {finding.last_step:,}"
-            print(f"{finding.prefix}: {finding.samples:,} samples, in {where}: {finding.missing:,} missing, {finding.repeated:,} repeated")
+            print(
+                f"{finding.prefix}: {finding.samples:,} samples, in {where}: {finding.missing:,} missing, {finding.repeated:,} repeated"
+            )
             for example in finding.examples:
                 print(f"  {example}")
     if max(finding.last_step for finding in findings) > config.train.steps:
-        print(f"(the run ends sooner, after train.steps {config.train.steps:,}; steps behind that are read as if it went on)")
+        print(
+            f"(the run ends sooner, after train.steps {config.train.steps:,}; steps behind that are read as if it went on)"
+        )
     return findings
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.errors import ConfigError
@@ -37,24 +39,61 @@ T = TypeVar("T")
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs or of a sweep; and section.key=value for --output")
-    parser.add_argument("--held-out", nargs="+", default=[], metavar="RUN", help="runs that are not in the fit, whose losses it predicts")
-    parser.add_argument("--loss", choices=("valid", "train"), help="which final loss (default: valid, if all runs have it)")
-    parser.add_argument("--last", type=count, default=5, metavar="K", help="logged steps whose mean is a train loss (5)")
-    parser.add_argument("--least-ratio", type=float, default=0.0, metavar="X", help="leaves out runs of fewer tokens a parameter (0)")
-    parser.add_argument("--samples", type=count, default=1000, metavar="N", help="resampled fits for intervals (1000)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folders of finished runs or of a sweep; and section.key=value for --output",
+    )
+    parser.add_argument(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="runs that are not in the fit, whose losses it predicts",
+    )
+    parser.add_argument(
+        "--loss", choices=("valid", "train"), help="which final loss (default: valid, if all runs have it)"
+    )
+    parser.add_argument(
+        "--last", type=count, default=5, metavar="K", help="logged steps whose mean is a train loss (5)"
+    )
+    parser.add_argument(
+        "--least-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="leaves out runs of fewer tokens a parameter (0)",
+    )
+    parser.add_argument(
+        "--samples", type=count, default=1000, metavar="N", help="resampled fits for intervals (1000)"
+    )
     parser.add_argument("--level", type=float, default=0.95, metavar="P", help="of intervals (0.95)")
     parser.add_argument("--plot", metavar="FILE.png", help="draws runs, best sizes and fit")
     parser.add_argument("--json", metavar="FILE", help="also writes what is found to a file")
-    parser.add_argument("--budget", type=float, metavar="FLOPS", help="finds the best model for so many model FLOPs")
-    parser.add_argument("--device-hours", type=float, metavar="H", help="or for so many hours of one device, with --device and --world")
+    parser.add_argument(
+        "--budget", type=float, metavar="FLOPS", help="finds the best model for so many model FLOPs"
+    )
+    parser.add_argument(
+        "--device-hours",
+        type=float,
+        metavar="H",
+        help="or for so many hours of one device, with --device and --world",
+    )
     parser.add_argument("--output", metavar="FILE.json", help="writes that model's config")
     parser.add_argument("--device", metavar="NAME", help="plans it for this device, as launch/plan.py does")
     parser.add_argument("--cluster", metavar="NAME", default="dgx_h100", help="and these links (dgx_h100)")
     parser.add_argument("--world", type=count, metavar="N", help="devices")
     parser.add_argument("--price", type=float, metavar="P", help="of a device and hour")
-    parser.add_argument("--head-size", type=count, metavar="N", help="of the best model (default: the largest run's)")
-    parser.add_argument("--aspect", type=float, metavar="X", help="features of the best model for each of its layers (the largest run's)")
+    parser.add_argument(
+        "--head-size", type=count, metavar="N", help="of the best model (default: the largest run's)"
+    )
+    parser.add_argument(
+        "--aspect",
+        type=float,
+        metavar="X",
+        help="features of the best model for each of its layers (the largest run's)",
+    )
     args = parser.parse_intermixed_args(argv)
     args.overrides = [word for word in args.runs if SETTING.match(word)]
     args.runs = [word for word in args.runs if not SETTING.match(word)]
@@ -73,7 +112,9 @@ def check(args: argparse.Namespace) -> None:
     if args.price is not None and not 0 <= args.price < math.inf:
         raise ConfigError("--price", f"{args.price} is not usable", "0 or more")
     if not 0 <= args.least_ratio < math.inf:
-        raise ConfigError("--least-ratio", f"{args.least_ratio} is no number of tokens", "0 or more, such as 2")
+        raise ConfigError(
+            "--least-ratio", f"{args.least_ratio} is no number of tokens", "0 or more, such as 2"
+        )
     if not 0 < args.level < 1:
         raise ConfigError("--level", f"{args.level} is no part of the fits", "between 0 and 1, such as 0.95")
     if args.budget is not None and args.device_hours is not None:
@@ -81,13 +122,25 @@ def check(args: argparse.Namespace) -> None:
     wanted = args.budget is not None or args.device_hours is not None
     for name in ("output", "device", "world", "head_size", "aspect", "price"):
         if getattr(args, name) is not None and not wanted:
-            raise ConfigError(f"--{name.replace('_', '-')}", "there is no budget to spend", "also --budget or --device-hours")
+            raise ConfigError(
+                f"--{name.replace('_', '-')}",
+                "there is no budget to spend",
+                "also --budget or --device-hours",
+            )
     if args.overrides and not wanted:
-        raise ConfigError(args.overrides[0], "a setting of the best model, and there is no budget", "also --budget or --device-hours")
+        raise ConfigError(
+            args.overrides[0],
+            "a setting of the best model, and there is no budget",
+            "also --budget or --device-hours",
+        )
     if args.device_hours is not None and None in (args.device, args.world):
-        raise ConfigError("--device-hours", "what they compute depends on the device", "also --device and --world")
+        raise ConfigError(
+            "--device-hours", "what they compute depends on the device", "also --device and --world"
+        )
     if (args.device is None) != (args.world is None):
-        raise ConfigError("--device" if args.device is None else "--world", "a plan needs both", "--device and --world")
+        raise ConfigError(
+            "--device" if args.device is None else "--world", "a plan needs both", "--device and --world"
+        )
     if args.plot is not None:
         check_plot("--plot", args.plot)
     for option in ("json", "output"):
@@ -103,14 +156,18 @@ def attempt(fit: Callable[[], T]) -> tuple[T | None, ConfigError | None]:
         return None, error
 
 
-def show(runs: list[Run], held_out: list[Run], fit: Fit | None, iso: IsoFlop | None, args: argparse.Namespace) -> dict[str, Any]:
+def show(
+    runs: list[Run], held_out: list[Run], fit: Fit | None, iso: IsoFlop | None, args: argparse.Namespace
+) -> dict[str, Any]:
     """Prints both fits, and returns what is printed."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     low, high = (f(run.flops for run in runs) for f in (min, max))
-    console.print(f"{len(runs)} runs, {low:.3g} to {high:.3g} FLOPs; intervals hold {args.level:.0%} of {args.samples} resampled fits")
+    console.print(
+        f"{len(runs)} runs, {low:.3g} to {high:.3g} FLOPs; intervals hold {args.level:.0%} of {args.samples} resampled fits"
+    )
     found: dict[str, Any] = {"level": args.level, "samples": args.samples, "runs": [row(run) for run in runs]}
     table = Table("", "value", "from", "to", box=None)
     if fit is not None:
@@ -128,16 +185,29 @@ def show(runs: list[Run], held_out: list[Run], fit: Fit | None, iso: IsoFlop | N
         console.print(f"\nparabolas through {len(iso.groups)} groups of equal compute")
         table = Table("FLOPs", "runs", "best N", "best D", "D / N", "loss", box=None)
         for group in iso.groups:
-            cells = (f"{value:.3g}" for value in (group.parameters, group.tokens, group.tokens / group.parameters))
-            table.add_row(f"{group.flops:.3g}", str(len(group.runs)), *cells, f"{group.loss(group.parameters):.4f}")
+            cells = (
+                f"{value:.3g}" for value in (group.parameters, group.tokens, group.tokens / group.parameters)
+            )
+            table.add_row(
+                f"{group.flops:.3g}", str(len(group.runs)), *cells, f"{group.loss(group.parameters):.4f}"
+            )
         console.print(table)
         found["isoflop"] = {
-            "groups": [{"flops": g.flops, "runs": len(g.runs), "parameters": g.parameters, "tokens": g.tokens} for g in iso.groups]
+            "groups": [
+                {"flops": g.flops, "runs": len(g.runs), "parameters": g.parameters, "tokens": g.tokens}
+                for g in iso.groups
+            ]
         }
         for which, name in enumerate(("parameters", "tokens")):
             power, interval = getattr(iso, name), iso.interval(which, args.level)
-            console.print(f"best {'ND'[which]} ~ C^{power.exponent:.3f}, from {interval[0]:.3f} to {interval[1]:.3f}")
-            found["isoflop"][name] = {"exponent": power.exponent, "factor": power.factor, "interval": interval}
+            console.print(
+                f"best {'ND'[which]} ~ C^{power.exponent:.3f}, from {interval[0]:.3f} to {interval[1]:.3f}"
+            )
+            found["isoflop"][name] = {
+                "exponent": power.exponent,
+                "factor": power.factor,
+                "interval": interval,
+            }
     if held_out and fit is not None:
         console.print()
         found["held_out"] = []
@@ -148,13 +218,21 @@ def show(runs: list[Run], held_out: list[Run], fit: Fit | None, iso: IsoFlop | N
             words = f"predicted {value:.4f}, from {low:.4f} to {high:.4f}; measured {run.loss:.4f} ({off:+.2%}), {verdict} the interval"
             console.print(f"not in the fit: {run.name}, {run.flops / max(r.flops for r in runs):.2g} × the largest compute: {words}",
                           soft_wrap=True)  # fmt: skip
-            found["held_out"].append(row(run) | {"predicted": value, "interval": (low, high), "inside": verdict == "inside"})
+            found["held_out"].append(
+                row(run) | {"predicted": value, "interval": (low, high), "inside": verdict == "inside"}
+            )
     return found
 
 
 def row(run: Run) -> dict[str, Any]:
     """A run as JSON."""
-    return {"name": run.name, "parameters": run.parameters, "tokens": run.tokens, "flops": run.flops, "loss": run.loss}
+    return {
+        "name": run.name,
+        "parameters": run.parameters,
+        "tokens": run.tokens,
+        "flops": run.flops,
+        "loss": run.loss,
+    }
 
 
 def rms(values: list[float]) -> float:
@@ -174,7 +252,9 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
     if args.device is not None:
         device, cluster = read_device(args.device), read_cluster(args.cluster)
         if device.memory_gib is None:
-            raise ConfigError("--device", f"the memory of {device.name} is not known", "a device file that states it")
+            raise ConfigError(
+                "--device", f"the memory of {device.name} is not known", "a device file that states it"
+            )
         memory = device.memory_gib
 
         def lay_out(optimal: budget.Optimal) -> Any:
@@ -192,19 +272,36 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
           f"{train.steps:,} steps")  # fmt: skip
     beyond = optimal.flops / max(run.flops for run in runs)
     print(
-        f"predicted loss {value:.4f}, from {low:.4f} to {high:.4f}" + (f"; {beyond:.3g} × the largest run's compute" if beyond > 1 else "")
+        f"predicted loss {value:.4f}, from {low:.4f} to {high:.4f}"
+        + (f"; {beyond:.3g} × the largest run's compute" if beyond > 1 else "")
     )
     print(f"the rate, optim.lr {optimal.config.optim.lr:g}, is the largest run's: the law says nothing of it")
     if found is not None:
         speed = f"{found.seconds:.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, {found.needs_gib:,.1f} GiB"
         print(f"on {args.world} × {args.device} over {args.cluster}: {found.describe()}: {speed}")
-        print(*cost_lines(found.config, found.seconds, optimal.tokens, cluster.node_ranks, args.price, device.power_watts), sep="\n")
+        print(
+            *cost_lines(
+                found.config,
+                found.seconds,
+                optimal.tokens,
+                cluster.node_ranks,
+                args.price,
+                device.power_watts,
+            ),
+            sep="\n",
+        )
         optimal = optimal.laid_out(found.overrides())
     if args.output is not None:
         write_json("--output", args.output, optimal.sections)
         print(f"the config is in {args.output}")
     interval = (low, high)
-    return {"flops": optimal.flops, "parameters": optimal.parameters, "tokens": optimal.tokens, "loss": value, "interval": interval}
+    return {
+        "flops": optimal.flops,
+        "parameters": optimal.parameters,
+        "tokens": optimal.tokens,
+        "loss": value,
+        "interval": interval,
+    }
 
 
 def run(argv: list[str]) -> int:
@@ -218,7 +315,10 @@ def run(argv: list[str]) -> int:
     if few:
         print(f"left out, of fewer than {args.least_ratio:g} tokens a parameter: {len(few)} runs")
     for name in undecayed(every):
-        print(f"warning: {name} ended before its rate had decayed: its loss is higher than such a run's should be", file=sys.stderr)
+        print(
+            f"warning: {name} ended before its rate had decayed: its loss is higher than such a run's should be",
+            file=sys.stderr,
+        )
     fit, no_law = attempt(lambda: parametric.fit(runs, args.samples))
     iso, no_parabolas = attempt(lambda: isoflop.fit(runs, args.samples))
     if fit is None and (iso is None or held_out or args.budget is not None or args.device_hours is not None):
@@ -239,7 +339,9 @@ def run(argv: list[str]) -> int:
             with replaced(args.plot) as aside:
                 draw(runs, held_out, fit, iso, args.level, aside)
         except OSError as error:
-            raise ConfigError("--plot", f"cannot write {args.plot}: {error.strerror}", "a writable path") from None
+            raise ConfigError(
+                "--plot", f"cannot write {args.plot}: {error.strerror}", "a writable path"
+            ) from None
         print(f"\nthe picture is in {args.plot}")
     return 0
 

@@ -7,7 +7,9 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.errors import ConfigError
@@ -18,7 +20,9 @@ from megacore.tools.relaunch.hosts import filters_in, hostfile_option, load_any
 from megacore.tools.relaunch.scaling import add_options, rules_of, size_of, words_of
 from megacore.tools.relaunch.supervisor import Supervisor
 
-EXAMPLE = "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
+EXAMPLE = (
+    "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
+)
 MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in it.
 With a hostfile, or a command that prints one, machines that do not answer are left out. Machines that join or leave while the run
 goes on are used or left: the run saves, stops, and goes on with the same global batch, laid out anew.
@@ -33,23 +37,52 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
     parser.add_argument(
-        "--restarts", type=int, default=3, metavar="N", help="gives up after so many restarts in a row without progress (3)"
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="gives up after so many restarts in a row without progress (3)",
     )
     parser.add_argument(
-        "--backoff", type=float, default=5.0, metavar="SECONDS", help="wait before a restart, doubled each time without progress (5)"
+        "--backoff",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="wait before a restart, doubled each time without progress (5)",
     )
     parser.add_argument(
-        "--stall", type=float, default=1800.0, metavar="SECONDS", help="restart if no new step is logged or saved for so long (1800)"
+        "--stall",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="restart if no new step is logged or saved for so long (1800)",
     )
-    parser.add_argument("--probe", default=PROBE, metavar="COMMAND", help=f"succeeds if {{host}} answers ({PROBE})")
     parser.add_argument(
-        "--spares", type=int, default=0, metavar="N", help="hosts of the hostfile that are only used in the place of others (0)"
+        "--probe", default=PROBE, metavar="COMMAND", help=f"succeeds if {{host}} answers ({PROBE})"
     )
-    parser.add_argument("--hosts-command", metavar="COMMAND", help="prints hosts with slots as a hostfile has them, in the place of one")
-    parser.add_argument("--ranks", metavar="N | MIN:MAX", help="at least and at most so many ranks; waits where there are fewer")
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="hosts of the hostfile that are only used in the place of others (0)",
+    )
+    parser.add_argument(
+        "--hosts-command",
+        metavar="COMMAND",
+        help="prints hosts with slots as a hostfile has them, in the place of one",
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="N | MIN:MAX",
+        help="at least and at most so many ranks; waits where there are fewer",
+    )
     add_options(parser)
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's command, with launch/pretrain.py and --config"
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the launcher's command, with launch/pretrain.py and --config",
     )
     args = parser.parse_args(argv)
     args.command = args.command[args.command[:1] == ["--"] :]
@@ -71,7 +104,10 @@ def config_in(command: list[str]) -> tuple[str, list[str]]:
             overrides = [word for word in command if re.match(r"\w+\.\w+=", word)]
             parts = [part for word in command for part in word.split("=", 1)]
             files = [file for option, file in pairwise(parts) if option in DEEPSPEED]
-            return command[i + 1], [*(stated for file in files for stated in with_deepspeed(file)), *overrides]
+            return command[i + 1], [
+                *(stated for file in files for stated in with_deepspeed(file)),
+                *overrides,
+            ]
     raise ConfigError("arguments", "the command has no --config", EXAMPLE)
 
 
@@ -83,13 +119,21 @@ def fleet_of(args: argparse.Namespace, config: str, overrides: list[str]) -> Fle
     rules = rules_of(args, size)
     printed_by: tuple[str, ...] = ()
     if args.hosts_command is not None:
-        printed_by = words_of("--hosts-command", args.hosts_command, "a command that prints lines such as `node1 slots=8`")
+        printed_by = words_of(
+            "--hosts-command", args.hosts_command, "a command that prints lines such as `node1 slots=8`"
+        )
         if option is not None:
             raise ConfigError("--hosts-command", "stands beside --hostfile", "one of the two")
         if Path(args.command[0]).name != "deepspeed":
-            raise ConfigError("--hosts-command", f"{args.command[0]} takes no hostfile from it", "the deepspeed launcher")
+            raise ConfigError(
+                "--hosts-command", f"{args.command[0]} takes no hostfile from it", "the deepspeed launcher"
+            )
     elif option is None:
-        for name, given in (("spares", args.spares), ("ranks", args.ranks), ("ranks-command", args.ranks_command)):
+        for name, given in (
+            ("spares", args.spares),
+            ("ranks", args.ranks),
+            ("ranks-command", args.ranks_command),
+        ):
             if given:
                 wrong = "the command has no --hostfile, whose hosts they would be"
                 raise ConfigError(f"--{name}", wrong, "the deepspeed launcher's --hostfile")
@@ -97,7 +141,9 @@ def fleet_of(args: argparse.Namespace, config: str, overrides: list[str]) -> Fle
     args.command, include, exclude = filters_in(args.command)
     filters = {"include": include, "exclude": exclude}
     file = None if option is None else option[1]
-    return Fleet(file, config, overrides, args.probe, rules=rules, printed_by=printed_by, spares=args.spares, **filters)
+    return Fleet(
+        file, config, overrides, args.probe, rules=rules, printed_by=printed_by, spares=args.spares, **filters
+    )
 
 
 def run(argv: list[str]) -> int:
@@ -109,7 +155,12 @@ def run(argv: list[str]) -> int:
     assert folder is not None
     check_folder("log.dir", folder)
     fleet = fleet_of(args, config, overrides)
-    options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}
+    options = {
+        "restarts": args.restarts,
+        "backoff": args.backoff,
+        "stall": args.stall,
+        "steps": loaded.train.steps,
+    }
     return Supervisor(args.command, Path(folder), fleet=fleet, **options).run()
 
 

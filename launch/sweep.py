@@ -7,7 +7,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.processes import available_cores
@@ -36,19 +38,41 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("spec", metavar="SWEEP.json", help="what is swept, see above and docs/sweeps.md")
-    parser.add_argument("--dry-run", action="store_true", help="checks every trial, says what all will take, and stops")
-    parser.add_argument("--report", action="store_true", help="only the table, the picture and the files, of what is there by now")
     parser.add_argument(
-        "--at-once", type=count, metavar="N", help="trials at a time (default: as many as this machine has cores or GPUs for)"
+        "--dry-run", action="store_true", help="checks every trial, says what all will take, and stops"
     )
     parser.add_argument(
-        "--device", metavar="NAME", help="predicts for it, and not for this machine: h100, or a file, as for launch/plan.py"
+        "--report",
+        action="store_true",
+        help="only the table, the picture and the files, of what is there by now",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=count,
+        metavar="N",
+        help="trials at a time (default: as many as this machine has cores or GPUs for)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="predicts for it, and not for this machine: h100, or a file, as for launch/plan.py",
     )
     parser.add_argument("--cluster", metavar="NAME", help="links of the device, as for launch/plan.py")
-    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour, adds money (default: log.price_per_device_hour)")
-    parser.add_argument("--slurm", action="store_true", help="writes a job array in the sweep's folder, and starts nothing here")
+    parser.add_argument(
+        "--price",
+        type=float,
+        metavar="P",
+        help="of a device and hour, adds money (default: log.price_per_device_hour)",
+    )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="writes a job array in the sweep's folder, and starts nothing here",
+    )
     parser.add_argument("--submit", action="store_true", help="with --slurm: hands it to sbatch")
-    parser.add_argument("--host-size", type=count, default=8, metavar="N", help="with --slurm: ranks on a host (8)")
+    parser.add_argument(
+        "--host-size", type=count, default=8, metavar="N", help="with --slurm: ranks on a host (8)"
+    )
     args = parser.parse_args(argv)
     if args.price is not None and not 0 <= args.price < math.inf:
         raise ConfigError("--price", f"{args.price} is not usable", "0 or more")
@@ -89,7 +113,10 @@ def status_of(rows: list[Row]) -> int:
     failed = [row for row in rows if row.status.startswith("failed")]
     if failed:
         names = ", ".join(row.trial.name or "the config" for row in failed[:10])
-        print(f"{len(failed)} of {len(rows)} trials failed: {names}{' …' if len(failed) > 10 else ''}", file=sys.stderr)
+        print(
+            f"{len(failed)} of {len(rows)} trials failed: {names}{' …' if len(failed) > 10 else ''}",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
@@ -113,14 +140,18 @@ def run(argv: list[str]) -> int:
     from megacore.tools.sweep import price
     from megacore.tools.sweep.local import Local, Stopping
 
-    at_once, gpus, gpu = (args.at_once or len(trials), [], None) if args.slurm else places(args.at_once, trials)
+    at_once, gpus, gpu = (
+        (args.at_once or len(trials), [], None) if args.slurm else places(args.at_once, trials)
+    )
     ranks = max(trial.ranks for trial in trials)
     if args.slurm:
         check_job(folder, found(), args.host_size)
     if args.slurm and args.device is None:
         machine = None
     else:
-        machine = price.machine_of(args.device, args.cluster, trials, max(1, available_cores() // (at_once * ranks)), gpu)
+        machine = price.machine_of(
+            args.device, args.cluster, trials, max(1, available_cores() // (at_once * ranks)), gpu
+        )
     price.show(found(), machine, at_once, args.price)
     if args.dry_run:
         return 0
@@ -132,7 +163,9 @@ def run(argv: list[str]) -> int:
         try:
             lock.take()
         except ConfigError as error:
-            raise ConfigError("folder", error.wrong.replace("a run that", "a sweep that"), "its end, or --report") from None
+            raise ConfigError(
+                "folder", error.wrong.replace("a run that", "a sweep that"), "its end, or --report"
+            ) from None
         folder = SweepFolder(folder.path, trials)  # once more: another sweep may have ended meanwhile
         found = partial(rows_of, folder, spec.last)
         folder.write()

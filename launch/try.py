@@ -5,7 +5,9 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.processes import available_cores
@@ -36,15 +38,45 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("idea", metavar="FORK.py", help="the fork, or a config")
-    parser.add_argument("--against", default="gpt", metavar="WHAT", help="gpt (default), another fork, or a config")
-    parser.add_argument("--seeds", type=count, default=5, metavar="N", help="pairs of runs (default: %(default)s)")
-    parser.add_argument("--rates", default="0.5,1,2", metavar="R,R", help="times the learning rates of the config (default: %(default)s)")
-    parser.add_argument("--match", choices=("ffn", "steps", "none"), default="ffn", help="what makes operations equal (default: ffn)")
+    parser.add_argument(
+        "--against", default="gpt", metavar="WHAT", help="gpt (default), another fork, or a config"
+    )
+    parser.add_argument(
+        "--seeds", type=count, default=5, metavar="N", help="pairs of runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rates",
+        default="0.5,1,2",
+        metavar="R,R",
+        help="times the learning rates of the config (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--match",
+        choices=("ffn", "steps", "none"),
+        default="ffn",
+        help="what makes operations equal (default: ffn)",
+    )
     parser.add_argument("--folder", metavar="DIR", help="where all of it is kept (default: runs/try_FORK)")
-    parser.add_argument("--at-once", type=count, metavar="N", help="runs at a time (default: as many as there are cores or GPUs)")
-    parser.add_argument("--dry-run", action="store_true", help="checks all, says what is compared and what it takes, and stops")
-    parser.add_argument("--report", action="store_true", help="only the table and the picture, of what is there")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over both configs, such as train.steps=100")
+    parser.add_argument(
+        "--at-once",
+        type=count,
+        metavar="N",
+        help="runs at a time (default: as many as there are cores or GPUs)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="checks all, says what is compared and what it takes, and stops",
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="only the table and the picture, of what is there"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="JSON values over both configs, such as train.steps=100",
+    )
     args = parser.parse_intermixed_args(argv)
     if args.seeds > MOST_SEEDS:
         raise ConfigError("--seeds", f"{args.seeds} are more than anybody needs", f"at most {MOST_SEEDS}")
@@ -68,7 +100,10 @@ def status_of(rows: list[Row]) -> int:
     """The exit status; names the runs that failed."""
     failed = [row.trial.name for row in rows if row.status.startswith("failed")]
     if failed:
-        print(f"{len(failed)} runs failed: {', '.join(failed[:10])}{' …' if len(failed) > 10 else ''}", file=sys.stderr)
+        print(
+            f"{len(failed)} runs failed: {', '.join(failed[:10])}{' …' if len(failed) > 10 else ''}",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
@@ -82,7 +117,9 @@ def train(comparison: Comparison, at_once: int, gpus: list[str]) -> int:
         try:
             lock.take()
         except ConfigError as error:
-            raise ConfigError("--folder", error.wrong.replace("a run that", "a comparison that"), "its end, or --report") from None
+            raise ConfigError(
+                "--folder", error.wrong.replace("a run that", "a comparison that"), "its end, or --report"
+            ) from None
         comparison.open()  # once more: another one may have ended meanwhile
         comparison.folder.write()
         for rows_of in (comparison.first, comparison.asked):

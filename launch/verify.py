@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # so that a checkout runs without being installed
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
@@ -31,7 +33,9 @@ Exit status: 0 equal (in bf16 the last line may name what could not be computed 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    )
     layouts = "such as tp2,pp4,tp2pp2dp2sp or pp4@zb_v; schedules: each of them in several (default: all axes, to 8 ranks)"
     parser.add_argument("--layouts", metavar="NAMES", help=layouts)
     parser.add_argument(
@@ -40,15 +44,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=("fp64", "bf16"),
         help="bf16: each difference must be explained by what bf16 itself costs (default: %(default)s)",
     )
-    changed = (
-        "also run layouts that files which differ from this commit, such as HEAD, may break (megacore/tools/verify/layouts.py: BESIDES)"
-    )
+    changed = "also run layouts that files which differ from this commit, such as HEAD, may break (megacore/tools/verify/layouts.py: BESIDES)"
     parser.add_argument("--changed", metavar="COMMIT", help=changed)
     against = "compare with another version of the code, layout by layout, instead of one process"
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
     plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
     parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as model.bias=false")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="JSON values over the file's, such as model.bias=false",
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -57,7 +64,9 @@ def default(args: argparse.Namespace) -> tuple[str, ...]:
     from megacore.tools.verify.layouts import DEFAULT, EXPERTS
     from megacore.tools.verify.shrink import load_whole
 
-    return DEFAULT if load_whole(args.config, args.overrides).model.num_experts is None else (*DEFAULT, *EXPERTS)
+    return (
+        DEFAULT if load_whole(args.config, args.overrides).model.num_experts is None else (*DEFAULT, *EXPERTS)
+    )
 
 
 def changed_since(commit: str) -> list[str]:
@@ -68,9 +77,15 @@ def changed_since(commit: str) -> list[str]:
         try:
             done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
         except OSError as error:
-            raise ConfigError("--changed", f"git cannot be started: {error}", "an installed git; or --layouts") from error
+            raise ConfigError(
+                "--changed", f"git cannot be started: {error}", "an installed git; or --layouts"
+            ) from error
         if done.returncode:
-            raise ConfigError("--changed", f"git says: {done.stderr.strip().splitlines()[0]}", "a commit or branch, such as main")
+            raise ConfigError(
+                "--changed",
+                f"git says: {done.stderr.strip().splitlines()[0]}",
+                "a commit or branch, such as main",
+            )
         found += done.stdout.splitlines()
     return found
 
@@ -86,7 +101,11 @@ def main(argv: list[str]) -> int:
     from megacore.tools.verify.workers import RankFailed
 
     args = parse(argv)
-    given = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(default(args))
+    given = (
+        [name for name in args.layouts.split(",") if name]
+        if args.layouts is not None
+        else list(default(args))
+    )
     if args.changed is not None:
         given += besides(changed_since(args.changed))
     names = [layout for name in given for layout in (SCHEDULES if name == "schedules" else [name])]

@@ -1,6 +1,7 @@
 """megacore: GPT pretraining over named parallel axes, written to be read, changed and proved.
 
-What stands in `__all__` is a library for a notebook or a script; docs/library.md shows it. Nothing is imported before it is used.
+What stands in `__all__` is a library for a notebook or a script; docs/library.md shows it. Nothing is
+imported before it is used.
 """
 
 from importlib import import_module
@@ -16,7 +17,10 @@ PLACES = {
     "Stage": "megacore.model.stage",
     "TrainStep": "megacore.train.step",
     "plan_of": "megacore.pipeline.partition",
-} | dict.fromkeys(("load_config", "one_process", "batches", "generate", "prove", "predict", "memory"), "megacore.tools.library")
+} | dict.fromkeys(
+    ("load_config", "one_process", "batches", "generate", "prove", "predict", "memory"),
+    "megacore.tools.library",
+)
 
 __all__ = sorted(PLACES)
 

@@ -7,7 +7,9 @@ MOST = 600  # characters of a part of a line: a key or a path may have any numbe
 
 
 def shown(text: str) -> str:
-    """The text for a terminal: on one line, without control characters, and of a long one its beginning and its end."""
+    """The text for a terminal: on one line, without control characters, and of a long
+    one its beginning and its end.
+    """
     if len(text) > MOST:
         text = f"{text[: MOST // 2]}…{text[-MOST // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,5 +1,8 @@
-"""Reads and writes files that a user names. Only plain files of a bounded size are read, never a pipe that nobody fills or an
-endless device. A file is written whole or not at all."""
+"""Reads and writes files that a user names.
+
+Only plain files of a bounded size are read, never a pipe that nobody fills or an endless device. A file is
+written whole or not at all.
+"""
 
 import errno
 import json
@@ -19,15 +22,23 @@ MOST_BYTES = 256 << 20  # far above any config, hostfile, index or tokenizer
 
 
 def open_plain(path: str | Path) -> BinaryIO:
-    """Opens a plain file to read. Raises `OSError`, whose `strerror` says why not, also for a name that no file can have."""
+    """Opens a plain file to read.
+
+    Raises `OSError`, whose `strerror` says why not, also for a name that no file can have.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: a pipe opens at once, to be refused
+        # O_NONBLOCK: a pipe opens at once, to be refused
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:  # NUL, or half a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        code, why = (errno.EISDIR, os.strerror(errno.EISDIR)) if stat.S_ISDIR(mode) else (errno.EINVAL, "Not a plain file")
+        code, why = (
+            (errno.EISDIR, os.strerror(errno.EISDIR))
+            if stat.S_ISDIR(mode)
+            else (errno.EINVAL, "Not a plain file")
+        )
         raise OSError(code, why, str(path))
     return os.fdopen(descriptor, "rb")
 
@@ -47,8 +58,11 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON that a person wrote. Raises `ValueError`, also for a key that stands twice, of which one value would be lost, or
-    `RecursionError`."""
+    """The value of JSON that a person wrote.
+
+    Raises `ValueError`, also for a key that stands twice, of which one value would be lost, or
+    `RecursionError`.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -62,8 +76,11 @@ def read_json(text: str) -> Any:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Writes a file whole or not at all. Raises `OSError`, and then leaves what was there. A device or a pipe, such as /dev/stdout, is
-    written to and not replaced."""
+    """Writes a file whole or not at all.
+
+    Raises `OSError`, and then leaves what was there. A device or a pipe, such as /dev/stdout, is written to
+    and not replaced.
+    """
     in_place = os.path.exists(path) and not os.path.isfile(path)
     aside = Path(path if in_place else f"{path}{ASIDE.format(os.getpid())}")
     try:
@@ -86,10 +103,14 @@ def write_json(option: str, path: str | Path, value: Any) -> None:
 
 
 def check_folder(key: str, folder: str | Path) -> None:
-    """Raises `ConfigError`, naming the key, unless the folder can be made and written in, and its disk has room."""
+    """Raises `ConfigError`, naming the key, unless the folder can be made and
+    written in, and its disk has room.
+    """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(bytes(4096))
     except OSError as error:
-        raise ConfigError(key, f"cannot write in {folder}: {error.strerror}", "a folder that can be made and written") from None
+        raise ConfigError(
+            key, f"cannot write in {folder}: {error.strerror}", "a folder that can be made and written"
+        ) from None

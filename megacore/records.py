@@ -1,4 +1,6 @@
-"""JSON that somebody else may have written, as typed records whose numbers have bounds; and the figures of a run's records."""
+"""JSON that somebody else may have written, as typed records whose numbers have bounds; and
+the figures of a run's records.
+"""
 
 from typing import Annotated
 
@@ -12,7 +14,10 @@ Amount = Annotated[float, Field(ge=0, le=1e30)]
 
 
 class Record(BaseModel):
-    """Numbers are not coerced (`"20"` is not 20). Keys that nobody reads are passed over: another version may have written them."""
+    """Numbers are not coerced (`"20"` is not 20).
+
+    Keys that nobody reads are passed over: another version may have written them.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 

@@ -1,4 +1,7 @@
-"""Sections of a config, and the types of their values. Every section, those that optimizers bring included, is made of these."""
+"""Sections of a config, and the types of their values.
+
+Every section, those that optimizers bring included, is made of these.
+"""
 
 from typing import Annotated
 
@@ -6,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megacore.records import LARGEST
 
-# Bounds far around any run: no number in a config may make a script count, wait or allocate without end, or compute with infinities.
+# Bounds far around any run: no number in a config may make a script count, wait or allocate without end, or
+# compute with infinities.
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(gt=0, le=LARGEST)]
 MOST_RANKS = 2**20

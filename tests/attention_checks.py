@@ -1,4 +1,6 @@
-"""Attention within documents against its plain formula: what tests run on a CPU with a stand-in for the GPU's kernel, and on a GPU."""
+"""Attention within documents against its plain formula: what tests run on a CPU with a stand-in for
+the GPU's kernel, and on a GPU.
+"""
 
 from itertools import pairwise
 from unittest import mock
@@ -37,7 +39,7 @@ def inputs(batch: int, seq: int, head: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-# --- an exact stand-in for the kernel of many lengths ------------------------------------------------------------------
+# --- an exact stand-in for the kernel of many lengths -------------------------------------------------------
 
 
 def seen_by(queries: int, keys: int, causal: bool) -> Tensor:
@@ -55,7 +57,9 @@ def one(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Te
 
 
 def sequences_of(pack: Pack) -> list[tuple[slice, slice]]:
-    """Where each part's queries and keys lie among those of the call, as the kernel reads it from the ends."""
+    """Where each part's queries and keys lie among those of the call, as the kernel
+    reads it from the ends.
+    """
     ends = [[int(end) for end in own] for own in (pack.query_ends, pack.key_ends)]
     assert [max(b - a for a, b in pairwise(own)) for own in ends] == [pack.most_queries, pack.most_keys]
     assert pack.query_ends.dtype == pack.key_ends.dtype == torch.int32
@@ -70,13 +74,19 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> tuple[T
 def kernel_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pack: Pack, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From `out` and `lse`, which may be merged with other parts': by the formula for a piece of the whole softmax."""
+    """From `out` and `lse`, which may be merged with other parts': by the formula
+    for a piece of the whole softmax.
+    """
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     for at, seen in sequences_of(pack):
         keys, values = (x[seen].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[at], keys) * scale
-        p = (scores - lse[:, at, None]).exp().masked_fill(~seen_by(scores.shape[1], scores.shape[2], pack.causal), 0.0)
+        p = (
+            (scores - lse[:, at, None])
+            .exp()
+            .masked_fill(~seen_by(scores.shape[1], scores.shape[2], pack.causal), 0.0)
+        )
         delta = (grad[at] * out[at]).sum(-1).T[..., None]
         ds = p * (torch.einsum("qhd,khd->hqk", grad[at], values) - delta) * scale
         grads[0][at] = torch.einsum("hqk,khd->qhd", ds, keys)
@@ -88,25 +98,35 @@ def kernel_backward(
 
 def standing_in() -> mock._patch:
     """All tensors are taken for a GPU's while it is entered, and the kernel is the one above."""
-    return mock.patch.multiple(packed, takes_lengths=lambda q: True, kernel=kernel, kernel_backward=kernel_backward)
+    return mock.patch.multiple(
+        packed, takes_lengths=lambda q: True, kernel=kernel, kernel_backward=kernel_backward
+    )
 
 
-# --- checks ------------------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
-def on_one_rank(documents: Documents, head: int, device: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def on_one_rank(
+    documents: Documents, head: int, device: str, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
     """The output and the gradients of q, k and v, each beside the formula's in fp64."""
     *whole, grad = (x.to(device, dtype) for x in inputs(len(documents), documents[0][-1], head))
     here, right = [x.clone().requires_grad_() for x in whole], [x.double().requires_grad_() for x in whole]
-    out = attention.attend(here[0], here[1], here[2], Sequences(documents[0][-1], SOLO, "gather", documents), SCALE)
+    out = attention.attend(
+        here[0], here[1], here[2], Sequences(documents[0][-1], SOLO, "gather", documents), SCALE
+    )
     out.backward(grad)
     expected = masked(right[0], right[1], right[2], documents)
     expected.backward(grad.double())
     return [(out.detach(), expected.detach()), *((a.grad, b.grad) for a, b in zip(here, right, strict=True))]  # type: ignore[misc]
 
 
-def on_context_ranks(documents: Documents, ranks: int, head: int, device: str, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """The same with each of the ranks' queries on all keys, one rank after the other: parts within and between pieces, no group."""
+def on_context_ranks(
+    documents: Documents, ranks: int, head: int, device: str, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """The same with each of the ranks' queries on all keys, one rank after the other: parts
+    within and between pieces, no group.
+    """
     seq = documents[0][-1]
     *whole, grad = (x.to(device, dtype) for x in inputs(len(documents), seq, head))
     q, k, v = whole

@@ -21,7 +21,21 @@ import torch
 from safetensors.torch import save_file
 
 from configs.forks import speculate
-from launch import checkpoint, coordinates, drill, evaluate, generate, plan, preflight, prepare, pretrain, samples, supervise, sweep, verify
+from launch import (
+    checkpoint,
+    coordinates,
+    drill,
+    evaluate,
+    generate,
+    plan,
+    preflight,
+    prepare,
+    pretrain,
+    samples,
+    supervise,
+    sweep,
+    verify,
+)
 from launch.kubernetes import render
 from megacore.checkpoint.manifest import sealed, unsealed
 from megacore.distributed.rank_info import RankInfo
@@ -44,7 +58,10 @@ LLAMA = {
 }  # fmt: skip
 NANOGPT = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 16, "bias": False}
 LEVEL = {"link": "x", "ranks": None, "bytes_per_second": 1.0}
-ZERO = ["engine.kind=deepspeed", f"engine.config={Path(__file__).parents[1] / 'configs/deepspeed/zero2.json'}"]
+ZERO = [
+    "engine.kind=deepspeed",
+    f"engine.config={Path(__file__).parents[1] / 'configs/deepspeed/zero2.json'}",
+]
 MMIDIDX = struct.Struct("<9sQBQQ")
 
 
@@ -52,10 +69,14 @@ def write_tree(tree: Path) -> None:
     """A run, a corpus and its config, and beside them what is none."""
     text = tree / "text.txt"
     text.write_text("To be, or not to be: that is the question.\n" * 100)
-    prepare.run(["--input", str(text), "--output", str(tree / "data"), "--tokenizer", "bytes", "--workers", "1"])
+    prepare.run(
+        ["--input", str(text), "--output", str(tree / "data"), "--tokenizer", "bytes", "--workers", "1"]
+    )
     train = {"steps": 2, "seq_len": 16, "global_batch_size": 4, "precision": "fp32"}
     data = {"train": str(tree / "data"), "tokenizer": "bytes"}
-    (tree / "config.json").write_text(json.dumps({"model": MODEL, "train": train, "data": data, "log": {"dir": str(tree / "new")}}))
+    (tree / "config.json").write_text(
+        json.dumps({"model": MODEL, "train": train, "data": data, "log": {"dir": str(tree / "new")}})
+    )
     random_run(tree / "run", data | {"valid": str(tree / "data")}, **MODEL)
     write_paths(tree)
     write_texts(tree)
@@ -93,11 +114,26 @@ def write_texts(tree: Path) -> None:
     (tree / "broken.jinja").write_text("{% for m in messages %}")
     (tree / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     for name, latency in (("null", None), ("text", "x"), ("negative", -1.0), ("nan", float("nan"))):
-        (tree / f"links_{name}.json").write_text(json.dumps({"name": "x", "levels": [LEVEL | {"latency_seconds": latency}]}))
-    (tree / "links_call.json").write_text(json.dumps({"name": "x", "call_seconds": -1, "levels": [LEVEL | {"latency_seconds": 0.0}]}))
-    hosts = {"two": "localhost slots=1\nlocalhost slots=2\n", "none": "# none\n", "silent": "a.invalid slots=2\nb.invalid slots=2\n"}
-    hosts |= {"zero": "localhost slots=0\n", "digits": f"localhost slots={'9' * 5000}\n", "one": "localhost slots=1\n"}
-    hosts |= {"some_zero": "localhost slots=1\nb.invalid slots=0\n", "garbage": "localhost slots=1\nb.invalid 4\n"}
+        (tree / f"links_{name}.json").write_text(
+            json.dumps({"name": "x", "levels": [LEVEL | {"latency_seconds": latency}]})
+        )
+    (tree / "links_call.json").write_text(
+        json.dumps({"name": "x", "call_seconds": -1, "levels": [LEVEL | {"latency_seconds": 0.0}]})
+    )
+    hosts = {
+        "two": "localhost slots=1\nlocalhost slots=2\n",
+        "none": "# none\n",
+        "silent": "a.invalid slots=2\nb.invalid slots=2\n",
+    }
+    hosts |= {
+        "zero": "localhost slots=0\n",
+        "digits": f"localhost slots={'9' * 5000}\n",
+        "one": "localhost slots=1\n",
+    }
+    hosts |= {
+        "some_zero": "localhost slots=1\nb.invalid slots=0\n",
+        "garbage": "localhost slots=1\nb.invalid 4\n",
+    }
     for name, lines in hosts.items():
         (tree / f"hosts_{name}").write_text(lines)
 
@@ -138,14 +174,19 @@ def write_models(tree: Path) -> None:
         ("layers", {"num_layers": 10**8}), ("more_layers", {"num_layers": 10**4}), ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
         ("positions", {"max_positions": 2**31}),
     ):  # fmt: skip
-        run_with(f"run_{name}", lambda state, sizes=sizes: (state["model"].update(sizes), state["config"]["model"].update(sizes)))
+        run_with(
+            f"run_{name}",
+            lambda state, sizes=sizes: (state["model"].update(sizes), state["config"]["model"].update(sizes)),
+        )
     run_with("run_bare", lambda state: state["config"].pop("data"))
     run_with("run_text", lambda state: state["config"].update(model="x"))
     run_with("run_nul", lambda state: state["config"]["data"].update(tokenizer="a\0b"))
     for name in ("folder", "link", "pipe"):
         manifest = run_with(f"run_{name}", lambda state: None)
         manifest.unlink()
-        manifest.mkdir() if name == "folder" else manifest.symlink_to("nowhere") if name == "link" else os.mkfifo(manifest)
+        manifest.mkdir() if name == "folder" else manifest.symlink_to(
+            "nowhere"
+        ) if name == "link" else os.mkfifo(manifest)
     for name, change in (
         ("layers", {"num_hidden_layers": 10**4}), ("kinds", {"layer_types": 3}), ("kinds2", {"layer_types": [[1]]}),
         ("wide", {"hidden_size": 10**23}), ("nan", {"rms_norm_eps": float("nan")}), ("theta", {"rope_theta": 10**400}),

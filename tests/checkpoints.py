@@ -1,4 +1,6 @@
-"""Checkpoints of a process without a mesh and of two ranks, the newest whole one by all that can be checked, and refusals of others."""
+"""Checkpoints of a process without a mesh and of two ranks, the newest whole one by all that can be
+checked, and refusals of others.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +39,13 @@ class Alone:
 
 
 def save(
-    directory: Path, step: int, tensors: Mapping[str, LocalTensor], state: dict[str, Any], *, keep: int, ranks: Ranks | None = None
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, LocalTensor],
+    state: dict[str, Any],
+    *,
+    keep: int,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write the checkpoint of `step` as training does, and return its folder. Every rank calls it."""
     saver = Saver(directory, Alone() if ranks is None else ranks, clean=retention(directory, keep))

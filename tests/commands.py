@@ -24,10 +24,16 @@ def run_script(
 
     The script runs as `__main__`, in a session and with files for output of its own, and everything that it starts ends with it.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"} | variables
+    environment = (
+        {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
+        | {"OMP_NUM_THREADS": "1"}
+        | variables
+    )
     with tempfile.TemporaryDirectory() as outputs:
         files = [Path(outputs) / "out", Path(outputs) / "err"]
-        process = CONTEXT.Process(target=play, args=([str(ROOT / script), *arguments], environment, files, "", folder))
+        process = CONTEXT.Process(
+            target=play, args=([str(ROOT / script), *arguments], environment, files, "", folder)
+        )
         process.start()
         process.join(timeout)
         late = process.is_alive()
@@ -45,7 +51,9 @@ def run_script(
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def play(argv: list[str], environment: dict[str, str], files: list[Path], terminal: str = "", folder: Path = ROOT) -> None:
+def play(
+    argv: list[str], environment: dict[str, str], files: list[Path], terminal: str = "", folder: Path = ROOT
+) -> None:
     """Becomes the script `argv`, in a session of its own, whose terminal is the one given; `files`: for stdout and stderr."""
     os.setsid()
     if terminal:
@@ -86,7 +94,9 @@ class Prover(LineWorker):
         self.complaints = os.fdopen(file)
         self.child = CONTEXT.Process(target=serve_proofs, args=(tasks, theirs, path), daemon=True)
         self.child.start()
-        self.tasks, self.answers = (os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((ours, "w"), (answers, "r")))
+        self.tasks, self.answers = (
+            os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((ours, "w"), (answers, "r"))
+        )
         for end in (tasks, theirs, ours, answers):
             end.close()
 
@@ -106,7 +116,9 @@ class Prover(LineWorker):
 
 def serve_proofs(tasks: Connection, answers: Connection, complaints: str) -> None:
     """Becomes a rank of proofs, with these for stdin, stdout and stderr; nobody needs the last one's name any longer."""
-    for descriptor, source in enumerate((tasks.fileno(), answers.fileno(), os.open(complaints, os.O_WRONLY | os.O_APPEND))):
+    for descriptor, source in enumerate(
+        (tasks.fileno(), answers.fileno(), os.open(complaints, os.O_WRONLY | os.O_APPEND))
+    ):
         os.dup2(source, descriptor)
     os.unlink(complaints)
     sys.stdin = open(0)  # noqa: SIM115 (open as long as the process lives)

@@ -12,13 +12,17 @@ from torch._dynamo.utils import counters
 
 from tests import training
 
-# Follows the code and divides forward from backward as Inductor does, and leaves out the minute in which that writes C++.
+# Follows the code and divides forward from backward as Inductor does, and leaves out the minute in which that
+# writes C++.
 QUICK = "aot_eager_decomp_partition"
 
 
 @contextmanager
 def graphs_counted(backend: str = QUICK) -> Iterator[dict[str, Any]]:
-    """Modules are compiled by `backend` while entered. It then holds `graphs`, how many there were, and `breaks`, why any ended early."""
+    """Modules are compiled by `backend` while entered.
+
+    It then holds `graphs`, how many there were, and `breaks`, why any ended early.
+    """
     torch._dynamo.reset()
     counters.clear()
     found: dict[str, Any] = {}
@@ -32,7 +36,9 @@ def graphs_counted(backend: str = QUICK) -> Iterator[dict[str, Any]]:
         torch._dynamo.reset()
 
 
-def compiled_rank(config: str, overrides: list[str], log_dir: str, backend: str = QUICK) -> tuple[int, list[str]]:
+def compiled_rank(
+    config: str, overrides: list[str], log_dir: str, backend: str = QUICK
+) -> tuple[int, list[str]]:
     """One rank's whole run; returns how many graphs its blocks are, and why any ended early."""
     with graphs_counted(backend) as found:
         assert training.run_rank(config, [*overrides, "train.compile=true"], log_dir) == 0

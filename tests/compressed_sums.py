@@ -1,5 +1,6 @@
-"""Sums of random gradients that travel compressed, and what must hold of them: the same bits on every rank, an error that rounding
-explains, and nothing lost for good."""
+"""Sums of random gradients that travel compressed, and what must hold of them: the same bits on every rank,
+an error that rounding explains, and nothing lost for good.
+"""
 
 import os
 from pathlib import Path
@@ -17,7 +18,10 @@ from megacore.train.step import TrainStep
 from tests import training
 
 BLOCK = 64
-LOW_RANK, INT8 = 'engine.compression={"kind": "low_rank", "rank": 2}', 'engine.compression={"kind": "int8", "block": 64}'
+LOW_RANK, INT8 = (
+    'engine.compression={"kind": "low_rank", "rank": 2}',
+    'engine.compression={"kind": "int8", "block": 64}',
+)
 ROUNDS, BAD = 5, 2  # sums, and the one in which a gradient is not finite
 
 
@@ -25,7 +29,12 @@ def write_config(folder: Path) -> str:
     """Several buckets, and parameters of odd sizes, so that there are gaps."""
     train = {"steps": 4, "global_batch_size": 8}
     return training.write_config(
-        folder, training.write_corpus(folder), model={"num_layers": 4}, engine={"bucket_mib": 0.02}, train=train, optim={"warmup_steps": 1}
+        folder,
+        training.write_corpus(folder),
+        model={"num_layers": 4},
+        engine={"bucket_mib": 0.02},
+        train=train,
+        optim={"warmup_steps": 1},
     )
 
 
@@ -38,8 +47,10 @@ def started(config_path: str, overrides: list[str]) -> tuple[Any, Mesh]:
 
 
 def sums_on_a_rank(config_path: str, overrides: list[str], plant: str | None = None) -> dict[str, Tensor]:
-    """Sums of random gradients, all buckets end to end: ``given`` and ``summed`` of every round, without the loss scale, which is another
-    in every round; which elements of a sum are this rank's; and all that its residuals hold in the end."""
+    """Sums of random gradients, all buckets end to end: ``given`` and ``summed`` of every round, without
+    the loss scale, which is another in every round; which elements of a sum are this rank's; and all that
+    its residuals hold in the end.
+    """
     step = TrainStep(*started(config_path, overrides))
     engine: Any = step.engine
     engine.settle()
@@ -52,7 +63,9 @@ def sums_on_a_rank(config_path: str, overrides: list[str], plant: str | None = N
             for bucket in buckets:
                 for slot in bucket.bucket.slots:
                     view = slot.view(bucket.buffer.gradients)
-                    view.copy_(2.0**number * torch.randn(view.shape, generator=random) * 10.0 ** (slot.position % 5))
+                    view.copy_(
+                        2.0**number * torch.randn(view.shape, generator=random) * 10.0 ** (slot.position % 5)
+                    )
             if number == BAD and step.mesh.place.rank == 1:
                 buckets[1].bucket.slots[0].view(buckets[1].buffer.gradients).flatten()[3] = float("inf")
             found["given"].append(torch.cat([bucket.gradients for bucket in buckets]) / 2.0**number)
@@ -75,12 +88,16 @@ def sums_on_a_rank(config_path: str, overrides: list[str], plant: str | None = N
     step.engine.close()
     step.mesh.close()
     return {name: torch.stack(rounds) for name, rounds in found.items()} | {
-        "mine": torch.cat(mine), "held": torch.cat(held), "gaps": torch.tensor(gaps)
-    }  # fmt: skip
+        "mine": torch.cat(mine),
+        "held": torch.cat(held),
+        "gaps": torch.tensor(gaps),
+    }
 
 
 def bound_of(given: list[Tensor], hosts: int) -> Tensor:
-    """By how much an element of an int8 sum may err: half a code's width of each host's part, and of their sum."""
+    """By how much an element of an int8 sum may err: half a code's width of each
+    host's part, and of their sum.
+    """
 
     def half_width(x: Tensor) -> Tensor:
         return (x.view(-1, BLOCK).abs().amax(1, keepdim=True) / 254).expand(-1, BLOCK).flatten()
@@ -101,12 +118,18 @@ def check_sums(ranks: list[dict[str, Tensor]], hosts: int | None) -> None:
         same = rank["summed"].double()[:, own > 0], summed[:, own > 0]
         assert torch.equal(torch.nan_to_num(same[0]), torch.nan_to_num(same[1])), "ranks have different sums"
     if hosts is not None:
-        assert bool(((summed[0] - exact[0]).abs() <= bound_of([g[0] for g in given], hosts)).all()), "a sum errs by more than its rounding"
+        assert bool(((summed[0] - exact[0]).abs() <= bound_of([g[0] for g in given], hosts)).all()), (
+            "a sum errs by more than its rounding"
+        )
     bad = ~exact[BAD].isfinite()
     assert bad.sum() == 1 and not summed[BAD, bad].isfinite().any(), "what is not finite is not seen"
     fine = [number for number in range(ROUNDS) if number != BAD]
-    assert bool(summed[fine].isfinite().all()) and all(rank["gaps"] == 0 for rank in ranks), "a skipped step has left its gradient"
+    assert bool(summed[fine].isfinite().all()) and all(rank["gaps"] == 0 for rank in ranks), (
+        "a skipped step has left its gradient"
+    )
     lacking = exact[fine].sum(0) - summed[fine].sum(0)
     held = sum((rank["held"].double() for rank in ranks), torch.zeros_like(lacking))
-    assert float((lacking - held).abs().max() / exact[fine].abs().max()) < 1e-6, "what sums lack is not in the residuals"
+    assert float((lacking - held).abs().max() / exact[fine].abs().max()) < 1e-6, (
+        "what sums lack is not in the residuals"
+    )
     assert float(lacking.abs().max()) > 0, "nothing was lost, so this proved nothing"

@@ -15,14 +15,26 @@ from tests.pool import CONTEXT, Pool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What is asked of the suite itself."""
-    parser.addoption("--quick", action="store_true", help="only unit tests that do not take long, and those marked quick")
-    parser.addoption("--costs", type=int, default=0, metavar="N", help="afterwards, the N costliest files and tests, by processor time")
-    parser.addoption("--write-slow", action="store_true", help="note in tests/slow.txt which of these tests take long")
+    parser.addoption(
+        "--quick", action="store_true", help="only unit tests that do not take long, and those marked quick"
+    )
+    parser.addoption(
+        "--costs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="afterwards, the N costliest files and tests, by processor time",
+    )
+    parser.addoption(
+        "--write-slow", action="store_true", help="note in tests/slow.txt which of these tests take long"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Counts only where somebody wants to know."""
-    config.addinivalue_line("markers", "quick: one of those that `--quick` runs, though it starts processes or takes long")
+    config.addinivalue_line(
+        "markers", "quick: one of those that `--quick` runs, though it starts processes or takes long"
+    )
     if config.option.costs or config.option.write_slow:
         config.pluginmanager.register(costs.Costs(config.option.costs, config.option.write_slow))
 
@@ -51,7 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before the first test. DeepSpeed takes seconds to import, and its engines as long again: once for all workers that will need it."""
     if any("deepspeed" in item.nodeid for item in session.items):
-        CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.frozen"])
+        CONTEXT.set_forkserver_preload(
+            ["tests.preload", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.frozen"]
+        )
     import tests.frozen  # noqa: F401  (all that tests import is there)
 
 
@@ -102,7 +116,11 @@ def refused(tree: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         before = files_in(tree)
         with bounded(), pytest.raises(UserError) as caught:
             SCRIPTS[script]([word.replace("@", f"{tree}/") for word in arguments])
-        assert line.replace("@", f"{tree}/") in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 2000
+        assert (
+            line.replace("@", f"{tree}/") in str(caught.value)
+            and "\n" not in str(caught.value)
+            and len(str(caught.value)) < 2000
+        )
         assert capfd.readouterr() == ("", ""), "a script says more than the line, or begins before it looks"
         assert files_in(tree) == before
         shutil.rmtree(tree / "new", ignore_errors=True)  # of a supervisor that found nobody to start

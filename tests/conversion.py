@@ -61,7 +61,10 @@ SIZES = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61}
 
 
 def random_run(folder: Path, data: dict[str, Any] | None = None, **model: Any) -> Stage:
-    """A run of random weights, biases and norms off zero and one, that two ranks saved in slices. Returns the model."""
+    """A run of random weights, biases and norms off zero and one, that two ranks saved in slices.
+
+    Returns the model.
+    """
     sections = {"model": SIZES | model, "train": {"seq_len": 16, "precision": "fp32"}, "data": data or {}}
     config = resolve(sections, [], "test", 1).config
     stage = whole_model(config).eval()

@@ -1,9 +1,12 @@
-"""What tests cost: seconds of processors, of a test's own process and of all that it starts, by file and by test.
+"""What tests cost: seconds of processors, of a test's own process and of all that
+it starts, by file and by test.
 
 python -m pytest --costs 30          after the tests, the 30 files and the 30 tests that cost most
-python -m pytest --write-slow        writes into tests/slow.txt which tests take long: `--quick` leaves them out
+python -m pytest --write-slow        writes into tests/slow.txt which tests take long: `--quick` leaves them
+    out
 
-Not wall time, which says more about who else is on the machine. Workers are counted for the test that first needs them.
+Not wall time, which says more about who else is on the machine. Workers are counted for the test that first
+needs them.
 """
 
 import os
@@ -19,7 +22,9 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def spent() -> float:
-    """Seconds that this process has computed, with those below it, and with those that they have waited for."""
+    """Seconds that this process has computed, with those below it, and with those that
+    they have waited for.
+    """
     parents, ticks = {}, {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -40,7 +45,9 @@ def function_of(test: str) -> str:
 
 
 class Costs:
-    """Notes in every test's last report what it has cost, where tests run; counts together and prints, where they are reported."""
+    """Notes in every test's last report what it has cost, where tests run; counts together and
+    prints, where they are reported.
+    """
 
     def __init__(self, shown: int, write: bool) -> None:
         self.shown, self.write, self.before = shown, write, spent()
@@ -63,7 +70,9 @@ class Costs:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One of setup, call and end of a test."""
         self.wall[report.nodeid] += report.duration
-        self.tests[report.nodeid] += sum(value for name, value in report.user_properties if name == "seconds" and report.when == "teardown")
+        self.tests[report.nodeid] += sum(
+            value for name, value in report.user_properties if name == "seconds" and report.when == "teardown"
+        )
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The tables."""

@@ -31,7 +31,8 @@ class Interposer:
     def __init__(self, at: int, end: Callable[..., Any]) -> None:
         self.at, self.end, self.count = at, end, 0
         self.calls: Counter[str] = Counter()
-        self.unsynced: dict[int, int] = {}  # by inode, a descriptor of a file with writes that no fsync has followed
+        # by inode, a descriptor of a file with writes that no fsync has followed
+        self.unsynced: dict[int, int] = {}
         self.lock = threading.RLock()
 
     def wrap(self, name: str) -> Callable[..., Any]:
@@ -73,7 +74,9 @@ def torn(interposer: Interposer, name: str, args: tuple[Any, ...], real: Callabl
 
 
 def power_cut(interposer: Interposer, name: str, args: tuple[Any, ...], real: Callable[..., Any]) -> None:
-    """The machine dies: of files whose last writes were not followed by an fsync nothing is left but their names."""
+    """The machine dies: of files whose last writes were not followed by an fsync
+    nothing is left but their names.
+    """
     for descriptor in interposer.unsynced.values():
         os.ftruncate(descriptor, 0)
     os._exit(DIED)
@@ -86,18 +89,28 @@ def full(interposer: Interposer, name: str, args: tuple[Any, ...], real: Callabl
 
 def values(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"model/w": torch.randn(40, 30, generator=generator), "adam_m/w": torch.randn(40, 30, generator=generator).double()}
+    return {
+        "model/w": torch.randn(40, 30, generator=generator),
+        "adam_m/w": torch.randn(40, 30, generator=generator).double(),
+    }
 
 
 def pieces(seed: int, ranks: Ranks) -> dict[str, LocalTensor]:
     """A rank's rows of `values`."""
-    boxes = {name: piece(tuple(whole.shape), 0, ranks.rank, ranks.world) for name, whole in values(seed).items()}
+    boxes = {
+        name: piece(tuple(whole.shape), 0, ranks.rank, ranks.world) for name, whole in values(seed).items()
+    }
     starts = {name: box.offset[0] for name, box in boxes.items()}
-    return {n: (whole[starts[n] :][: boxes[n].local_shape[0]].clone(), boxes[n]) for n, whole in values(seed).items()}
+    return {
+        n: (whole[starts[n] :][: boxes[n].local_shape[0]].clone(), boxes[n])
+        for n, whole in values(seed).items()
+    }
 
 
 def save_as(directory: Path, step: int, seed: int, world: int, background: bool) -> None:
-    """Save `values(seed)` from so many ranks, and go on training (which overwrites them) while that is under way."""
+    """Save `values(seed)` from so many ranks, and go on training (which overwrites
+    them) while that is under way.
+    """
 
     def on(ranks: Ranks) -> None:
         tensors = pieces(seed, ranks)
@@ -120,20 +133,30 @@ def content(path: Path) -> int:
     """The seed of the values that a checkpoint holds in every bit."""
     reader = Reader(path)
     for seed in (1, 2):
-        if all(torch.equal(reader.read(name, Shard(tuple(whole.shape))), whole) for name, whole in values(seed).items()):
+        if all(
+            torch.equal(reader.read(name, Shard(tuple(whole.shape))), whole)
+            for name, whole in values(seed).items()
+        ):
             return seed
     raise AssertionError(f"{path} holds a mixture")
 
 
 def audited(directory: Path) -> Counter[str]:
-    """From now on, what the interpreter itself reports of changes under a folder: an interposer that misses a call is noticed."""
+    """From now on, what the interpreter itself reports of changes under a folder: an interposer
+    that misses a call is noticed.
+    """
     names = {"os.rename": "rename", "os.remove": "unlink", "os.mkdir": "mkdir", "os.rmdir": "rmdir"}
     seen: Counter[str] = Counter()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in names:
             seen[names[event]] += 1
-        elif event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR) and str(directory) in str(args[0]):
+        elif (
+            event == "open"
+            and isinstance(args[2], int)
+            and args[2] & (os.O_WRONLY | os.O_RDWR)
+            and str(directory) in str(args[0])
+        ):
             seen["open"] += 1
 
     sys.addaudithook(hook)
@@ -162,7 +185,9 @@ def count_calls(directory: Path, step: int, world: int, background: bool) -> int
         with Interposer(0, full).entered() as interposer:
             save_as(directory, step, 2, world, background)
         for name in ("open", "rename", "unlink", "mkdir", "rmdir"):
-            assert interposer.calls[name] == seen[name], f"{name}: {interposer.calls[name]} calls interposed, {seen[name]} made"
+            assert interposer.calls[name] == seen[name], (
+                f"{name}: {interposer.calls[name]} calls interposed, {seen[name]} made"
+            )
         assert interposer.calls["write"] > interposer.calls["open"]
         record.write_text(str(interposer.count))
 
@@ -171,8 +196,11 @@ def count_calls(directory: Path, step: int, world: int, background: bool) -> int
 
 
 def crash_everywhere(folder: str, end: Any, step: int, world: int, background: bool) -> tuple[int, list[str]]:
-    """With step 10 whole on the disk, a save of `step` dies at each of its calls in turn. How many points, and where it was not
-    survived: a whole checkpoint of the old or the new content is found, and the next save leaves nothing else."""
+    """With step 10 whole on the disk, a save of `step` dies at each of its calls in turn.
+
+    How many points, and where it was not survived: a whole checkpoint of the old or the new content is found,
+    and the next save leaves nothing else.
+    """
 
     before = Path(folder) / "before"
     save_as(before, 10, 1, 1, False)
@@ -191,7 +219,8 @@ def crash_everywhere(folder: str, end: Any, step: int, world: int, background: b
 
         status = in_child(work)
         try:
-            assert status == DIED or world > 1, f"ended with status {status}"  # threads may make a call less, or more: of waiting
+            # threads may make a call less, or more: of waiting
+            assert status == DIED or world > 1, f"ended with status {status}"
             found = find_latest(directory)
             assert found is not None, "no whole checkpoint is left"
             content(found)

@@ -1,4 +1,6 @@
-"""What training must do on any device, as functions of that device: tests/unit runs them on the CPU, and tests/gpu on a GPU."""
+"""What training must do on any device, as functions of that device: tests/unit runs them on
+the CPU, and tests/gpu on a GPU.
+"""
 
 import importlib.util
 import subprocess
@@ -25,9 +27,16 @@ from tests.kernel_checks import relative_error
 from tests.pool import ROOT
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
-SMALL = ["train.global_batch_size=2", "train.micro_batch_size=1", "train.seq_len=32", "model.vocab_size=515", "model.dropout=0"]
+SMALL = [
+    "train.global_batch_size=2",
+    "train.micro_batch_size=1",
+    "train.seq_len=32",
+    "model.vocab_size=515",
+    "model.dropout=0",
+]
 GPT2 = ["model.norm=layernorm", "model.activation=gelu", "model.position=learned", "model.bias=true"]
-# Largest difference of a gradient from fp64, relative to the largest element: what 4 layers make of an element's rounding.
+# Largest difference of a gradient from fp64, relative to the largest element: what 4 layers make of an
+# element's rounding.
 FAR = {"fp32": 2e-5, "bf16": 5e-2, "fp64": 1e-11}
 ENGINES: dict[str, list[str]] = {
     "native": [],
@@ -43,11 +52,17 @@ def tiny(device: str, *overrides: str) -> Config:
 
 def lacking(engine: str) -> str:
     """Why an engine cannot be had here; empty if it can."""
-    return "DeepSpeed is not installed" if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None else ""
+    return (
+        "DeepSpeed is not installed"
+        if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None
+        else ""
+    )
 
 
 def one_step(config: Config) -> tuple[float, float, dict[str, Tensor]]:
-    """The loss, the gradient norm and all gradients of the first step; the same weights and tokens on every device."""
+    """The loss, the gradient norm and all gradients of the first step; the same
+    weights and tokens on every device.
+    """
     mesh = join(config, RankInfo())
     job = Training(config, mesh)
     gradients: dict[str, Tensor] = {}
@@ -67,7 +82,12 @@ def check_step(device: str, precision: str, *overrides: str) -> None:
     loss, norm, gradients = one_step(tiny(device, f"train.precision={precision}", *overrides))
     right_loss, right_norm, right = one_step(tiny("cpu", "train.precision=fp64", *plain))
     far = FAR[precision]
-    assert abs(loss / right_loss - 1) < far and abs(norm / right_norm - 1) < far, (loss, right_loss, norm, right_norm)
+    assert abs(loss / right_loss - 1) < far and abs(norm / right_norm - 1) < far, (
+        loss,
+        right_loss,
+        norm,
+        right_norm,
+    )
     assert gradients.keys() == right.keys() and right
     for name, gradient in right.items():
         assert relative_error(gradients[name], gradient) < far, name
@@ -81,7 +101,9 @@ def check_one_graph(device: str, backend: str, *overrides: str) -> None:
 
 
 def command(device: str, script: str, *arguments: str) -> str:
-    """What a script prints; with a GPU in a new process, since those of `run_script` start from one that has chosen the CPU."""
+    """What a script prints; with a GPU in a new process, since those of `run_script` start
+    from one that has chosen the CPU.
+    """
     if device == "cpu":
         done = run_script(script, *arguments, timeout=600)
     else:
@@ -107,13 +129,24 @@ def write_config(folder: Path) -> str:
 
 def pretrain(device: str, config: str, log_dir: Path, *overrides: str) -> training.Figures:
     """What `launch/pretrain.py` has logged on a device: loss and gradient norm of the steps so far."""
-    command(device, "launch/pretrain.py", "--config", config, f"log.dir={log_dir}", f"train.device={device}", *overrides)
+    command(
+        device,
+        "launch/pretrain.py",
+        "--config",
+        config,
+        f"log.dir={log_dir}",
+        f"train.device={device}",
+        *overrides,
+    )
     return training.figures(log_dir)
 
 
 def check_engine(device: str, config: str, folder: Path, engine: str) -> None:
     """An engine's run on one device is the native engine's, as far as bf16 tells."""
-    got, right = (pretrain(device, config, folder / name, "train.precision=bf16", *ENGINES[name]) for name in (engine, "native"))
+    got, right = (
+        pretrain(device, config, folder / name, "train.precision=bf16", *ENGINES[name])
+        for name in (engine, "native")
+    )
     assert len(got) == STEPS
     assert training.difference(got, right) < 2e-3
 
@@ -138,16 +171,28 @@ def steps_of(config: Config, mesh: Mesh) -> tuple[type, training.Figures, dict[s
         job.step()
         assert job.figures is not None
         found.append((float(job.figures.loss), float(job.figures.grad_norm)))
-    weights = {name: piece.double().cpu() for name, (piece, _) in job.engine.tensors().items() if name.startswith("model/")}
+    weights = {
+        name: piece.double().cpu()
+        for name, (piece, _) in job.engine.tensors().items()
+        if name.startswith("model/")
+    }
     return type(job.engine), found, weights
 
 
 def check_fsdp(device: str, precision: str = "bf16") -> None:
-    """FSDP2 itself, over a group of one rank, against the native engine. A run of one rank has nothing to divide, and takes the native
-    engine whatever `engine.kind` says: so the group and the engine are put into its place here."""
-    configs = [tiny(device, f"train.precision={precision}", f"engine.kind={kind}") for kind in ("fsdp", "native")]
+    """FSDP2 itself, over a group of one rank, against the native engine.
+
+    A run of one rank has nothing to divide, and takes the native engine whatever `engine.kind` says: so the
+    group and the engine are put into its place here.
+    """
+    configs = [
+        tiny(device, f"train.precision={precision}", f"engine.kind={kind}") for kind in ("fsdp", "native")
+    ]
     mesh = join(configs[0], RankInfo())
-    with one_rank_group("nccl" if device == "cuda" else "gloo") as alone, mock.patch("megacore.train.step.build_engine", FSDPEngine):
+    with (
+        one_rank_group("nccl" if device == "cuda" else "gloo") as alone,
+        mock.patch("megacore.train.step.build_engine", FSDPEngine),
+    ):
         mesh.groups[("shard",)] = Group("shard", (0,), 0, Communicator(alone, 1))
         divided, got, weights = steps_of(configs[0], mesh)
     native, right, right_weights = steps_of(configs[1], join(configs[1], RankInfo()))
@@ -178,6 +223,16 @@ def saved(log_dir: Path) -> dict[str, bytes]:
 def check_generate(device: str, config: str, folder: Path) -> None:
     """A trained model's likeliest text is the one that it writes on the CPU."""
     pretrain(device, config, folder / "run")
-    wanted = ["launch/generate.py", "--checkpoint", str(folder / "run"), "--temperature", "0", "--tokens", "12", "--prompt", "text"]
+    wanted = [
+        "launch/generate.py",
+        "--checkpoint",
+        str(folder / "run"),
+        "--temperature",
+        "0",
+        "--tokens",
+        "12",
+        "--prompt",
+        "text",
+    ]
     text = command(device, *wanted, "--device", device)
     assert len(text) > len("text") and text == command("cpu", *wanted, "--device", "cpu")

@@ -1,6 +1,9 @@
-"""What goes with what: every engine and stage by what a run may ask of it. A cell is refused with its reason, or equals native.
+"""What goes with what: every engine and stage by what a run may ask of it.
 
-python -m tests.engines            trains gpt_tiny on every engine in five layouts, beside the native engine on one process
+A cell is refused with its reason, or equals native.
+
+python -m tests.engines            trains gpt_tiny on every engine in five layouts, beside the native engine
+    on one process
 python -m tests.engines zero3      the same, of some
 python -m tests.engines --write    writes the table of what goes with what into docs/engines.md
 """
@@ -86,11 +89,17 @@ def whole_leg(config_path: str, engine: str) -> list[str]:
 
 def covered(config_path: str, engine: str) -> set[str]:
     """The features that the tests train an engine with."""
-    return {*whole_leg(config_path, engine), "other layout on load", *(p for p in PRECISIONS if not refusal(config_path, engine, [p]))}
+    return {
+        *whole_leg(config_path, engine),
+        "other layout on load",
+        *(p for p in PRECISIONS if not refusal(config_path, engine, [p])),
+    }
 
 
 def missing(engine: str) -> str:
-    """What this machine lacks for an engine, or has not compiled yet, which takes minutes; empty if nothing."""
+    """What this machine lacks for an engine, or has not compiled yet, which takes
+    minutes; empty if nothing.
+    """
     if "deepspeed" not in engine:
         return ""
     if find_spec("deepspeed") is None:
@@ -130,10 +139,15 @@ LAYOUTS = {
 
 
 def prove(config_path: str, folder: Path, run: Callable[..., Figures], engines: dict[str, list[str]]) -> int:
-    """Trains engines in every layout that they take; prints a table of differences from one process; returns the exit status."""
+    """Trains engines in every layout that they take; prints a table of differences from one
+    process; returns the exit status.
+    """
     right = run(1, config_path, [], folder / "native")
     clipped = sum(norm > json.loads(Path(config_path).read_text())["optim"]["grad_clip"] for _, norm in right)
-    print(f"native on one process: {len(right)} steps, {clipped} of them clipped, loss {right[0][0]:.4f} to {right[-1][0]:.4f}")
+    print(
+        f"native on one process: {len(right)} steps, {clipped} of them clipped, loss {right[0][0]:.4f} to "
+        f"{right[-1][0]:.4f}"
+    )
     print(f"| engine | {' | '.join(LAYOUTS)} |\n{'|---' * (len(LAYOUTS) + 1)}|", flush=True)
     worst = 0.0
     for engine, overrides in engines.items():
@@ -144,7 +158,9 @@ def prove(config_path: str, folder: Path, run: Callable[..., Figures], engines: 
             except ConfigError:
                 cells.append("refused")
                 continue
-            found = difference(run(ranks, config_path, [*overrides, *mesh], folder / f"{engine} {layout}"), right)
+            found = difference(
+                run(ranks, config_path, [*overrides, *mesh], folder / f"{engine} {layout}"), right
+            )
             worst = max(worst, found)
             cells.append(f"{found:.1e}")
         print(f"| {engine} | {' | '.join(cells)} |", flush=True)
@@ -156,14 +172,21 @@ def main(argv: list[str]) -> int:
     """The command line; returns the exit status."""
     parser = Parser("python -m tests.engines", __doc__)
     parser.add_argument("--write", action="store_true", help="write the table in docs/engines.md")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="only engines whose name has one of these words in it")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="only engines whose name has one of these words in it"
+    )
     args = parser.parse_args(argv)
-    engines = {name: overrides for name, overrides in ENGINES.items() if not args.words or any(word in name for word in args.words)}
+    engines = {
+        name: overrides
+        for name, overrides in ENGINES.items()
+        if not args.words or any(word in name for word in args.words)
+    }
     pool = Pool()
 
     def run(ranks: int, config_path: str, overrides: list[str], folder: Path) -> Figures:
         if "engine.kind=deepspeed" in overrides:
-            pool.close()  # ZeRO 3 numbers modules through all engines of a process, and compares the numbers between ranks
+            # ZeRO 3 numbers modules through all engines of a process, and compares the numbers between ranks
+            pool.close()
         pool.run(ranks, training.run_rank, config_path, overrides, str(folder), timeout=600)
         return figures(folder)
 
@@ -174,8 +197,18 @@ def main(argv: list[str]) -> int:
             DOCUMENT.write_text(document(training.write_config(folder, prefix)), encoding="utf-8")
             return 0
         config: dict[str, Any] = json.loads((ROOT / "configs/gpt_tiny.json").read_text())
-        config["train"] |= {"steps": 20, "micro_batch_size": 1, "global_batch_size": 8, "device": "cpu", "eval_every": 0}
-        config |= {"data": {"train": prefix}, "checkpoint": {"every": 0}, "log": {"every": 1, "tensorboard": False}}
+        config["train"] |= {
+            "steps": 20,
+            "micro_batch_size": 1,
+            "global_batch_size": 8,
+            "device": "cpu",
+            "eval_every": 0,
+        }
+        config |= {
+            "data": {"train": prefix},
+            "checkpoint": {"every": 0},
+            "log": {"every": 1, "tensorboard": False},
+        }
         config["optim"] |= {"grad_clip": 0.1}
         path = folder / "gpt_tiny.json"
         path.write_text(json.dumps(config))

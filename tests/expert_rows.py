@@ -32,14 +32,28 @@ ENGINES: Choice = {
     "fsdp": ("engine.kind=fsdp",),
 }
 DEEPSEEK = (
-    "model.router_scores=sigmoid", "model.router_scale=2.5", "model.expert_groups=4", "model.groups_per_token=2",
-    "model.router_bias_rate=0.01", "model.router_balance=global",
-)  # fmt: skip
-ROUTERS: Choice = {"softmax": (), "sigmoid": DEEPSEEK, "ties": (), "one expert": ("model.experts_per_token=1",)}
+    "model.router_scores=sigmoid",
+    "model.router_scale=2.5",
+    "model.expert_groups=4",
+    "model.groups_per_token=2",
+    "model.router_bias_rate=0.01",
+    "model.router_balance=global",
+)
+ROUTERS: Choice = {
+    "softmax": (),
+    "sigmoid": DEEPSEEK,
+    "ties": (),
+    "one expert": ("model.experts_per_token=1",),
+}
 BATCHES: Choice = {
     "even": (),
     "few tokens": ("train.seq_len=4", "train.micro_batch_size=1"),
-    "uneven": ("train.seq_len=4", "train.micro_batch_size=3", "train.global_batch_size=24", "model.num_layers=9"),
+    "uneven": (
+        "train.seq_len=4",
+        "train.micro_batch_size=3",
+        "train.global_batch_size=24",
+        "model.num_layers=9",
+    ),
     "documents": ("data.document_mask=true", "data.packing=best_fit"),
 }
 CAPACITIES: Choice = {"all": (), "0.75": ("model.capacity_factor=0.75",)}
@@ -48,12 +62,23 @@ HALVES: Choice = {"whole": (), "halves": ("parallel.expert_halves=true",)}
 LAYERS: Choice = {
     "plain": (),
     "biases": ("model.bias=true",),
-    "latent": ("model.head_size=16", "model.kv_rank=32", "model.q_rank=48", "model.plain_size=16", "model.value_size=16"),
+    "latent": (
+        "model.head_size=16",
+        "model.kv_rank=32",
+        "model.q_rank=48",
+        "model.plain_size=16",
+        "model.value_size=16",
+    ),
 }
 CHOICES: dict[str, Choice] = {
-    "engine": ENGINES, "recompute": {kind: (f"train.recompute={kind}",) for kind in RECOMPUTE}, "router": ROUTERS, "batch": BATCHES,
-    "capacity": CAPACITIES, "exchange": HALVES, "layers": LAYERS,
-}  # fmt: skip
+    "engine": ENGINES,
+    "recompute": {kind: (f"train.recompute={kind}",) for kind in RECOMPUTE},
+    "router": ROUTERS,
+    "batch": BATCHES,
+    "capacity": CAPACITIES,
+    "exchange": HALVES,
+    "layers": LAYERS,
+}
 FACTORS = (*SIZES, "sp", "schedule", *CHOICES, "ranks")
 
 
@@ -85,7 +110,9 @@ class Proof:
     @property
     def plant(self) -> str | None:
         """What makes scores alike, in the layout and in the one process."""
-        return {"ties": "tests.expert_rows:coarse", "one expert": "tests.expert_rows:alike"}.get(self.of["router"])
+        return {"ties": "tests.expert_rows:coarse", "one expert": "tests.expert_rows:alike"}.get(
+            self.of["router"]
+        )
 
     def allowed(self) -> bool:
         """Whether a run accepts it, as its config says and as the proof makes it small."""
@@ -99,7 +126,9 @@ class Proof:
 def layout_of(row: Row) -> Layout:
     """The layout of the first values of a row."""
     *sizes, sp, schedule = row
-    named = "".join(f"{axis}{size}" for axis, size in zip(SIZES, sizes, strict=True) if size != "1" or axis == "etp")
+    named = "".join(
+        f"{axis}{size}" for axis, size in zip(SIZES, sizes, strict=True) if size != "1" or axis == "etp"
+    )
     return parse(f"{named}{'sp' * (sp == 'yes')}{'' if schedule == 'none' else f'@{schedule}'}")
 
 
@@ -131,5 +160,7 @@ def coarse() -> Any:
 
 
 def alike() -> Any:
-    """Scores that are all equal: every token goes to the first expert, ranks with others have no rows, and nobody chooses these."""
+    """Scores that are all equal: every token goes to the first expert, ranks with others have no
+    rows, and nobody chooses these.
+    """
     return mock.patch.object(Router, "ranked", lambda self, scores: torch.zeros_like(scores))

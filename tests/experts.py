@@ -32,7 +32,9 @@ from tests.strict.runs import Case, Runs
 from tests.training import write_weights
 
 DOCUMENT = ROOT / "docs" / "experts_proof.md"
-STRICT_PART = 3  # of the layouts one in so many is run over a strict wire, of those whose routers are as they are
+STRICT_PART = (
+    3  # of the layouts one in so many is run over a strict wire, of those whose routers are as they are
+)
 MIXTURE = (
     "model.num_layers=8", "model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.bias=false", "model.ffn_size=32",
     "model.num_experts=8", "model.expert_ffn_size=32", "model.first_dense=1", "model.router_z_loss=0.01",
@@ -45,18 +47,27 @@ class Found:
 
     verify: str  # the largest difference, or what is wrong
     near_ties: int
-    strict: str  # over a strict wire: from drawn weights, from those of a dense model; "" where it was not run
+    strict: (
+        str  # over a strict wire: from drawn weights, from those of a dense model; "" where it was not run
+    )
     right: bool
 
 
 def examine(proof: Proof, workers: ProofWorkers, runs: "StrictRuns | None") -> Found:
     """Proves a row, with `runs` over a strict wire too."""
-    (result,) = prove(Options(CONFIG, proof.settings, [proof.layout], plant=proof.plant), workers=workers).results
+    (result,) = prove(
+        Options(CONFIG, proof.settings, [proof.layout], plant=proof.plant), workers=workers
+    ).results
     wrong = wrong_with(result)
     ties = sum(d.kind == ROUTING and d.relative > 0 for d in result.differences.values())
     most = max((d.relative for d in result.differences.values()), default=0.0)
     over = [] if runs is None else [runs.verdict(proof, upcycled) for upcycled in (False, True)]
-    return Found(wrong or f"{most:.0e}".replace("e-0", "e-"), ties, " / ".join(said or "equal" for said in over), not (wrong or any(over)))
+    return Found(
+        wrong or f"{most:.0e}".replace("e-0", "e-"),
+        ties,
+        " / ".join(said or "equal" for said in over),
+        not (wrong or any(over)),
+    )
 
 
 def wrong_with(result: Result) -> str:
@@ -74,7 +85,9 @@ class StrictRuns:
         """What is wrong, in a line; empty if nothing is. `upcycled`: it trains on from a dense model's weights, to which noise is added."""
         model = (*MIXTURE, *proof.chosen("router", "layers"))
         begin = f"checkpoint.weights={self.upcycled(proof)}" if upcycled else "model.shared_experts=1"
-        case = Case(proof.layout.name, (*model, begin, *proof.chosen("engine", "recompute", "capacity", "exchange")))
+        case = Case(
+            proof.layout.name, (*model, begin, *proof.chosen("engine", "recompute", "capacity", "exchange"))
+        )
         return self.runs.verdict(case, Rules(seed=proofs()[0].index(proof)))
 
     def upcycled(self, proof: Proof) -> Path:
@@ -82,10 +95,16 @@ class StrictRuns:
         name = f"{proof.of['router']}_{proof.of['layers']}"
         made, settings = self.folder / name, (*MIXTURE, *proof.chosen("router", "layers"))
         if not made.exists():
-            dense = [override for override in settings if override.partition(".")[2].partition("=")[0] not in ExpertSettings.model_fields]
+            dense = [
+                override
+                for override in settings
+                if override.partition(".")[2].partition("=")[0] not in ExpertSettings.model_fields
+            ]
             source = write_weights(self.folder / f"{name}_dense", load(self.runs.config, dense).config)
             with contextlib.redirect_stdout(io.StringIO()):
-                checkpoint_command(["upcycle", str(source), "--output", str(made), "--noise", "0.1", *settings])
+                checkpoint_command(
+                    ["upcycle", str(source), "--output", str(made), "--noise", "0.1", *settings]
+                )
         return made
 
 
@@ -99,7 +118,12 @@ def document(found: dict[int, Found]) -> str:
         rows.append(f"| {proof.layout.name} | {' | '.join(rest)} | {said.verify} | {said.strict or '–'} |")
     lacking = [f"- {FACTORS[i]} {a} with {FACTORS[j]} {b}" for i, a, j, b in sorted(never)]
     beside = "\n\nNo run accepts these pairs, so no row has them:\n\n" + "\n".join(lacking) if lacking else ""
-    return HEAD.format(count=len(chosen), strict=sum(bool(one.strict) for one in found.values())) + "\n".join(rows) + beside + "\n"
+    return (
+        HEAD.format(count=len(chosen), strict=sum(bool(one.strict) for one in found.values()))
+        + "\n".join(rows)
+        + beside
+        + "\n"
+    )
 
 
 HEAD = """# Experts in every layout
@@ -160,8 +184,12 @@ class Kept:
     def __init__(self, path: Path | None) -> None:
         self.path, self.code = path, code()
         lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
-        kept = [json.loads(line) for line in lines if line.endswith("}")]  # not one in whose middle a run was ended
-        self.found = {tuple(line["row"]): Found(**line["found"]) for line in kept if line["code"] == self.code}
+        kept = [
+            json.loads(line) for line in lines if line.endswith("}")
+        ]  # not one in whose middle a run was ended
+        self.found = {
+            tuple(line["row"]): Found(**line["found"]) for line in kept if line["code"] == self.code
+        }
 
     def add(self, proof: Proof, found: Found) -> None:
         """Keeps what became of a row."""
@@ -173,7 +201,11 @@ class Kept:
 def code() -> str:
     """A digest of all code that a proof runs."""
     digest = hashlib.sha256()
-    for path in sorted(path for folder in ("megacore", "kernels", "launch", "tests", "configs") for path in (ROOT / folder).rglob("*.*")):
+    for path in sorted(
+        path
+        for folder in ("megacore", "kernels", "launch", "tests", "configs")
+        for path in (ROOT / folder).rglob("*.*")
+    ):
         if path.suffix in (".py", ".json"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -184,7 +216,9 @@ def main(argv: list[str]) -> int:
     parser = Parser("python -m tests.experts", tests.experts.__doc__)
     parser.add_argument("--list", action="store_true", help="only say which there are")
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER", help="some, by their numbers from 0")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="keep there what is found, and go on from it")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="keep there what is found, and go on from it"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}, if all are equal")
     args = parser.parse_args(argv)
     chosen, _ = proofs()
@@ -194,7 +228,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--only", f"there are {len(chosen)}", f"numbers from 0 to {len(chosen) - 1}")
     numbers = args.only or range(len(chosen))
     if args.list:
-        print(*(f"{number}: {chosen[number].layout.name} {' '.join(chosen[number].settings)}" for number in numbers), sep="\n")
+        print(
+            *(
+                f"{number}: {chosen[number].layout.name} {' '.join(chosen[number].settings)}"
+                for number in numbers
+            ),
+            sep="\n",
+        )
         return 0
     natural = [number for number, proof in enumerate(chosen) if proof.plant is None]
     count = -(-len(chosen) // STRICT_PART)
@@ -209,7 +249,9 @@ def main(argv: list[str]) -> int:
                     kept.found[proof.row] = examine(proof, workers, runs if number in over_strict else None)
                     kept.add(proof, kept.found[proof.row])
                 said = found[number] = kept.found[proof.row]
-                beside = f", {said.near_ties} near ties" * bool(said.near_ties) + f"; over a strict wire {said.strict}" * bool(said.strict)
+                beside = f", {said.near_ties} near ties" * bool(
+                    said.near_ties
+                ) + f"; over a strict wire {said.strict}" * bool(said.strict)
                 print(f"{number} {proof.layout.name}: {said.verify}{beside}", flush=True)
         finally:
             runs.runs.close()

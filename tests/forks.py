@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def documented() -> str:
     """The file that the document shows."""
-    found = re.search(r"```python\n(# my_model.py\n.*?)```", (ROOT / "docs/blocks.md").read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(
+        r"```python\n(# my_model.py\n.*?)```",
+        (ROOT / "docs/blocks.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     assert found is not None and len(found[1].splitlines()) < 70
     return found[1]
 
@@ -29,7 +33,9 @@ def written(folder: Path, *edits: tuple[str, str], name: str = "my_model.py") ->
 
 
 def perturbed(config: Config, size: float) -> Stage:
-    """A config's whole model with normal numbers of this size added, as a gradient through what starts at 0 is no proof."""
+    """A config's whole model with normal numbers of this size added, as a gradient
+    through what starts at 0 is no proof.
+    """
     stage, generator = whole_model(config), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stage.parameters():

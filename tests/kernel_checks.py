@@ -18,11 +18,15 @@ import torch
 
 from tests.pool import Pool
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 
 # Of results whose statistics are in fp32: what rounding to the dtype costs (up to 2^-8 in bf16, 2^-11 in fp16), twice over.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-INTERPRETED_TOLERANCE = TOLERANCE | {torch.bfloat16: 1.6e-2}  # the interpreter truncates to bf16 where hardware rounds
+INTERPRETED_TOLERANCE = TOLERANCE | {
+    torch.bfloat16: 1.6e-2
+}  # the interpreter truncates to bf16 where hardware rounds
 
 
 def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -35,7 +39,13 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float("inf") if error != error else error
 
 
-def seeded(shape: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+def seeded(
+    shape: tuple[int, ...],
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    spread: float = 1.0,
+) -> torch.Tensor:
     """Normal numbers of standard deviation `spread`, the same on every device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return (torch.randn(shape, generator=generator) * spread).to(device, dtype)

@@ -42,7 +42,13 @@ def unpack(path: Path, content: dict[str, Any]) -> None:
     del content["slices"]
     for name, tensor in content["tensors"].items():
         tensor["slices"] = [
-            {"file": p.file, "key": p.key, "offset": [*p.offset], "shape": [*p.shape], "digest": digest_text(p.digest)}
+            {
+                "file": p.file,
+                "key": p.key,
+                "offset": [*p.offset],
+                "shape": [*p.shape],
+                "digest": digest_text(p.digest),
+            }
             for p in manifest.pieces(name)
         ]
 
@@ -52,15 +58,27 @@ def pack(content: dict[str, Any]) -> None:
     rows, files = [], [*content.get("files", {})]
     for tensor in content.get("tensors", {}).values():
         for p in tensor["slices"]:
-            rows.append((files.index(p["file"]), piece_number(p["key"]), p["offset"], p["shape"], int(p["digest"], 16)))
-    content["tensors"] = {name: {**tensor, "slices": len(tensor["slices"])} for name, tensor in content.get("tensors", {}).items()}
+            rows.append(
+                (
+                    files.index(p["file"]),
+                    piece_number(p["key"]),
+                    p["offset"],
+                    p["shape"],
+                    int(p["digest"], 16),
+                )
+            )
+    content["tensors"] = {
+        name: {**tensor, "slices": len(tensor["slices"])}
+        for name, tensor in content.get("tensors", {}).items()
+    }
     dims = max((len(tensor["shape"]) for tensor in content.get("tensors", {}).values()), default=0)
     content["slices"] = Slices.of(rows).widened(dims).texts()
 
 
 def aged(path: Path, version: int) -> None:
-    """Makes the checkpoint what format `version` had: an object a slice; before 4 content digests that say nothing of names; and in 2
-    SHA-256 of files."""
+    """Makes the checkpoint what format `version` had: an object a slice; before 4 content digests that say
+    nothing of names; and in 2 SHA-256 of files.
+    """
 
     def age(content: dict[str, Any]) -> None:
         assert content["format_version"] == FORMAT_VERSION
@@ -72,6 +90,9 @@ def aged(path: Path, version: int) -> None:
                 piece["digest"] = digest_text(content_digest(stored, piece["offset"], 0))
             tensor["digest"] = digest_text(sum(int(piece["digest"], 16) for piece in tensor["slices"]))
         for name, file in content["files"].items() if version == 2 else ():
-            content["files"][name] = {"bytes": file["bytes"], "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+            content["files"][name] = {
+                "bytes": file["bytes"],
+                "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
+            }
 
     edit_text(path, age)

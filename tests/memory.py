@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_iter
 
 
 class Allocated(TorchDispatchMode):
-    """While entered, counts the bytes of all storages that operations of this thread make: those that live, and the `peak` of it.
+    """While entered, counts the bytes of all storages that operations of this thread make: those
+    that live, and the `peak` of it.
 
     A storage on `meta` counts as if it were real, with `meta`.
     """

@@ -47,12 +47,21 @@ def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) ->
     """Forward and backward of a step's whole batch; its mean loss."""
     plan = generators.build(config.parallel.schedule, 1, config.num_microbatches)
     weight = 1 / (config.train.global_batch_size * config.train.seq_len)
-    return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), {"cross_entropy": weight})["cross_entropy"] * weight
+    return (
+        Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), {"cross_entropy": weight})[
+            "cross_entropy"
+        ]
+        * weight
+    )
 
 
 def backward_of(engine: NativeEngine, stage: Stage, gradient: float, times: int = 1) -> None:
-    """Accumulates `times` × `gradient` into every element of every parameter, through autograd in the parameters' dtype."""
+    """Accumulates `times` × `gradient` into every element of every parameter, through
+    autograd in the parameters' dtype.
+    """
     for i in range(times):
-        total = sum((p.sum() * 1.0 for p in stage.parameters()), torch.zeros((), dtype=next(stage.parameters()).dtype))
+        total = sum(
+            (p.sum() * 1.0 for p in stage.parameters()), torch.zeros((), dtype=next(stage.parameters()).dtype)
+        )
         engine.backward(0, get_gradient_edge(total), torch.full_like(total, gradient), last=i == times - 1)
     engine.reduce_gradients()

@@ -1,7 +1,9 @@
-"""What launch/pretrain.py must leave behind, written out plainly in fp64: weights and moments of every step, logged figures, validations.
+"""What launch/pretrain.py must leave behind, written out plainly in fp64: weights and moments of every
+step, logged figures, validations.
 
-With the trainer it shares the model (which is held to that of transformers elsewhere), its first weights, and the order of samples. The
-rate, the batch, the norm, the clipping, AdamW, the count of updates, and which samples are validated are written here a second time.
+With the trainer it shares the model (which is held to that of transformers elsewhere), its first weights, and
+the order of samples. The rate, the batch, the norm, the clipping, AdamW, the count of updates, and which
+samples are validated are written here a second time.
 """
 
 import json
@@ -45,22 +47,31 @@ class Run:
 
 
 def write_config(folder: Path) -> str:
-    """Rates that differ from step to step, decay, steps that are clipped and steps that are not, a checkpoint of each, and validations
-    of a part of the samples; returns the config's path."""
+    """Rates that differ from step to step, decay, steps that are clipped and steps that are not, a checkpoint
+    of each, and validations of a part of the samples; returns the config's path.
+    """
     prefix = training.write_corpus(folder)
     return training.write_config(
         folder,
         prefix,
         model={"num_layers": 2},
         train={"steps": STEPS, "precision": "fp64", "eval_every": 2, "eval_batches": 3},
-        optim={"warmup_steps": 3, "decay_steps": STEPS, "min_lr": 5e-4, "weight_decay": 0.3, "grad_clip": 1.4},
+        optim={
+            "warmup_steps": 3,
+            "decay_steps": STEPS,
+            "min_lr": 5e-4,
+            "weight_decay": 0.3,
+            "grad_clip": 1.4,
+        },
         data={"train": prefix, "valid": training.write_corpus(folder, "valid", 800, seed=1)},
         checkpoint={"every": 1, "keep": 9},
     )
 
 
 def run_leg(config_path: str, overrides: list[str], log_dir: str) -> int:
-    """One rank of launch/pretrain.py, in which the last rank's gradient of step `SKIPPED` is not a number; its exit status."""
+    """One rank of launch/pretrain.py, in which the last rank's gradient of step `SKIPPED` is
+    not a number; its exit status.
+    """
     place = place_from_environment()
     with poisoned():
         return pretrain.run(["--config", config_path, *overrides, f"log.dir={log_dir}"], place)
@@ -107,10 +118,18 @@ def expected(config_path: str) -> Run:
         seen = step * train.global_batch_size * train.seq_len
         skips = float(step >= SKIPPED)
         run.logged[step] = {
-            "loss": loss.item(), "grad_norm": None if step == SKIPPED else norm, "lr": lr, "tokens": seen, "skipped": skips,
-        }  # fmt: skip
+            "loss": loss.item(),
+            "grad_norm": None if step == SKIPPED else norm,
+            "lr": lr,
+            "tokens": seen,
+            "skipped": skips,
+        }
         held = {"model": parameters, "adam_m": first, "adam_v": second}
-        run.saved[step] = {f"{kind}/{name}": tensor.detach().clone() for kind, named in held.items() for name, tensor in named.items()}
+        run.saved[step] = {
+            f"{kind}/{name}": tensor.detach().clone()
+            for kind, named in held.items()
+            for name, tensor in named.items()
+        }
         run.updates[step] = updates
         if step % train.eval_every == 0 or step in (HALF, STEPS):  # and where a leg ends
             run.valid[step] = validated(config, model)
@@ -140,7 +159,9 @@ def batch(config: Config, step: int) -> Tensor:
 
 @torch.no_grad()
 def validated(config: Config, model: Any) -> float:
-    """The mean loss over `eval_batches` global batches of windows, every n / count-th of the n that there are."""
+    """The mean loss over `eval_batches` global batches of windows, every n /
+    count-th of the n that there are.
+    """
     train = config.train
     corpus = torch.from_numpy(np.fromfile(f"{config.data.valid}.bin", dtype=np.uint16).astype(np.int64))
     windows = -(-(len(corpus) - 1) // train.seq_len)
@@ -150,7 +171,9 @@ def validated(config: Config, model: Any) -> float:
     for number in range(count):
         start = math.floor(number * windows / count) * train.seq_len
         window = corpus[start : start + train.seq_len + 1]
-        losses.append(F.cross_entropy(model.logits(model.hidden(window[None, :-1])), window[1:], reduction="none"))
+        losses.append(
+            F.cross_entropy(model.logits(model.hidden(window[None, :-1])), window[1:], reduction="none")
+        )
     return float(torch.cat(losses).mean())
 
 
@@ -162,7 +185,9 @@ def found(log_dir: Path) -> Run:
         if "valid_loss" in line:
             run.valid[line["step"]] = line["valid_loss"]
         else:
-            run.logged[line["step"]] = {name: line[name] for name in ("loss", "grad_norm", "lr", "tokens", "skipped")}
+            run.logged[line["step"]] = {
+                name: line[name] for name in ("loss", "grad_norm", "lr", "tokens", "skipped")
+            }
     for path in sorted((log_dir / "checkpoints").glob("step_????????")):
         reader = Reader(path)
         shapes = {name: tensor.shape for name, tensor in reader.manifest.tensors.items()}

@@ -44,7 +44,9 @@ class RankTimeout(TimeoutError):
     """Some ranks did not return in time."""
 
     def __init__(self, ranks: list[int], world: int, timeout: float) -> None:
-        super().__init__(f"ranks {ranks} of {world} did not return within {timeout:g} s (their stacks are on stderr)")
+        super().__init__(
+            f"ranks {ranks} of {world} did not return within {timeout:g} s (their stacks are on stderr)"
+        )
         self.ranks = ranks
 
 
@@ -57,7 +59,9 @@ class Forked:
 
     def __init__(self, context: Any, rank: int, bare: bool) -> None:
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, bare), name=f"rank {rank}", daemon=True)
+        self.process: BaseProcess = context.Process(
+            target=_serve, args=(theirs, bare), name=f"rank {rank}", daemon=True
+        )
         self.process.start()
         theirs.close()  # or a dead worker would never read as end of file
 
@@ -100,7 +104,9 @@ class Pool(Workers):
         try:
             self.grow(world)
             task, port = pickle.dumps((function, args)), free_port()
-            answers = self.ask([(rank_environment(rank, world, port), task) for rank in range(world)], timeout)
+            answers = self.ask(
+                [(rank_environment(rank, world, port), task) for rank in range(world)], timeout
+            )
             return [answer["result"] for answer in answers]
         except BaseException as error:
             if isinstance(error, WorkerFailed) and error.answer is None:
@@ -145,7 +151,9 @@ def _serve(connection: Connection, bare: bool) -> None:
             reply = pickle.dumps({"error": None, "result": function(*args)})
         except BaseException:
             reply = pickle.dumps({"error": traceback.format_exc(), "finished": time.monotonic()})
-        connection.send_bytes(reply)  # before the group goes, or the peers' complaints would come before the cause
+        connection.send_bytes(
+            reply
+        )  # before the group goes, or the peers' complaints would come before the cause
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         gc.collect()  # a group that is only forgotten keeps threads, which wake a hundred times a second

@@ -9,4 +9,5 @@ import torch._dynamo  # noqa: F401  (recomputation and the first backward want i
 import tests.training  # noqa: F401
 from megacore.distributed import shared_memory
 
-shared_memory.PAUSE = 5e-4  # ranks that look ten times as often whether others have come take the cores from those
+# ranks that look ten times as often whether others have come take the cores from those
+shared_memory.PAUSE = 5e-4

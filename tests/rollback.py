@@ -16,11 +16,16 @@ from megacore.train.trainer import Trainer
 from tests import training
 from tests.manifests import edit_text
 
-STEPS, SAVED, BAD = 8, 3, [5, 6]  # of a run, of the checkpoint that it goes back to, and the batches that make it do so
+# of a run, of the checkpoint that it goes back to, and the batches that make it do so
+STEPS, SAVED, BAD = 8, 3, [5, 6]
 
 
-def poisoned_rank(config_path: str, overrides: list[str], log_dir: str, batches: list[int], value: float) -> list[int]:
-    """A run in which the last rank's gradient is multiplied by `value` in some batches; returns the batches that were read."""
+def poisoned_rank(
+    config_path: str, overrides: list[str], log_dir: str, batches: list[int], value: float
+) -> list[int]:
+    """A run in which the last rank's gradient is multiplied by `value` in some batches;
+    returns the batches that were read.
+    """
     next_batch, forward_backward = Trainer.next_batch, TrainStep.forward_backward
     read = []
 
@@ -35,19 +40,29 @@ def poisoned_rank(config_path: str, overrides: list[str], log_dir: str, batches:
                 piece.mul_(value)
         return share
 
-    with mock.patch.object(Trainer, "next_batch", noted), mock.patch.object(TrainStep, "forward_backward", poisoned):
+    with (
+        mock.patch.object(Trainer, "next_batch", noted),
+        mock.patch.object(TrainStep, "forward_backward", poisoned),
+    ):
         training.run_rank(config_path, overrides, log_dir)
     return read
 
 
 def went_back(folder: str, plant: str | None) -> str:
-    """A run that goes back, and a fresh one that resumes the same checkpoint and passes over the same samples: how they differ bit by
-    bit, in words. What a run computes ahead, or remembers beside its checkpoint, would be another step's after it went back."""
+    """A run that goes back, and a fresh one that resumes the same checkpoint and passes over the same
+    samples: how they differ bit by bit, in words. What a run computes ahead, or remembers beside its
+    checkpoint, would be another step's after it went back.
+    """
     at = Path(folder)
     saved = {"every": SAVED, "keep": 9}
     optim = {"warmup_steps": 5, "max_skips": len(BAD), "max_rollbacks": 1, "spike_threshold": 1e9}
     config = training.write_config(
-        at, training.write_corpus(at), model={"num_layers": 2}, train={"steps": STEPS}, optim=optim, checkpoint=saved
+        at,
+        training.write_corpus(at),
+        model={"num_layers": 2},
+        train={"steps": STEPS},
+        optim=optim,
+        checkpoint=saved,
     )
     with contextlib.redirect_stdout(io.StringIO()):
         with planted(plant):

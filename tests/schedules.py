@@ -1,4 +1,5 @@
-"""Proves every schedule in every layout, with all that goes with it: the product of which the tests run pairs.
+"""Proves every schedule in every layout, with all that goes with it: the product
+of which the tests run pairs.
 
 python -m tests.schedules --sample 20 --seed 7    so many of them, drawn at random: minutes on two cores
 python -m tests.schedules                         all: hours
@@ -48,7 +49,11 @@ def said(result: Result) -> str:
         return f"FAILS: {result.failure}"
     if result.impossible is not None:
         return f"IMPOSSIBLE: {result.impossible}"
-    return "equal" if result.equal else f"DIFFERS: first {(result.beyond[0] if result.beyond else result.missing[0])}"
+    return (
+        "equal"
+        if result.equal
+        else f"DIFFERS: first {(result.beyond[0] if result.beyond else result.missing[0])}"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +64,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="which N (%(default)s)")
     args = parser.parse_args(argv)
     if unknown := set(args.schedules) - CHUNKS.keys():
-        raise ConfigError("SCHEDULE", f"there is no {', '.join(sorted(unknown))}", f"some of {', '.join(CHUNKS)}")
+        raise ConfigError(
+            "SCHEDULE", f"there is no {', '.join(sorted(unknown))}", f"some of {', '.join(CHUNKS)}"
+        )
     chosen, refused = product(args.schedules or list(CHUNKS))
     for reason, count in refused.items():
         print(f"{count} are refused: {reason}")

@@ -1,4 +1,6 @@
-"""A few steps in any layout, without a trainer around them, and what they leave behind compared with one process."""
+"""A few steps in any layout, without a trainer around them, and what they leave
+behind compared with one process.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +47,9 @@ def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
     train = config.train
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB_SIZE, (2, train.global_batch_size, train.seq_len), generator=generator)
-    pairs = list(zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True))[group.rank :: group.size]
+    pairs = list(zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True))[
+        group.rank :: group.size
+    ]
     return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(pairs)]
 
 
@@ -55,7 +59,9 @@ def train(config: Config, mesh: Mesh, layers: Layers | None = None, steps: int =
     sources = fields_of(layers_of(config) if layers is None else layers)
     for number in range(1, steps + 1):
         whole = batch_of(config, number, mesh.sample_group)
-        batch = [microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, m.key, sources=sources) for m in whole]
+        batch = [
+            microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, m.key, sources=sources) for m in whole
+        ]
         done = step(number, batch)
         figures.append((done.loss.item(), done.grad_norm.item()))
     step.engine.settle()
@@ -75,11 +81,16 @@ def put_together(ranks: Sequence[Found]) -> dict[str, Tensor]:
     for found in ranks:
         for key, piece in found.pieces.items():
             name = key.partition("#")[0]
-            at = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.tensor.shape, strict=True))
+            at = tuple(
+                slice(start, start + size)
+                for start, size in zip(piece.offset, piece.tensor.shape, strict=True)
+            )
             if piece.saved:
                 whole.setdefault(name, torch.zeros(piece.shape, dtype=torch.float64))[at] = piece.tensor
                 times.setdefault(name, torch.zeros(piece.shape))[at] += 1
-    assert all((count == 1).all() for count in times.values()), {name for name, count in times.items() if not (count == 1).all()}
+    assert all((count == 1).all() for count in times.values()), {
+        name for name, count in times.items() if not (count == 1).all()
+    }
     return whole
 
 
@@ -87,7 +98,9 @@ def apart(ranks: Sequence[Found], one: Found) -> float:
     """The largest relative difference of any loss, norm or tensor from one process's."""
     expected, found = put_together([one]), put_together(ranks)
     assert expected.keys() == found.keys()
-    worst = max(float((found[name] - right).norm() / (right.norm() or 1.0)) for name, right in expected.items())
+    worst = max(
+        float((found[name] - right).norm() / (right.norm() or 1.0)) for name, right in expected.items()
+    )
     assert len({tuple(rank.figures) for rank in ranks}) == 1, "ranks that disagree about a figure would part"
     return max(worst, difference(ranks[0].figures, one.figures))
 

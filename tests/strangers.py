@@ -1,4 +1,5 @@
-"""Somebody who can reach what a run listens on and does not know its token: floods, garbage, idle and slow connections.
+"""Somebody who can reach what a run listens on and does not know its token: floods,
+garbage, idle and slow connections.
 
 python -m tests.strangers 60 udp:node0:4321 tcp:node0:9400 unix:0000a
 """
@@ -15,10 +16,19 @@ from collections.abc import Iterator
 NESTED = b"[" * 3000  # a parser of JSON runs out of its stack
 SEED = random.Random(0)
 GARBAGE = [
-    b"", b"\n", NESTED, NESTED + b"\n", b'{"token": "theirs", "verdict": "end", "parting": true}\n', b"\xff\xfe{", b"\0" * 60000,
-    b'{"rank": 0, "pid": -1}\n', b"GET / HTTP/1.1\r\nX: " + b"a" * 20000, b"GET /metrics HTTP/1.1\r\n", b"\x16\x03\x01" + b"\1" * 500,
+    b"",
+    b"\n",
+    NESTED,
+    NESTED + b"\n",
+    b'{"token": "theirs", "verdict": "end", "parting": true}\n',
+    b"\xff\xfe{",
+    b"\0" * 60000,
+    b'{"rank": 0, "pid": -1}\n',
+    b"GET / HTTP/1.1\r\nX: " + b"a" * 20000,
+    b"GET /metrics HTTP/1.1\r\n",
+    b"\x16\x03\x01" + b"\1" * 500,
     *(SEED.randbytes(size) for size in (1, 32, 44, 1400, 9000)),
-]  # fmt: skip
+]
 IDLE = 125  # connections to each listener, held open
 
 
@@ -31,7 +41,9 @@ def datagrams(address: tuple[str, int]) -> Iterator[int]:
 
 
 def connections(family: int, address: tuple[str, int] | str) -> Iterator[int]:
-    """Holds connections open, of which some say nothing, some a byte at a time, some garbage; opens new ones for those that are closed."""
+    """Holds connections open, of which some say nothing, some a byte at a time, some garbage; opens new
+    ones for those that are closed.
+    """
     held: list[socket.socket] = []
     for number in itertools.count():
         if len(held) < IDLE:

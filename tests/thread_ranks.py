@@ -62,5 +62,7 @@ def run_threads(world: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
         futures = [threads.submit(on, rank) for rank in range(world)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0]
+        )
     return [future.result() for future in futures]

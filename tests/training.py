@@ -27,14 +27,23 @@ VOCAB_SIZE = 65  # does not divide by 2 or 4
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 5, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE},
-    "train": {"steps": 20, "seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32", "device": "cpu"},
+    "train": {
+        "steps": 20,
+        "seq_len": 16,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "precision": "fp32",
+        "device": "cpu",
+    },
     "optim": {"lr": 3e-3, "warmup_steps": 5, "grad_clip": 0.5},
     "parallel": {"timeout_seconds": 60},
     "log": {"every": 1, "tensorboard": False},
 }
 
 
-def write_corpus(folder: Path, name: str = "corpus", tokens: int = 4000, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> str:
+def write_corpus(
+    folder: Path, name: str = "corpus", tokens: int = 4000, seed: int = 0, vocab_size: int = VOCAB_SIZE
+) -> str:
     """A learnable corpus (a noisy walk through the vocabulary); returns its prefix."""
     rng = np.random.default_rng(seed)
     values = np.cumsum(rng.integers(0, 3, tokens)) % vocab_size
@@ -65,7 +74,9 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     mesh = Mesh(config, place, pick_device(config, place))
     mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
     with StopRequest() as stop:
-        status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run(lambda: stop.requested)
+        status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run(
+            lambda: stop.requested
+        )
     mesh.close()
     return status
 
@@ -83,8 +94,14 @@ def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
 def write_weights(folder: Path, config: Config, but: str | None = None) -> Path:
     """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves it; returns the step's folder."""
     model = whole_model(config)
-    weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in model.named_parameters() if name != but}
-    weights |= {f"{BUFFERS}{name}": (buffer.value, buffer.shard) for name, buffer in buffers_of([model]).items()}
+    weights = {
+        f"model/{name}": (parameter.data, shard_of(parameter))
+        for name, parameter in model.named_parameters()
+        if name != but
+    }
+    weights |= {
+        f"{BUFFERS}{name}": (buffer.value, buffer.shard) for name, buffer in buffers_of([model]).items()
+    }
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
     return save(folder, 0, weights, state, keep=1)
 

@@ -1,4 +1,6 @@
-"""A user's own file (`model.source`) whose layers share parameters: blocks 0, 1 and 3 add vectors of their tokens from one table."""
+"""A user's own file (`model.source`) whose layers share parameters: blocks 0, 1 and 3 add vectors
+of their tokens from one table.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -18,7 +20,9 @@ from megacore.model.layers import Layers, LayerSpec
 class Valued(Block):
     """A block that adds a vector for each token, scaled and shifted."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         along = (replicated(mesh.tp, partial=config.parallel.sequence),)
         vector = Shard((config.model.hidden_size,), along, init_std=0.5)
@@ -37,9 +41,14 @@ class Valued(Block):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same."""
-        return super().forward(x, context) + self.gain * self.values(context.batch.tokens.flatten()) + self.shift
+        return (
+            super().forward(x, context) + self.gain * self.values(context.batch.tokens.flatten()) + self.shift
+        )
 
 
 def layers(config: Config) -> Layers:
     """A GPT's, with blocks of both kinds."""
-    return [LayerSpec(spec.name, Valued, spec.arguments) if spec.arguments in ((0,), (1,), (3,)) else spec for spec in gpt(config)]
+    return [
+        LayerSpec(spec.name, Valued, spec.arguments) if spec.arguments in ((0,), (1,), (3,)) else spec
+        for spec in gpt(config)
+    ]

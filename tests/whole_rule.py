@@ -1,4 +1,5 @@
-"""An optimizer that needs whole matrices, for tests: momentum, made nearly orthogonal, with a state of another shape than its parameter.
+"""An optimizer that needs whole matrices, for tests: momentum, made nearly orthogonal, with a state of
+another shape than its parameter.
 
 As a user's own file would do, it registers itself when it is read.
 """
@@ -18,12 +19,16 @@ ROUNDS = 3  # of the iteration; more would enlarge the last bits in which layout
 class OrthogonalSettings(Section):
     """Its settings."""
 
-    orthogonal_momentum: Fraction = Field(0.9, description="orthogonal: the part of the last update that is added to the next")
+    orthogonal_momentum: Fraction = Field(
+        0.9, description="orthogonal: the part of the last update that is added to the next"
+    )
 
 
 @register
 class Orthogonal(Rule[OrthogonalSettings]):
-    """Newton and Schulz's iteration on each matrix of rows and columns, whose rows are first divided by their usual size."""
+    """Newton and Schulz's iteration on each matrix of rows and columns, whose rows are
+    first divided by their usual size.
+    """
 
     name, settings_type, whole, kinds = "orthogonal", OrthogonalSettings, True, ("orthogonal_m",)
 
@@ -44,7 +49,10 @@ class Orthogonal(Rule[OrthogonalSettings]):
 
     def reference_state(self, step: ReferenceStep) -> State:
         momentum = self.settings.orthogonal_momentum * step.before["orthogonal_m"] + step.gradient
-        return {"orthogonal_m": momentum, "orthogonal_rows": step.before["orthogonal_rows"] + np.mean(np.square(momentum), axis=2)}
+        return {
+            "orthogonal_m": momentum,
+            "orthogonal_rows": step.before["orthogonal_rows"] + np.mean(np.square(momentum), axis=2),
+        }
 
     def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
         found = []

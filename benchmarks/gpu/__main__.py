@@ -25,10 +25,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("slice", choices=[*SLICES, "all"])
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the results; default: benchmarks/results, in a dry run a new one")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of packages that are not installed here")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for the results; default: benchmarks/results, in a dry run a new one",
+    )
+    parser.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="wheels of packages that are not installed here"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts of the slice")
-    parser.add_argument("--dry-run", action="store_true", help="everything at tiny sizes on a CPU, kernels interpreted")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="everything at tiny sizes on a CPU, kernels interpreted"
+    )
     args = parser.parse_args(argv)
     known = [part.name for name in chosen(args.slice) for part in SLICES[name].parts]
     if unknown := [name for name in args.only if name not in known]:

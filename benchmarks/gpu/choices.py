@@ -52,7 +52,15 @@ def models(rows: Rows) -> list[tuple[str, Config]]:
     """The configs of the models, as one tensor rank of each would see them."""
     names = MODELS[:1] if rows.dry else MODELS
     tiny = TINY if rows.dry else ()
-    return [(n, load(str(CONFIGS / f"{n}.json"), [*ALONE_HERE, "parallel.tensor=1", "model.dropout=0", *tiny], 1).config) for n in names]
+    return [
+        (
+            n,
+            load(
+                str(CONFIGS / f"{n}.json"), [*ALONE_HERE, "parallel.tensor=1", "model.dropout=0", *tiny], 1
+            ).config,
+        )
+        for n in names
+    ]
 
 
 def device_of(rows: Rows) -> torch.device:
@@ -82,7 +90,11 @@ def implementation(name: str) -> Iterator[None]:
 def ways() -> dict[str, Callable[[], Any]]:
     """How PyTorch can attend: contexts by name. The first is its own choice, which megacore takes."""
     chosen: dict[str, Callable[[], Any]] = {"PyTorch's choice": nullcontext}
-    for name, backend in (("cuDNN", "CUDNN_ATTENTION"), ("FA2", "FLASH_ATTENTION"), ("memory-efficient", "EFFICIENT_ATTENTION")):
+    for name, backend in (
+        ("cuDNN", "CUDNN_ATTENTION"),
+        ("FA2", "FLASH_ATTENTION"),
+        ("memory-efficient", "EFFICIENT_ATTENTION"),
+    ):
         chosen[name] = lambda b=backend: sdpa_kernel(getattr(SDPBackend, b))  # type: ignore[misc]
     return chosen | {name: lambda n=name: implementation(n) for name in ("FA3", "FA4")}  # type: ignore[misc]
 
@@ -90,11 +102,19 @@ def ways() -> dict[str, Callable[[], Any]]:
 def attention(rows: Rows) -> None:
     """Causal attention at each config's shapes: which kernel ran, and how fast, forward and backward."""
     for name, config in models(rows):
-        shape = config.train.micro_batch_size, config.model.num_heads, config.kv_heads, config.train.seq_len, config.head_size
+        shape = (
+            config.train.micro_batch_size,
+            config.model.num_heads,
+            config.kv_heads,
+            config.train.seq_len,
+            config.head_size,
+        )
         whole = [torch.randn(shape[0], heads, *shape[3:], device=device_of(rows), dtype=DTYPES[config.train.precision]) for heads in
                  (shape[1], shape[2], shape[2])]  # fmt: skip
         for way, context in ways().items():
-            rows.attempt(lambda w=whole, c=context: attended(rows, w, c), model=name, shape=str(shape), way=way)  # type: ignore[misc]
+            rows.attempt(
+                lambda w=whole, c=context: attended(rows, w, c), model=name, shape=str(shape), way=way
+            )  # type: ignore[misc]
 
 
 def attended(rows: Rows, whole: list[Tensor], context: Callable[[], Any]) -> dict[str, Any]:
@@ -129,7 +149,9 @@ def attended(rows: Rows, whole: list[Tensor], context: Callable[[], Any]) -> dic
 
 def names_of(work: Callable[[], Any], rows: Rows) -> str:
     """The kernels that take longest in a call."""
-    with profile(activities=[ProfilerActivity.CPU, *([] if rows.dry else [ProfilerActivity.CUDA])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([] if rows.dry else [ProfilerActivity.CUDA])]
+    ) as profiler:
         work()
         if not rows.dry:
             torch.cuda.synchronize()
@@ -146,7 +168,12 @@ def products(rows: Rows) -> None:
         tokens, hidden, ffn = config.rank_tokens, config.model.hidden_size, resolved(config.model.ffn_size)
         up = ffn * (2 if config.model.activation == "swiglu" else 1)
         qkv = (config.model.num_heads + 2 * config.kv_heads) * config.head_size
-        layers = {"qkv": (hidden, qkv, 1), "out": (hidden, hidden, 0), "up": (hidden, up, 1), "down": (ffn, hidden, 0)}
+        layers = {
+            "qkv": (hidden, qkv, 1),
+            "out": (hidden, hidden, 0),
+            "up": (hidden, up, 1),
+            "down": (ffn, hidden, 0),
+        }
         layers["head"] = (hidden, config.model.vocab_size, 1)
         for ranks in SHARDS:
             for layer, (inputs, outputs, dim) in layers.items():
@@ -164,7 +191,10 @@ def products(rows: Rows) -> None:
 def product(rows: Rows, tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
     """TFLOP/s of the three."""
     device = device_of(rows)
-    x, weight, dy = (torch.randn(*s, device=device, dtype=dtype) for s in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    x, weight, dy = (
+        torch.randn(*s, device=device, dtype=dtype)
+        for s in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
     total = MainGradient(torch.zeros(outputs, inputs, device=device))
     total.empty = False
     calls: dict[str, Callable[[], Any]] = {
@@ -172,7 +202,10 @@ def product(rows: Rows, tokens: int, inputs: int, outputs: int, dtype: torch.dty
         "input": lambda: dy @ weight,
         "weight": lambda: total.add_product(dy, x),
     }
-    return {f"{name}_TFLOP_s": 2 * tokens * inputs * outputs / seconds_of(call, rows) / 1e12 for name, call in calls.items()}
+    return {
+        f"{name}_TFLOP_s": 2 * tokens * inputs * outputs / seconds_of(call, rows) / 1e12
+        for name, call in calls.items()
+    }
 
 
 def block_of(config: Config, ranks: int, rows: Rows) -> Callable[[], None]:
@@ -184,9 +217,17 @@ def block_of(config: Config, ranks: int, rows: Rows) -> Callable[[], None]:
     stage.compute_on(device)
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    x = torch.randn(own.rank_tokens, own.model.hidden_size, device=device, dtype=DTYPES[own.train.precision], requires_grad=True)
+    x = torch.randn(
+        own.rank_tokens,
+        own.model.hidden_size,
+        device=device,
+        dtype=DTYPES[own.train.precision],
+        requires_grad=True,
+    )
     grad = torch.randn_like(x)
-    batch = Microbatch(torch.zeros(own.train.micro_batch_size, own.train.seq_len, dtype=torch.int64, device=device))
+    batch = Microbatch(
+        torch.zeros(own.train.micro_batch_size, own.train.seq_len, dtype=torch.int64, device=device)
+    )
 
     def work() -> None:
         stage({"hidden": x}, batch)[0]["hidden"].backward(grad)
@@ -208,7 +249,11 @@ def shards(rows: Rows) -> None:
         whole = None
         for ranks in SHARDS:
             if config.kv_heads % ranks or rows.left() < 5:
-                rows.add(model=name, tp=ranks, skipped_because="heads do not divide" if config.kv_heads % ranks else "no time was left")
+                rows.add(
+                    model=name,
+                    tp=ranks,
+                    skipped_because="heads do not divide" if config.kv_heads % ranks else "no time was left",
+                )
                 continue
             try:
                 seconds = seconds_of(block_of(config, ranks, rows), rows)
@@ -302,6 +347,11 @@ def predicted(rows: Rows) -> None:
                     job.step()
                 measured = median(job.step() for _ in range(1 if rows.dry else 6))
                 terms = {f"{term}_ms": 1e3 * seconds for term, seconds in own.terms.items() if seconds}
-                return {"measured_ms": 1e3 * measured, "predicted_ms": 1e3 * own.step, "off_by": own.step / measured - 1, **terms}
+                return {
+                    "measured_ms": 1e3 * measured,
+                    "predicted_ms": 1e3 * own.step,
+                    "off_by": own.step / measured - 1,
+                    **terms,
+                }
 
             rows.attempt(beside, model=name, compiled=compiled, micro_batch=config.train.micro_batch_size)

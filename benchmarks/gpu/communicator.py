@@ -1,4 +1,6 @@
-"""One communicator of NCCL, without anybody else in it: every operation, in every dtype, and what it was told."""
+"""One communicator of NCCL, without anybody else in it: every operation, in every
+dtype, and what it was told.
+"""
 
 import json
 import time
@@ -18,13 +20,17 @@ from megacore.tools.diagnosis.watchdog import prepare_flight_recorder
 
 
 def communicator(rows: Rows) -> None:
-    """A group of one rank, through the class that all of megacore's communication goes through: every operation, in every dtype."""
+    """A group of one rank, through the class that all of megacore's communication goes through:
+    every operation, in every dtype.
+    """
     backend, device = ("gloo", "cpu") if rows.dry else ("nccl", "cuda")
     prepare_flight_recorder()
     if not rows.dry:
         torch.cuda.set_device(0)
     store, timeout = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), timedelta(seconds=30)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, pg_options=prioritised(backend))
+    dist.init_process_group(
+        backend, store=store, rank=0, world_size=1, timeout=timeout, pg_options=prioritised(backend)
+    )
     # As the mesh makes its groups.
     made = {"backend": backend, "pg_options": prioritised(backend), "timeout": timeout}
     group = dist.new_group([0], use_local_synchronization=True, group_desc="alone", **made)
@@ -35,7 +41,9 @@ def communicator(rows: Rows) -> None:
         for name, operation in operations(wire, dtype, device).items():
             rows.attempt(lambda o=operation, x=x: timed(o, x), operation=name, dtype=str(dtype))  # type: ignore[misc]
     if backend == "gloo":
-        rows.add(operation="shift to itself, flight recorder, priority", skipped_because="gloo has none of them")
+        rows.add(
+            operation="shift to itself, flight recorder, priority", skipped_because="gloo has none of them"
+        )
     else:
         rows.attempt(lambda: timed(lambda x: shifted(wire, x), x), operation="shift to itself")
         rows.attempt(lambda: priority(group), operation="priority")
@@ -103,7 +111,9 @@ def timed(operation: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Any]:
     right = torch.equal(found.view(x.shape).double(), x.double())
     began = time.perf_counter()
     operation(x)
-    return {"host_us": 1e6 * (time.perf_counter() - began)} | ({} if right else {"failed": "it does not give its input back"})
+    return {"host_us": 1e6 * (time.perf_counter() - began)} | (
+        {} if right else {"failed": "it does not give its input back"}
+    )
 
 
 def priority(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -120,5 +130,8 @@ def recorded(rows: Rows) -> dict[str, Any]:
     dump = _distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)  # type: ignore[attr-defined]
     entries = json.loads(dump).get("entries", [])
     names = Counter(entry.get("profiling_name", "?") for entry in entries)
-    found = {"entries": len(entries), "names": ", ".join(f"{name} {count}" for name, count in names.most_common())}
+    found = {
+        "entries": len(entries),
+        "names": ", ".join(f"{name} {count}" for name, count in names.most_common()),
+    }
     return found | ({} if len(entries) > 20 else {"failed": "it kept hardly anything"})

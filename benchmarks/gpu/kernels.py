@@ -31,7 +31,17 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.tools.settings.load import load
 
 TESTS = (
-    *("adamw", "cross_entropy", "dropout", "gelu", "grad_norm", "grouped_product", "layernorm", "linear_cross_entropy", "permute"),
+    *(
+        "adamw",
+        "cross_entropy",
+        "dropout",
+        "gelu",
+        "grad_norm",
+        "grouped_product",
+        "layernorm",
+        "linear_cross_entropy",
+        "permute",
+    ),
     *("rope", "softmax", "swiglu"),
 )
 ROUNDS = 11
@@ -56,16 +66,34 @@ def bandwidth(rows: Rows) -> None:
     todo = [(name, Size(16, 32, head=8)) for name in DRY] if rows.dry else sizes(list(OPERATIONS), dtype)
     for number, (name, size) in enumerate(todo):
         if not rows.dry and rows.left() < 15:
-            rows.add(operation="and no time was left for", size=", ".join(f"{name} {size}" for name, size in todo[number:]))
+            rows.add(
+                operation="and no time was left for",
+                size=", ".join(f"{name} {size}" for name, size in todo[number:]),
+            )
             return
         rows.attempt(lambda n=name, s=size: wrong(n, s, dtype, device), operation=name, size=str(size))  # type: ignore[misc]
         try:
             for found in measure(name, size, dtype, device, 1 if rows.dry else ROUNDS, False):
-                shares = {contender: found.share(contender) for contender in found.seconds if contender != "copy"}
-                milliseconds = {f"{contender}_ms": 1e3 * seconds for contender, seconds in found.seconds.items()}
-                speed = {} if found.moved is None else {"GB_a_second": found.moved / found.seconds["triton"] / 1e9}
+                shares = {
+                    contender: found.share(contender) for contender in found.seconds if contender != "copy"
+                }
+                milliseconds = {
+                    f"{contender}_ms": 1e3 * seconds for contender, seconds in found.seconds.items()
+                }
+                speed = (
+                    {}
+                    if found.moved is None
+                    else {"GB_a_second": found.moved / found.seconds["triton"] / 1e9}
+                )
                 goal = {"goal": found.goal, "direction": found.direction}
-                rows.add(operation=name, size=str(size), **goal, **speed, **{k: v for k, v in shares.items() if v}, **milliseconds)
+                rows.add(
+                    operation=name,
+                    size=str(size),
+                    **goal,
+                    **speed,
+                    **{k: v for k, v in shares.items() if v},
+                    **milliseconds,
+                )
         except Exception as problem:
             rows.add(operation=name, size=str(size), failed=said(problem))
 
@@ -81,7 +109,13 @@ def wrong(name: str, size: Size, dtype: torch.dtype, device: torch.device) -> di
 # Models with few enough layers, by name: the config, its overrides, and the kernels that are replaced in them.
 BOTH = ("layernorm", "cross_entropy", "adamw", "grad_norm")
 SIXTEEN = ("train.micro_batch_size=16", "train.global_batch_size=32")
-FEW = ("engine.kind=native", "model.num_layers=2", "train.seq_len=4096", "train.micro_batch_size=2", "train.global_batch_size=4")
+FEW = (
+    "engine.kind=native",
+    "model.num_layers=2",
+    "train.seq_len=4096",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+)
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gpt_124m": ("gpt_124m", SIXTEEN, ("gelu", *BOTH)),
     "llama_8b, 2 layers": ("llama_8b", FEW, ("swiglu", "rope", "layernorm")),
@@ -129,7 +163,9 @@ def eager(name: str) -> Iterator[Calls]:
         modules.append(import_module("megacore.model.block"))
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "use_triton", calls.counted(lambda *args, **tensors: False)))
+            stack.enter_context(
+                mock.patch.object(module, "use_triton", calls.counted(lambda *args, **tensors: False))
+            )
         yield calls
 
 
@@ -152,22 +188,44 @@ def compiled(name: str) -> Iterator[Calls]:
 
 def places(function: Any) -> list[tuple[dict[str, Any], str]]:
     """The namespaces of megacore's modules that have a function under a name."""
-    modules = [m for name, m in sys.modules.items() if name.startswith("megacore.") and isinstance(m, ModuleType)]
-    spaces = [vars(m) for m in modules] + [value for m in modules for value in vars(m).values() if type(value) is dict]
-    return [(space, key) for space in spaces for key, value in space.items() if value is function and isinstance(key, str)]
+    modules = [
+        m for name, m in sys.modules.items() if name.startswith("megacore.") and isinstance(m, ModuleType)
+    ]
+    spaces = [vars(m) for m in modules] + [
+        value for m in modules for value in vars(m).values() if type(value) is dict
+    ]
+    return [
+        (space, key)
+        for space in spaces
+        for key, value in space.items()
+        if value is function and isinstance(key, str)
+    ]
 
 
 def partials(function: Any) -> list[tuple[dict[str, Any], str]]:
     """The tables of megacore's modules that have it with some arguments."""
-    tables = [value for name, m in sys.modules.items() if name.startswith("megacore.") for value in vars(m).values() if type(value) is dict]
-    return [(t, key) for t in tables for key, value in t.items() if isinstance(value, partial) and value.func is function]
+    tables = [
+        value
+        for name, m in sys.modules.items()
+        if name.startswith("megacore.")
+        for value in vars(m).values()
+        if type(value) is dict
+    ]
+    return [
+        (t, key)
+        for t in tables
+        for key, value in t.items()
+        if isinstance(value, partial) and value.func is function
+    ]
 
 
 def in_the_step(rows: Rows) -> None:
     """A step with every kernel, then with each one in turn replaced by eager code or by Inductor's: what it gains where it works."""
     for model, (file, overrides, replaced) in MODELS.items():
 
-        def config_with(*more: str, path: str = str(CONFIGS / f"{file}.json"), own: tuple[str, ...] = overrides) -> Config:
+        def config_with(
+            *more: str, path: str = str(CONFIGS / f"{file}.json"), own: tuple[str, ...] = overrides
+        ) -> Config:
             return load(path, [*own, *(TINY if rows.dry else ()), *more], 1).config
 
         config = config_with()
@@ -184,7 +242,12 @@ def in_the_step(rows: Rows) -> None:
 
         for by, key in {"eager": "model.kernels=eager", "inductor, blocks": "train.compile=true"}.items():
             if by == "eager" or not config.model.dropout:  # compiled blocks have none
-                rows.attempt(lambda k=key, c=config_with: beside(step_ms(c(k), rows.dry)), model=model, kernel="all", by=by)  # type: ignore[misc]
+                rows.attempt(
+                    lambda k=key, c=config_with: beside(step_ms(c(k), rows.dry)),
+                    model=model,
+                    kernel="all",
+                    by=by,
+                )  # type: ignore[misc]
         for name in replaced:
             for by, how in {"eager": eager, "inductor": compiled}.items():
                 if by == "inductor" and not FUNCTIONS[name]:
@@ -223,27 +286,46 @@ def launch(device: str) -> None:
         for width in (256, 1024):
             print(f"operation {name}, rows of {width}", flush=True)
             if device == "cuda":
-                results(operation, operation.inputs(Size(width=width, **SMALL), torch.bfloat16, torch.device(device)), "triton", False)
+                results(
+                    operation,
+                    operation.inputs(Size(width=width, **SMALL), torch.bfloat16, torch.device(device)),
+                    "triton",
+                    False,
+                )
                 torch.cuda.synchronize()
     print("operation end", flush=True)
 
 
 def sanitizer(rows: Rows) -> None:
     """Bad accesses and races, by NVIDIA's tool. Each tensor has memory of its own, so that what is beside it is out of bounds."""
-    found = shutil.which("compute-sanitizer") or next(filter(os.path.exists, ["/usr/local/cuda/bin/compute-sanitizer"]), None)
+    found = shutil.which("compute-sanitizer") or next(
+        filter(os.path.exists, ["/usr/local/cuda/bin/compute-sanitizer"]), None
+    )
     if found is None and not rows.dry:
-        rows.add(tool="compute-sanitizer", skipped_because="it is not installed here (it comes with CUDA's toolkit)")
+        rows.add(
+            tool="compute-sanitizer",
+            skipped_because="it is not installed here (it comes with CUDA's toolkit)",
+        )
         return
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
     environment.pop("PYTORCH_ALLOC_CONF", None)
     for tool in TOOLS[:1] if rows.dry else TOOLS:
         limit = max(5.0, (rows.left() - 5) / (len(TOOLS) - TOOLS.index(tool)))
-        command = [] if rows.dry else [str(found), "--tool", tool, "--print-limit", "20", "--report-api-errors", "no"]
+        command = (
+            []
+            if rows.dry
+            else [str(found), "--tool", tool, "--print-limit", "20", "--report-api-errors", "no"]
+        )
         log = rows.path.with_suffix(f".{tool}")
         with log.open("w") as out:
             try:
                 line = [*command, sys.executable, "-c", LAUNCH, "cpu" if rows.dry else "cuda"]
-                status = subprocess.run(line, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=limit, check=False).returncode
+                status = subprocess.run(
+                    line, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=limit, check=False
+                ).returncode
             except subprocess.TimeoutExpired:
                 status = 124
         for row in said_by(log.read_text(errors="replace"), status):
@@ -258,9 +340,14 @@ def said_by(text: str, status: int) -> list[dict[str, Any]]:
         if line.startswith("operation "):
             operation = line.removeprefix("operation ")
             seen.append(operation)
-        elif re.match(r"=+ +(Invalid|Error|Warning|Race|Out-of|Misaligned|Program hit|Potential)", line) and "SUMMARY" not in line:
+        elif (
+            re.match(r"=+ +(Invalid|Error|Warning|Race|Out-of|Misaligned|Program hit|Potential)", line)
+            and "SUMMARY" not in line
+        ):
             complaints.setdefault(operation, []).append(line.strip("= "))
-    rows: list[dict[str, Any]] = [{"operation": name, "failed": lines[0], "lines": len(lines)} for name, lines in complaints.items()]
+    rows: list[dict[str, Any]] = [
+        {"operation": name, "failed": lines[0], "lines": len(lines)} for name, lines in complaints.items()
+    ]
     if "end" in seen:
         return [*rows, {"operation": f"{len(seen) - 1} operations and widths", "complaints": len(complaints)}]
     last = text.strip().splitlines()[-1] if text.strip() else "it said nothing"

@@ -50,7 +50,12 @@ SLICES = {
             Part("communicator", 60, f"{HERE}.communicator:communicator"),
             Part("synchronisation", 110, f"{HERE}.steps:synchronisation"),
             Part("streams", 60, f"{HERE}.steps:streams"),
-            Part("tests", 90, f"{HERE}.right:tests", ("test_staging.py", "test_main_gradient.py", "test_document_attention.py")),
+            Part(
+                "tests",
+                90,
+                f"{HERE}.right:tests",
+                ("test_staging.py", "test_main_gradient.py", "test_document_attention.py"),
+            ),
         ),
     ),
     "kernels": Slice(
@@ -63,7 +68,9 @@ SLICES = {
             Part("compute-sanitizer", 90, f"{HERE}.kernels:sanitizer"),
         ),
     ),
-    "speed": Slice("Training steps", 480, (*speed_parts(), Part("plain-gpt-compiled", 140, f"{HERE}.speed:beside"))),
+    "speed": Slice(
+        "Training steps", 480, (*speed_parts(), Part("plain-gpt-compiled", 140, f"{HERE}.speed:beside"))
+    ),
     "choices": Slice(
         "What to choose",
         300,

@@ -18,9 +18,16 @@ from megacore.tools.settings.load import load
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 SMALL = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.seq_len=64", "model.vocab_size=515")
-DRY = ("train.global_batch_size=2", "train.seq_len=16", "model.num_layers=1", "model.hidden_size=32", "train.compile=false")
+DRY = (
+    "train.global_batch_size=2",
+    "train.seq_len=16",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "train.compile=false",
+)
 PROCESSES = 6  # of tests: they compile more than they compute
-QUEUES, MILLISECOND = 24, 2_000_000  # streams that are to run side by side; about so many cycles of a GPU's clock
+# streams that are to run side by side; about so many cycles of a GPU's clock
+QUEUES, MILLISECOND = 24, 2_000_000
 
 
 def config_of(rows: Rows, *overrides: str) -> Config:
@@ -29,7 +36,7 @@ def config_of(rows: Rows, *overrides: str) -> Config:
     return load(TINY, [*SMALL, *own, *overrides], 1).config
 
 
-# --- tests -------------------------------------------------------------------------------------------------------------
+# --- tests --------------------------------------------------------------------------------------------------
 
 
 class Outcomes:
@@ -47,39 +54,60 @@ class Outcomes:
         if report.failed:
             file["failing"] += 1
             text = report.longreprtext.strip()
-            self.rows.add(test=report.nodeid, failed=text.splitlines()[-1] if text else report.when, report=text[-1500:])
+            self.rows.add(
+                test=report.nodeid, failed=text.splitlines()[-1] if text else report.when, report=text[-1500:]
+            )
         elif report.skipped:
             file["skipped"] += 1
-            self.why[report.nodeid.split("::")[0]] = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+            self.why[report.nodeid.split("::")[0]] = str(
+                report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+            )
         elif report.when == "call":
             file["passed"] += 1
 
     def pytest_collectreport(self, report: Any) -> None:
         """Called for every file."""
         if report.failed:
-            self.rows.add(test=report.nodeid, failed=report.longreprtext.strip().splitlines()[-1], report=report.longreprtext[-1500:])
+            self.rows.add(
+                test=report.nodeid,
+                failed=report.longreprtext.strip().splitlines()[-1],
+                report=report.longreprtext[-1500:],
+            )
 
     def pytest_sessionfinish(self) -> None:
         """Called at the end."""
         for name, found in self.files.items():
             counts = {key: int(found[key]) for key in ("passed", "failing", "skipped")}
-            self.rows.add(test=name, **counts, seconds=float(found["seconds"]), skipped_because=self.why.get(name))
+            self.rows.add(
+                test=name, **counts, seconds=float(found["seconds"]), skipped_because=self.why.get(name)
+            )
 
 
 def tests(rows: Rows, *files: str) -> None:
-    """Some files of tests/gpu, several at a time where pytest-xdist is installed. Those that need a GPU skip themselves in a dry run."""
+    """Some files of tests/gpu, several at a time where pytest-xdist is installed.
+
+    Those that need a GPU skip themselves in a dry run.
+    """
     several = ["-n", str(PROCESSES)] if find_spec("xdist") and not rows.dry else ["-p", "no:xdist"]
-    arguments = ["-q", "-p", "no:cacheprovider", *several, *(str(ROOT / "tests/gpu" / file) for file in files)]
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *several,
+        *(str(ROOT / "tests/gpu" / file) for file in files),
+    ]
     status = pytest.main(arguments, plugins=[Outcomes(rows)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         rows.add(test="pytest", failed=f"{status!r}")
 
 
-# --- the environment ---------------------------------------------------------------------------------------------------
+# --- the environment ----------------------------------------------------------------------------------------
 
 
 def queues(rows: Rows) -> dict[str, Any]:
-    """Kernels that hold a little for a while, each on a stream of its own: with too few queues some stand behind others."""
+    """Kernels that hold a little for a while, each on a stream of its own: with too few
+    queues some stand behind others.
+    """
     cycles, streams = 50 * MILLISECOND, [torch.cuda.Stream() for _ in range(QUEUES)]
 
     def seconds(used: int) -> float:
@@ -102,7 +130,9 @@ def expandable() -> dict[str, Any]:
     kept = torch.empty(2**26, dtype=torch.uint8, device="cuda")
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["total_size"] >= kept.nbytes]
     grows = [bool(segment.get("is_expandable")) for segment in segments]
-    return {"segments": len(grows), "expandable": sum(grows)} | ({} if grows and all(grows) else {"failed": "segments do not grow"})
+    return {"segments": len(grows), "expandable": sum(grows)} | (
+        {} if grows and all(grows) else {"failed": "segments do not grow"}
+    )
 
 
 def environment_check(rows: Rows) -> None:
@@ -115,4 +145,8 @@ def environment_check(rows: Rows) -> None:
     rows.attempt(expandable, name="segments")
     properties = torch.cuda.get_device_properties(0)
     rows.add(name="nccl", found=".".join(map(str, torch.cuda.nccl.version())))
-    rows.add(name="device", found=f"{properties.name}, {properties.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}")
+    rows.add(
+        name="device",
+        found=f"{properties.name}, {properties.multi_processor_count} multiprocessors, CUDA "
+        f"{torch.version.cuda}",
+    )

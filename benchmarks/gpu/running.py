@@ -16,9 +16,14 @@ from typing import Any
 from benchmarks.gpu.parts import SLICES, Part, Slice
 from megacore.tools.cli import leave
 
-CONTEXT = get_context("forkserver")  # torch is imported once, and no process inherits a device that another has opened
+CONTEXT = get_context(
+    "forkserver"
+)  # torch is imported once, and no process inherits a device that another has opened
 CLIPPED, TAIL = 110, 4000  # characters of a cell in a table; of a log that JSON keeps
-DRY = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}  # no GPU: kernels are interpreted, and nothing is compiled
+DRY = {
+    "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}  # no GPU: kernels are interpreted, and nothing is compiled
 
 
 class Rows:
@@ -92,20 +97,37 @@ class Report:
 
     def __init__(self, name: str, folder: Path, dry: bool, machine: dict[str, Any]) -> None:
         self.json, self.markdown = folder / f"gpu_{name}.json", folder / f"gpu_{name}.md"
-        self.content: dict[str, Any] = {"slice": name, "dry_run": dry, "complete": False, "seconds": 0.0, "failed": []}
+        self.content: dict[str, Any] = {
+            "slice": name,
+            "dry_run": dry,
+            "complete": False,
+            "seconds": 0.0,
+            "failed": [],
+        }
         self.content |= machine | {"parts": {}}
 
     def write(self) -> None:
         """Both files; a reader, and whoever kills this process, finds the old or the new ones."""
-        self.content["failed"] = [name for name, part in self.content["parts"].items() if part["status"] not in ("ok", "under way")]
-        for path, text in ((self.json, json.dumps(self.content, indent=1) + "\n"), (self.markdown, table(self.content))):
+        self.content["failed"] = [
+            name for name, part in self.content["parts"].items() if part["status"] not in ("ok", "under way")
+        ]
+        for path, text in (
+            (self.json, json.dumps(self.content, indent=1) + "\n"),
+            (self.markdown, table(self.content)),
+        ):
             new = path.with_suffix(".new")
             new.write_text(text, encoding="utf-8")
             new.replace(path)
 
 
 def run_slice(
-    name: str, folder: Path, dry: bool, only: list[str], machine: dict[str, Any], say: Callable[[str], None], patience: float = 1.0
+    name: str,
+    folder: Path,
+    dry: bool,
+    only: list[str],
+    machine: dict[str, Any],
+    say: Callable[[str], None],
+    patience: float = 1.0,
 ) -> list[str]:
     """Runs a slice's parts, as long as it has time; returns the names of those that failed. `patience`: how many times as long all may
     take as they should."""
@@ -123,7 +145,9 @@ def run_slice(
         else:
             run_part(part, dry, folder, limit, entry, report)
         failing = sum("failed" in row for row in entry["rows"])
-        say(f"{name}, {part.name}: {entry['status']}{f', {failing} rows failed' if failing else ''} ({entry['seconds']:.0f} s)")
+        say(
+            f"{name}, {part.name}: {entry['status']}{f', {failing} rows failed' if failing else ''} ({entry['seconds']:.0f} s)"
+        )
         report.content["seconds"] = round(time.monotonic() - began, 1)
         report.write()
     report.content["complete"] = True
@@ -131,7 +155,9 @@ def run_slice(
     return report.content["failed"]
 
 
-def run_part(part: Part, dry: bool, folder: Path, limit: float, entry: dict[str, Any], report: Report) -> None:
+def run_part(
+    part: Part, dry: bool, folder: Path, limit: float, entry: dict[str, Any], report: Report
+) -> None:
     """Runs a part for `limit` seconds at most, and copies its rows into the report as they come."""
     with tempfile.TemporaryDirectory() as scratch:
         rows, log = Path(scratch) / "rows", Path(scratch) / "log"
@@ -152,7 +178,9 @@ def run_part(part: Part, dry: bool, folder: Path, limit: float, entry: dict[str,
             end(process)
         entry["rows"], entry["seconds"] = read(rows), round(time.monotonic() - began, 1)
         failing = [row["failed"] for row in entry["rows"] if "failed" in row]
-        entry["status"] = f"out of time ({limit:.0f} s)" if late else "failed" if failing or process.exitcode else "ok"
+        entry["status"] = (
+            f"out of time ({limit:.0f} s)" if late else "failed" if failing or process.exitcode else "ok"
+        )
         if entry["status"] != "ok":
             entry["log"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
             entry["why"] = failing[0] if failing else f"exit status {process.exitcode}"
@@ -160,7 +188,11 @@ def run_part(part: Part, dry: bool, folder: Path, limit: float, entry: dict[str,
 
 def read(rows: Path) -> list[dict[str, Any]]:
     """The whole lines so far."""
-    return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in rows.read_text(encoding="utf-8").splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def end(process: Any) -> None:
@@ -177,11 +209,20 @@ def table(content: dict[str, Any]) -> str:
     """A slice as Markdown: a table for each part, a column for each key."""
     whole: Slice = SLICES[content["slice"]]
     gpus = ", ".join(content["machine"]["gpus"]) or f"no GPU, {content['machine']['processor']}"
-    lines = [f"# {whole.title}", "", f"{gpus}; PyTorch {content['versions']['torch']}; {content['date']}; {content['seconds']:.0f} s."]
+    lines = [
+        f"# {whole.title}",
+        "",
+        f"{gpus}; PyTorch {content['versions']['torch']}; {content['date']}; {content['seconds']:.0f} s.",
+    ]
     if content["dry_run"]:
         lines += ["", "A dry run: nothing here is a speed."]
     for name, part in content["parts"].items():
-        lines += ["", f"## {name}", "", f"{part['status']}, {part['seconds']:.0f} s" + (f": {part['why']}" if "why" in part else "")]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{part['status']}, {part['seconds']:.0f} s" + (f": {part['why']}" if "why" in part else ""),
+        ]
         keys = list(dict.fromkeys(key for row in part["rows"] for key in row))
         if keys:
             lines += ["", f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
@@ -208,4 +249,6 @@ def prepare_processes(dry: bool) -> None:
     os.environ.update(DRY if dry else {})
     sys.path[:] = [path or os.getcwd() for path in sys.path]
     preload = ["torch", "benchmarks.training"]
-    CONTEXT.set_forkserver_preload([*preload, "benchmarks.kernel_operations", "pytest", "torch._dynamo"] if dry else preload)
+    CONTEXT.set_forkserver_preload(
+        [*preload, "benchmarks.kernel_operations", "pytest", "torch._dynamo"] if dry else preload
+    )

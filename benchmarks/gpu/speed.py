@@ -25,7 +25,11 @@ from megacore.tools.choices.utilisation import Utilisation
 from megacore.tools.settings.load import load
 from megacore.train.metrics import peak_memory, reserved_memory
 
-MICRO_BATCHES = {"gpt_124m": (16, 4, 64), "gpt_350m": (16, 4, 32), "gpt_1b": (4, 1, 16)}  # the one that says most first
+MICRO_BATCHES = {
+    "gpt_124m": (16, 4, 64),
+    "gpt_350m": (16, 4, 32),
+    "gpt_1b": (4, 1, 16),
+}  # the one that says most first
 MICROBATCHES, WARM_UP, STEPS = 4, 3, 6
 TINY = (
     "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.vocab_size=64", "train.seq_len=16", "train.precision=fp32",
@@ -38,15 +42,28 @@ def steps(rows: Rows, name: str, compiled: str) -> None:
     """A model's steps at each micro batch, what its host needs for them, and where the time of the first goes."""
     sizes = (1, 2) if rows.dry else MICRO_BATCHES[name]
     for micro_batch in sizes:
-        rows.attempt(lambda m=micro_batch: measured(config_of(rows, name, compiled, m), rows.dry), micro_batch=micro_batch)  # type: ignore[misc]
-    rows.attempt(lambda: hosts(config_of(rows, name, compiled, 1, seq_len=16), rows.dry), micro_batch="1, of 16 tokens")
-    for row in classes(rows, config_of(rows, name, compiled, sizes[0]), f"{name}_{'compiled' if compiled == 'true' else 'eager'}"):
+        rows.attempt(
+            lambda m=micro_batch: measured(config_of(rows, name, compiled, m), rows.dry),
+            micro_batch=micro_batch,
+        )  # type: ignore[misc]
+    rows.attempt(
+        lambda: hosts(config_of(rows, name, compiled, 1, seq_len=16), rows.dry), micro_batch="1, of 16 tokens"
+    )
+    for row in classes(
+        rows,
+        config_of(rows, name, compiled, sizes[0]),
+        f"{name}_{'compiled' if compiled == 'true' else 'eager'}",
+    ):
         rows.add(micro_batch=sizes[0], **row)
 
 
 def config_of(rows: Rows, name: str, compiled: str, micro_batch: int, seq_len: int | None = None) -> Config:
     """A config with few microbatches of a size."""
-    sizes = [f"train.micro_batch_size={micro_batch}", f"train.global_batch_size={MICROBATCHES * micro_batch}", f"train.compile={compiled}"]
+    sizes = [
+        f"train.micro_batch_size={micro_batch}",
+        f"train.global_batch_size={MICROBATCHES * micro_batch}",
+        f"train.compile={compiled}",
+    ]
     shorter = [] if seq_len is None else [f"train.seq_len={seq_len}"]
     return load(str(CONFIGS / f"{name}.json"), [*sizes, *(TINY if rows.dry else ()), *shorter], 1).config
 
@@ -97,7 +114,10 @@ def hosts(config: Config, dry: bool) -> dict[str, Any]:
         job.work()
         job.wait()
         found.append(perf_counter() - began)
-    return {"step_ms": 1e3 * median(found), "host_ms_a_layer": 1e3 * median(found) / (config.model.num_layers * config.num_microbatches)}
+    return {
+        "step_ms": 1e3 * median(found),
+        "host_ms_a_layer": 1e3 * median(found) / (config.model.num_layers * config.num_microbatches),
+    }
 
 
 # --- where the time goes -----------------------------------------------------------------------------------------------
@@ -148,10 +168,23 @@ def classes(rows: Rows, config: Config, label: str) -> list[dict[str, Any]]:
         by_class[class_of(name)] += seconds
     whole = sum(by_class.values()) or float("nan")
     layers = config.model.num_layers * config.num_microbatches
-    found: list[dict[str, Any]] = [{"class": "all", "ms": 1e3 * whole, "share": 1.0, "gpu_ms_a_layer": 1e3 * whole / layers}]
-    found += [{"class": kind, "ms": 1e3 * s, "share": s / whole} for kind, s in sorted(by_class.items(), key=lambda each: -each[1])]
+    found: list[dict[str, Any]] = [
+        {"class": "all", "ms": 1e3 * whole, "share": 1.0, "gpu_ms_a_layer": 1e3 * whole / layers}
+    ]
+    found += [
+        {"class": kind, "ms": 1e3 * s, "share": s / whole}
+        for kind, s in sorted(by_class.items(), key=lambda each: -each[1])
+    ]
     for name, (seconds, calls) in sorted(kernels.items(), key=lambda each: -each[1][0])[:25]:
-        found.append({"class": class_of(name), "ms": 1e3 * seconds, "share": seconds / whole, "calls": calls, "kernel": name[:200]})
+        found.append(
+            {
+                "class": class_of(name),
+                "ms": 1e3 * seconds,
+                "share": seconds / whole,
+                "calls": calls,
+                "kernel": name[:200],
+            }
+        )
     return found
 
 
@@ -172,19 +205,30 @@ def seconds_by_kernel(profiler: Any, dry: bool) -> dict[str, tuple[float, int]]:
 def beside(rows: Rows) -> None:
     """A GPT in one file of plain PyTorch, compiled as a whole, in turns with megacore, compiled and not."""
     config, precision = str(CONFIGS / "gpt_124m.json"), "fp32" if rows.dry else "bf16"
-    sizes = ["train.micro_batch_size=1", "train.global_batch_size=2", *TINY] if rows.dry else ["train.global_batch_size=64"]
+    sizes = (
+        ["train.micro_batch_size=1", "train.global_batch_size=2", *TINY]
+        if rows.dry
+        else ["train.global_batch_size=64"]
+    )
     overrides = [*sizes, "optim.lr=1e-4"]
     for compiled in ("true",) if rows.dry else ("true", "false"):
         own = [*overrides, f"train.compile={compiled}"]
         wanted = argparse.Namespace(config=config, overrides=own, before=None, peers=["plain-gpt-compiled"])
         running, absent = contenders(wanted, "one", precision, OWN, None)
-        running = [replace(each, threads=1) if rows.dry else each for each in running if each.name != PRODUCTS]
+        running = [
+            replace(each, threads=1) if rows.dry else each for each in running if each.name != PRODUCTS
+        ]
         result = race(running, config, 1 if rows.dry else 7, print, limit=max(10.0, rows.left() - 5))
         found = summary(result, absent)
         for name, entry in found["contenders"].items():
             ratio = entry.get("megacore_is_times_as_fast", {}).get("median")
             speed = entry["tokens_per_second"]["median"]
             label = f"{name}{', compiled' if name == OURS and compiled == 'true' else ''}"
-            rows.add(contender=label, tokens_a_second=speed, megacore_is_times_as_fast=ratio, GiB=entry["memory_bytes"] / GIB)
+            rows.add(
+                contender=label,
+                tokens_a_second=speed,
+                megacore_is_times_as_fast=ratio,
+                GiB=entry["memory_bytes"] / GIB,
+            )
         for name, reason in found["absent"].items():
             rows.add(contender=name, failed=str(reason))

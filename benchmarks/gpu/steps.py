@@ -23,8 +23,20 @@ from megacore.train.metrics import AsyncMetrics
 
 KINDS: dict[str, list[str]] = {
     "plain": [],
-    "gpt2": ["model.norm=layernorm", "model.activation=gelu", "model.position=learned", "model.bias=true", "model.dropout=0.1"],
-    "llama": ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.bias=false"],
+    "gpt2": [
+        "model.norm=layernorm",
+        "model.activation=gelu",
+        "model.position=learned",
+        "model.bias=true",
+        "model.dropout=0.1",
+    ],
+    "llama": [
+        "model.position=rope",
+        "model.norm=rmsnorm",
+        "model.activation=swiglu",
+        "model.num_kv_heads=2",
+        "model.bias=false",
+    ],
     "query-key norm": ["model.position=rope", "model.qk_norm=true"],
     "fp32": ["train.precision=fp32"],
     "fp16": ["train.precision=fp16"],
@@ -104,7 +116,10 @@ def late_offload() -> Iterator[None]:
             late(self.back)
         load_back(self, away)
 
-    with mock.patch.object(ActivationOffload, "_store", late_store), mock.patch.object(ActivationOffload, "_load", late_load):
+    with (
+        mock.patch.object(ActivationOffload, "_store", late_store),
+        mock.patch.object(ActivationOffload, "_load", late_load),
+    ):
         yield
 
 
@@ -151,7 +166,9 @@ def trained(config: Config, offload_late: bool, compute_late: bool) -> list[Tens
 def same(got: list[Tensor], right: list[Tensor]) -> dict[str, Any]:
     """Whether all bits are equal."""
     different = sum(not torch.equal(a, b) for a, b in zip(got, right, strict=True))
-    return {"tensors": len(right)} | ({"failed": f"{different} of {len(right)} tensors differ"} if different else {})
+    return {"tensors": len(right)} | (
+        {"failed": f"{different} of {len(right)} tensors differ"} if different else {}
+    )
 
 
 def staged(rows: Rows) -> dict[str, Any]:
@@ -181,7 +198,9 @@ def streams(rows: Rows) -> None:
     """Copies and computing made late in turn. Results may not depend on who is first, to the last bit."""
     compute_deterministically()
     rows.attempt(lambda: staged(rows), what="staging a checkpoint")
-    kept, offloads = (config_of(rows, "model.dropout=0.1", f"train.offload_activations={key}") for key in ("false", "true"))
+    kept, offloads = (
+        config_of(rows, "model.dropout=0.1", f"train.offload_activations={key}") for key in ("false", "true")
+    )
     right = trained(kept, False, False)
     runs = {
         "the same run again": (kept, False, False),

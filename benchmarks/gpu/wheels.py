@@ -12,7 +12,16 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 
-NEEDED = ("numpy", "pydantic", "safetensors", "xxhash", "rich", "jinja2", "einops", "pytest")  # their modules have their names
+NEEDED = (
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "xxhash",
+    "rich",
+    "jinja2",
+    "einops",
+    "pytest",
+)  # their modules have their names
 PINS = Path(__file__).resolve().parents[2] / "requirements.txt"
 
 
@@ -29,7 +38,9 @@ def command(names: Sequence[str], folder: str = "WHEELS") -> str:
     options = ["--only-binary=:all:", "--python-version", version, "--implementation", "cp"]
     for kind in ("manylinux_2_28", "manylinux_2_17", "manylinux2014"):
         options += ["--platform", f"{kind}_{platform.machine()}"]
-    return " ".join(["python3 -m pip download", *options, "-d", folder, *(f"{name}=={pins[name]}" for name in names)])
+    return " ".join(
+        ["python3 -m pip download", *options, "-d", folder, *(f"{name}=={pins[name]}" for name in names)]
+    )
 
 
 def provide(folder: Path | None, target: Path) -> None:
@@ -47,7 +58,19 @@ def provide(folder: Path | None, target: Path) -> None:
     wheels = sorted(map(str, folder.glob("*.whl")))
     if not wheels:
         raise ConfigError("--wheels", f"no wheels in {folder}", command(lacking, str(folder)))
-    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet", "--no-compile", "--target", str(target), *wheels]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--quiet",
+        "--no-compile",
+        "--target",
+        str(target),
+        *wheels,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "pip said nothing").splitlines()[-1]
@@ -60,4 +83,6 @@ def provide(folder: Path | None, target: Path) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError("--wheels", f"{name} cannot be imported: {error}", command(lacking, str(folder))) from None
+            raise ConfigError(
+                "--wheels", f"{name} cannot be imported: {error}", command(lacking, str(folder))
+            ) from None

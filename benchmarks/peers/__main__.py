@@ -1,14 +1,17 @@
-"""megacore's speed beside that of other libraries: the same model, batch and layout, in interleaved rounds, each in its own processes.
+"""megacore's speed beside that of other libraries: the same model, batch and layout, in interleaved
+rounds, each in its own processes.
 
-Every layout is run twice: with each contender as its users get it, and with the process settings that megacore gives itself on a
-CPU (freed memory is kept, oneDNN multiplies fp32). Threads are the same in both. Both ratios are reported, and a process whose
-settings turn out otherwise is out.
+Every layout is run twice: with each contender as its users get it, and with the process settings that
+megacore gives itself on a CPU (freed memory is kept, oneDNN multiplies fp32). Threads are the same in both.
+Both ratios are reported, and a process whose settings turn out otherwise is out.
 
-Every library runs in an environment of its own, made here when it is first needed (see benchmarks/peers/environments.py). In each
-round every contender of a layout takes one step, in alternating order, so that whatever else the machine does meets all of them;
-a ratio is taken within each round, and medians count. A library that cannot run is listed with its reason.
+Every library runs in an environment of its own, made here when it is first needed (see
+benchmarks/peers/environments.py). In each round every contender of a layout takes one step, in alternating
+order, so that whatever else the machine does meets all of them; a ratio is taken within each round, and
+medians count. A library that cannot run is listed with its reason.
 
-Results are written behind every race; the same command goes on with what an interrupted one left, until it is complete.
+Results are written behind every race; the same command goes on with what an interrupted one left, until it is
+complete.
 """
 
 import argparse
@@ -21,7 +24,15 @@ import torch
 from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.peers.contenders import LAYOUTS, NEEDED_BEFORE, PEERS, config_of, contenders, settings_here, threads_of
+from benchmarks.peers.contenders import (
+    LAYOUTS,
+    NEEDED_BEFORE,
+    PEERS,
+    config_of,
+    contenders,
+    settings_here,
+    threads_of,
+)
 from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.peers.process import SETTINGS, expected
 from benchmarks.peers.report import summary, table, write
@@ -38,27 +49,54 @@ CONFIG = str(ROOT / "benchmarks" / "speed.json")
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--config", default=CONFIG, metavar="FILE", help="default: benchmarks/speed.json; GPT blocks as in GPT-2")
+    parser.add_argument(
+        "--config",
+        default=CONFIG,
+        metavar="FILE",
+        help="default: benchmarks/speed.json; GPT blocks as in GPT-2",
+    )
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
     parser.add_argument("--rounds", type=count, metavar="N", help="that many rounds")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"default: {','.join(LAYOUTS)}")
-    parser.add_argument("--precisions", metavar="NAMES", help="default: fp32,bf16; fp32 alone where a CPU has no bf16 units")
-    parser.add_argument("--peers", default=",".join(PEERS), metavar="NAMES", help=", ".join(PEERS))
-    parser.add_argument("--settings", default=",".join(SETTINGS), metavar="NAMES", help=f"of the peers' processes ({','.join(SETTINGS)})")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for a step, and for a start (300)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="default: benchmarks/results/peers_<date>.json; .md and .png beside it"
+        "--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"default: {','.join(LAYOUTS)}"
     )
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of megacore, which takes part too")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for all alike")
+    parser.add_argument(
+        "--precisions", metavar="NAMES", help="default: fp32,bf16; fp32 alone where a CPU has no bf16 units"
+    )
+    parser.add_argument("--peers", default=",".join(PEERS), metavar="NAMES", help=", ".join(PEERS))
+    parser.add_argument(
+        "--settings",
+        default=",".join(SETTINGS),
+        metavar="NAMES",
+        help=f"of the peers' processes ({','.join(SETTINGS)})",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="for a step, and for a start (300)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="default: benchmarks/results/peers_<date>.json; .md and .png beside it",
+    )
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="another checkout of megacore, which takes part too"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for all alike"
+    )
     args = parser.parse_intermixed_args(argv)
     args.rounds = args.rounds or (3 if args.quick else 7)
-    args.output = args.output or ROOT / "benchmarks" / "results" / f"peers_{machine.describe()['date'][:10]}.json"
+    args.output = (
+        args.output or ROOT / "benchmarks" / "results" / f"peers_{machine.describe()['date'][:10]}.json"
+    )
     if not args.output.parent.is_dir():
         raise ConfigError("--output", f"there is no folder {args.output.parent}", "one that exists")
     if args.before is not None and not (args.before / NEEDED_BEFORE).is_file():
         raise ConfigError("--before", f"{args.before} has no {NEEDED_BEFORE}", "a checkout of megacore")
-    args.layouts, args.peers, args.settings = (text.split(",") for text in (args.layouts, args.peers, args.settings))
+    args.layouts, args.peers, args.settings = (
+        text.split(",") for text in (args.layouts, args.peers, args.settings)
+    )
     if unknown := set(args.settings) - set(SETTINGS):
         raise ConfigError("--settings", f"{', '.join(sorted(unknown))} is unknown", " or ".join(SETTINGS))
     for name in args.layouts:
@@ -66,13 +104,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown := set(args.peers) - set(PEERS):
         raise ConfigError("--peers", f"{', '.join(sorted(unknown))} is unknown", ", ".join(PEERS))
     emulated = not torch.cuda.is_available() and torch.bfloat16 in WIDENED
-    args.precisions = args.precisions.split(",") if args.precisions else ["fp32"] if emulated else ["fp32", "bf16"]
+    args.precisions = (
+        args.precisions.split(",") if args.precisions else ["fp32"] if emulated else ["fp32", "bf16"]
+    )
     return args
 
 
 def begin(args: argparse.Namespace, output: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """A new report, or an interrupted one of the same setting."""
-    setting = config_of(args, tuple(args.overrides), 1).model_dump(mode="json", by_alias=True, include={"model", "train", "optim"})
+    setting = config_of(args, tuple(args.overrides), 1).model_dump(
+        mode="json", by_alias=True, include={"model", "train", "optim"}
+    )
     fresh = machine.describe() | {
         "peers": {name: " ".join(REQUIREMENTS[PEERS[name].environment]) for name in args.peers},
         "setting": setting,
@@ -85,7 +127,10 @@ def begin(args: argparse.Namespace, output: Path, say: Callable[[str], None]) ->
     }
     if output.is_file():
         before = json.loads(output.read_text(encoding="utf-8"))
-        same = all(before.get(key) == fresh.get(key) for key in ("peers", "before", "setting", "settings", "rounds", "machine"))
+        same = all(
+            before.get(key) == fresh.get(key)
+            for key in ("peers", "before", "setting", "settings", "rounds", "machine")
+        )
         if same and not before["complete"]:
             say(f"going on with {output}: {', '.join(before['results']) or 'nothing yet'} done")
             return before

@@ -1,4 +1,6 @@
-"""Who takes part in `benchmarks.peers`: in which layouts, in which environment, and in what it differs from megacore."""
+"""Who takes part in `benchmarks.peers`: in which layouts, in which environment, and in
+what it differs from megacore.
+"""
 
 import argparse
 import os
@@ -21,13 +23,17 @@ BEFORE = "megacore before"  # of the checkout that --before names
 LAYOUTS = ("one", "dp2", "tp2", "pp2")
 NO_SUCH_LAYOUT = "has no such layout here"
 
-# How far a contender's loss may be from megacore's, in nats, after the same number of steps on the same tokens.
+# How far a contender's loss may be from megacore's, in nats, after the same number of steps on the same
+# tokens.
 SAME_WEIGHTS, OTHER_WEIGHTS = 0.05, 0.1  # with the same initial weights; with others of the same spread
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A contender. `differs` says all in which its work or its arithmetic is not megacore's; `tolerance` None: another model."""
+    """A contender.
+
+    `differs` says all in which its work or its arithmetic is not megacore's; `tolerance` None: another model.
+    """
 
     environment: str
     layouts: tuple[str, ...]
@@ -41,29 +47,41 @@ PEERS: dict[str, Peer] = {
         "torch",
         ("one", "dp2"),
         SAME_WEIGHTS,
-        "one file of plain PyTorch, compiled as a whole; fp32 weights, under bf16 autocast rounds; DDP over data ranks",
+        "one file of plain PyTorch, compiled as a whole; fp32 weights, under bf16 autocast rounds; DDP "
+        "over data ranks",
     ),
-    "transformers": Peer("transformers", ("one", "dp2"), SAME_WEIGHTS, "fp32 weights, under bf16 autocast rounds; DDP over data ranks"),
-    "transformers-compiled": Peer("transformers", ("one",), SAME_WEIGHTS, "the same, model and loss compiled as a whole"),
+    "transformers": Peer(
+        "transformers",
+        ("one", "dp2"),
+        SAME_WEIGHTS,
+        "fp32 weights, under bf16 autocast rounds; DDP over data ranks",
+    ),
+    "transformers-compiled": Peer(
+        "transformers", ("one",), SAME_WEIGHTS, "the same, model and loss compiled as a whole"
+    ),
     "deepspeed": Peer(
         "deepspeed",
         ("one", "dp2", "pp2"),
         SAME_WEIGHTS,
-        "the model of transformers; fp32 ZeRO stage 0, bf16 stage 1; its pipeline cuts by parameters, the head on the last stage",
+        "the model of transformers; fp32 ZeRO stage 0, bf16 stage 1; its pipeline cuts by parameters, the "
+        "head on the last stage",
     ),
     "megatron-core": Peer(
         "megatron-core",
         (*LAYOUTS, "dp2ep2"),
         OTHER_WEIGHTS,
-        "initial weights of its own; layers without Transformer Engine; on a CPU torch.cuda's names stand for the CPU",
+        "initial weights of its own; layers without Transformer Engine; on a CPU torch.cuda's names stand "
+        "for the CPU",
         experts=True,
     ),
     "torchtitan": Peer(
         "torchtitan",
         LAYOUTS,
         None,
-        "another model, Llama: RMS norms, rotary positions, swiglu of as many products (0.4 % fewer here), no biases, embeddings not "
-        "tied; all parameters decay; sharded over data ranks (FSDP2); PyTorch's attention in place of flex attention",
+        "another model, Llama: RMS norms, rotary positions, swiglu of as many products (0.4 % fewer "
+        "here), no biases, embeddings not "
+        "tied; all parameters decay; sharded over data ranks (FSDP2); PyTorch's attention in place of "
+        "flex attention",
     ),
 }
 
@@ -106,10 +124,16 @@ ALIKE = tuple(f"optim.{key}={value}" for key, value in ONE_RATE.items())
 
 
 def config_of(args: argparse.Namespace, overrides: tuple[str, ...], world: int) -> Config:
-    """What all are configured from. Raises `ConfigError` for another model than GPT-2's or `MIXTURE`, or other rates, than those that all
-    have."""
+    """What all are configured from.
+
+    Raises `ConfigError` for another model than GPT-2's or `MIXTURE`, or other rates, than those that all
+    have.
+    """
     config = load(args.config, [*ALIKE, *overrides], world).config
-    for section, values in (("model", GPT2 if config.model.num_experts is None else MIXTURE), ("optim", ONE_RATE)):
+    for section, values in (
+        ("model", GPT2 if config.model.num_experts is None else MIXTURE),
+        ("optim", ONE_RATE),
+    ):
         for key, value in values.items():
             own = getattr(getattr(config, section), key)
             if own != value:
@@ -124,12 +148,17 @@ def threads_of(layout: str) -> int:
 
 
 def contenders(
-    args: argparse.Namespace, layout: str, precision: str, settings: str, states: dict[str, dict[str, Any]] | None
+    args: argparse.Namespace,
+    layout: str,
+    precision: str,
+    settings: str,
+    states: dict[str, dict[str, Any]] | None,
 ) -> tuple[list[Contender], dict[str, str]]:
     """Who runs, and who cannot for want of an environment or because it has no such layout.
 
-    `settings` are those of the peers' processes; megacore and the bare products always have megacore's. `states`: what processes
-    must then turn out to have set (`process.expected`); None where nothing is set, as on GPUs.
+    `settings` are those of the peers' processes; megacore and the bare products always have megacore's.
+    `states`: what processes must then turn out to have set (`process.expected`); None where nothing is set,
+    as on GPUs.
     """
     wanted = parse_layout(layout)
     overrides = (*ALIKE, *args.overrides, f"train.precision={precision}", *wanted.overrides())
@@ -139,7 +168,10 @@ def contenders(
     train, mixture = config.train, config.model.num_experts is not None
     shared = (train.global_batch_size * train.seq_len, overrides, wanted.world, threads_of(layout))
     required = states or {}
-    running = [Contender(name, name, *shared, process=required.get(EQUAL)) for name in (OURS, *(() if mixture else (PRODUCTS,)))]
+    running = [
+        Contender(name, name, *shared, process=required.get(EQUAL))
+        for name in (OURS, *(() if mixture else (PRODUCTS,)))
+    ]
     if args.before is not None:
         running.append(Contender(BEFORE, OURS, *shared, checkout=args.before, process=required.get(EQUAL)))
     absent = {}
@@ -156,7 +188,9 @@ def contenders(
         except RuntimeError as reason:
             absent[name] = f"no environment: {reason}"
             continue
-        running.append(Contender(name, name, *shared, python=python, settings=settings, process=required.get(settings)))
+        running.append(
+            Contender(name, name, *shared, python=python, settings=settings, process=required.get(settings))
+        )
     return running, absent
 
 

@@ -13,7 +13,10 @@ from megacore.config import Config
 
 
 class DeepSpeedLoop:
-    """The same model, batch and optimizer as `config` describes. ZeRO stage 1, which under bf16 keeps the fp32 masters; fp32: stage 0."""
+    """The same model, batch and optimizer as `config` describes.
+
+    ZeRO stage 1, which under bf16 keeps the fp32 masters; fp32: stage 0.
+    """
 
     def __init__(self, config: Config) -> None:
         self.ranks = Ranks(config)
@@ -21,7 +24,8 @@ class DeepSpeedLoop:
         import deepspeed
 
         if self.ranks.device.type == "cpu":
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling, for inference alone
+            # a minute of compiling, for inference alone
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("nccl" if self.ranks.device.type == "cuda" else "gloo", verbose=False)
         train, optim = config.train, config.optim
         settings = {
@@ -40,7 +44,11 @@ class DeepSpeedLoop:
         if self.pipelined:
             model = staged(model, config)
         optimizer = torch.optim.AdamW(
-            decay_groups(model, optim.weight_decay), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+            decay_groups(model, optim.weight_decay),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            fused=True,
         )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
@@ -55,7 +63,9 @@ class DeepSpeedLoop:
     def work(self) -> None:
         """One step."""
         if self.pipelined:
-            self.mean = self.engine.train_batch((microbatch.tokens, microbatch.targets) for microbatch in self.batch)
+            self.mean = self.engine.train_batch(
+                (microbatch.tokens, microbatch.targets) for microbatch in self.batch
+            )
             return
         self.mean = torch.zeros((), device=self.ranks.device)
         for microbatch in self.batch:
@@ -100,13 +110,23 @@ class Layer(nn.Module):
 
 
 def staged(model: Any, config: Config) -> nn.Module:
-    """GPT-2 as DeepSpeed's pipeline takes it: a list of layers, with the embedding again as the head, cut by parameters."""
+    """GPT-2 as DeepSpeed's pipeline takes it: a list of layers, with the embedding again
+    as the head, cut by parameters.
+    """
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
     layers = [
         TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="tokens.weight"),
         *(Layer(block) for block in model.transformer.h),
         model.transformer.ln_f,
-        TiedLayerSpec("embedding", Embedding, model, forward_fn=lambda module, x: x @ module.weight.t(), tied_weight_attr="tokens.weight"),
+        TiedLayerSpec(
+            "embedding",
+            Embedding,
+            model,
+            forward_fn=lambda module, x: x @ module.weight.t(),
+            tied_weight_attr="tokens.weight",
+        ),
     ]
-    return PipelineModule(layers, num_stages=config.parallel.pipeline, loss_fn=cross_entropy, partition_method="parameters")
+    return PipelineModule(
+        layers, num_stages=config.parallel.pipeline, loss_fn=cross_entropy, partition_method="parameters"
+    )

@@ -1,8 +1,8 @@
 """Each peer's environment: a virtual environment of its own in a cache folder, made when it is first needed.
 
-It stands before that of the interpreter that runs the benchmark: what a peer needs in another version is installed there, and
-torch, which all must share to be comparable, is found behind it. A peer that needs nothing more has no folder. The
-folder is ``~/.cache/megacore-peers``, or what ``MEGACORE_PEERS`` names.
+It stands before that of the interpreter that runs the benchmark: what a peer needs in another version is
+installed there, and torch, which all must share to be comparable, is found behind it. A peer that needs
+nothing more has no folder. The folder is ``~/.cache/megacore-peers``, or what ``MEGACORE_PEERS`` names.
 """
 
 import hashlib
@@ -29,7 +29,10 @@ def folder() -> Path:
 
 
 def python_of(peer: str) -> str:
-    """The peer's interpreter; makes its environment where there is none for these requirements. Raises `RuntimeError` with pip's reason."""
+    """The peer's interpreter; makes its environment where there is none for these requirements.
+
+    Raises `RuntimeError` with pip's reason.
+    """
     if all(installed(requirement) for requirement in REQUIREMENTS[peer]):
         return sys.executable
     wanted = (f"torch=={version('torch')}", *REQUIREMENTS[peer], sys.executable)
@@ -60,5 +63,7 @@ def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         complaint = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise RuntimeError(complaint[-1] if complaint else f"{' '.join(command)} ended with status {done.returncode}")
+        raise RuntimeError(
+            complaint[-1] if complaint else f"{' '.join(command)} ended with status {done.returncode}"
+        )
     return done.stdout

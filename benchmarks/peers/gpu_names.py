@@ -1,6 +1,8 @@
-"""On a machine without a GPU: gives the names under `torch.cuda` that libraries use unasked a meaning on the CPU.
+"""On a machine without a GPU: gives the names under `torch.cuda` that libraries
+use unasked a meaning on the CPU.
 
-Nothing is computed otherwise than on a GPU: there is one device and one stream, and its random state is the CPU's.
+Nothing is computed otherwise than on a GPU: there is one device and one stream, and its random state is the
+CPU's.
 """
 
 from contextlib import nullcontext
@@ -9,7 +11,19 @@ from typing import Any
 
 import torch
 
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like", "ones_like")
+FACTORIES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+)
 
 
 class Stream:
@@ -29,7 +43,14 @@ def let_cpu_stand_in() -> None:
     cuda = torch.cuda
     for name in ("current_device", "device_count"):
         setattr(cuda, name, lambda value=int(name == "device_count"): value)
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_call", "_lazy_init"):
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "_lazy_call",
+        "_lazy_init",
+    ):
         setattr(cuda, name, lambda *_, **__: None)
     for name in ("Stream", "Event", "current_stream", "default_stream"):
         setattr(cuda, name, lambda *_, **__: Stream())
@@ -49,7 +70,9 @@ def let_cpu_stand_in() -> None:
 
 
 def _moved(function: Any) -> Any:
-    """`function`, with the CPU wherever a GPU is given; and what a CPU tensor says of its type is what a GPU's would."""
+    """`function`, with the CPU wherever a GPU is given; and what a CPU tensor says of
+    its type is what a GPU's would.
+    """
 
     @wraps(function)
     def moved(*args: Any, **options: Any) -> Any:

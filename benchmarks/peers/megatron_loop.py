@@ -1,6 +1,7 @@
 """megatron-core's GPT, optimizer and schedules, as its own training script puts them together.
 
-On a CPU: its layers without Transformer Engine, which are its own and need no GPU, and `gpu_names` for what it calls without asking.
+On a CPU: its layers without Transformer Engine, which are its own and need no GPU, and `gpu_names` for what
+it calls without asking.
 """
 
 from typing import Any
@@ -22,7 +23,11 @@ class MegatronLoop:
             let_cpu_stand_in()
             let_experts_run_on_cpu()
         from megatron.core import parallel_state, tensor_parallel
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -30,7 +35,9 @@ class MegatronLoop:
         from megatron.core.transformer import TransformerConfig
 
         model, train, optim, parallel = config.model, config.train, config.optim, config.parallel
-        parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline, expert_model_parallel_size=parallel.expert)
+        parallel_state.initialize_model_parallel(
+            parallel.tensor, parallel.pipeline, expert_model_parallel_size=parallel.expert
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
         dtype = DTYPES[train.precision]
         half = train.precision == "bf16"
@@ -56,7 +63,9 @@ class MegatronLoop:
         first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         gpt: Any = GPTModel(
             sizes,
-            get_gpt_layer_local_spec(num_experts=model.num_experts, normalization="RMSNorm" if model.norm == "rmsnorm" else None),
+            get_gpt_layer_local_spec(
+                num_experts=model.num_experts, normalization="RMSNorm" if model.norm == "rmsnorm" else None
+            ),
             model.vocab_size,
             train.seq_len,
             pre_process=first,
@@ -68,7 +77,9 @@ class MegatronLoop:
             from megatron.core.transformer.module import Float16Module
 
             gpt = Float16Module(sizes, gpt)
-        self.model = DistributedDataParallel(sizes, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True), gpt)
+        self.model = DistributedDataParallel(
+            sizes, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True), gpt
+        )
         self.model.broadcast_params()
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -128,7 +139,9 @@ class MegatronLoop:
 
 
 def let_experts_run_on_cpu() -> None:
-    """Gives megatron-core's mixture of experts what it takes for granted of a GPU and of Transformer Engine."""
+    """Gives megatron-core's mixture of experts what it takes for granted of a GPU and
+    of Transformer Engine.
+    """
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # Its router looks whether this is None, where without Transformer Engine there is no such name.
@@ -137,11 +150,14 @@ def let_experts_run_on_cpu() -> None:
     def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = on_host  # which leaves a CPU's sizes of an exchange as tensors
+    # which leaves a CPU's sizes of an exchange as tensors
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
 def mixture_of(config: Config) -> dict[str, Any]:
-    """The settings of a model with experts: tokens exchanged by all-to-all, experts one after the other, no balance, no drops."""
+    """The settings of a model with experts: tokens exchanged by all-to-all, experts one after
+    the other, no balance, no drops.
+    """
     model = config.model
     if model.num_experts is None:
         return {}

@@ -1,4 +1,5 @@
-"""What the peers' loops share: joining the ranks, the batch, the clock, initial weights, and which parameters decay.
+"""What the peers' loops share: joining the ranks, the batch, the clock, initial
+weights, and which parameters decay.
 
 Nothing here touches the process's settings: those are `benchmarks.peers.process`'s, or the library's own.
 """
@@ -32,7 +33,9 @@ class Ranks:
             dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout_seconds))
 
     def batch(self) -> list[Microbatch]:
-        """A step's microbatches of this rank's data rank (data ranks are innermost but for tensor ranks, as in every peer)."""
+        """A step's microbatches of this rank's data rank (data ranks are innermost but for
+        tensor ranks, as in every peer).
+        """
         parallel = self.config.parallel
         return random_batch(self.config, self.device, seed=self.rank // parallel.tensor % int(parallel.data))
 
@@ -61,7 +64,9 @@ def set_weights(model: nn.Module, config: Config, mapping: list[Mapped]) -> None
     assert not ours, f"no place for {', '.join(ours)}"
     missing, _ = model.load_state_dict(theirs, strict=False)
     own = model.state_dict()
-    untied = [name for name in missing if own[name].data_ptr() not in {own[given].data_ptr() for given in theirs}]
+    untied = [
+        name for name in missing if own[name].data_ptr() not in {own[given].data_ptr() for given in theirs}
+    ]
     assert not untied, f"no weights for {', '.join(untied)}"
 
 

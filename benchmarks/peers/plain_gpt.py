@@ -1,4 +1,6 @@
-"""A GPT-2 in one file of plain PyTorch, in the manner of nanoGPT: no library, no parallel layers, compiled as a whole."""
+"""A GPT-2 in one file of plain PyTorch, in the manner of nanoGPT: no library, no
+parallel layers, compiled as a whole.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +63,9 @@ class Trunk(nn.Module):
         model = config.model
         width, inner = model.hidden_size, resolved(model.ffn_size)
         self.wte, self.wpe = nn.Embedding(model.vocab_size, width), nn.Embedding(config.max_positions, width)
-        self.h = nn.Sequential(*(Block(width, model.num_heads, inner, model.norm_eps) for _ in range(model.num_layers)))
+        self.h = nn.Sequential(
+            *(Block(width, model.num_heads, inner, model.norm_eps) for _ in range(model.num_layers))
+        )
         self.ln_f = nn.LayerNorm(width, model.norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -71,7 +75,9 @@ class Trunk(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of `config`, in fp32, with the initial weights that megacore gives it; the LM head is the embedding."""
+    """The model of `config`, in fp32, with the initial weights that megacore gives
+    it; the LM head is the embedding.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -87,7 +93,9 @@ class GPT(nn.Module):
 
 
 class PlainGPTLoop(PlainLoop):
-    """nanoGPT's loop: the whole model, loss included, is compiled, and DDP stands around it over data ranks."""
+    """nanoGPT's loop: the whole model, loss included, is compiled, and DDP stands
+    around it over data ranks.
+    """
 
     def build(self, config: Config) -> nn.Module:
         """The model before DDP."""

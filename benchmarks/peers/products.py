@@ -1,4 +1,6 @@
-"""The products of the model's shapes and nothing else: what every contender has to compute, so that no contender can be faster."""
+"""The products of the model's shapes and nothing else: what every contender has to compute, so
+that no contender can be faster.
+"""
 
 from time import perf_counter
 
@@ -17,7 +19,9 @@ from megacore.tools.launchers import place_from_environment
 
 
 def weight_shapes(stages: list[Stage]) -> list[tuple[int, int]]:
-    """``(out, in)`` of this rank's matrices that multiply a microbatch's tokens: the blocks' and the LM head's."""
+    """``(out, in)`` of this rank's matrices that multiply a microbatch's tokens:
+    the blocks' and the LM head's.
+    """
     named = [one for stage in stages for block in stage.inner for one in block.named_parameters()]
     weights = [p for name, p in named if name.endswith("weight") and p.ndim > 1]
     weights += [head.head.weight for stage in stages for head in stage.behind if isinstance(head, Head)]
@@ -25,7 +29,8 @@ def weight_shapes(stages: list[Stage]) -> list[tuple[int, int]]:
 
 
 class Product:
-    """A linear layer's three products, on tensors of its own: its result, and the gradients of its input and of its weight.
+    """A linear layer's three products, on tensors of its own: its result, and the gradients
+    of its input and of its weight.
 
     Results are written where there is memory for them already. Nothing is added, cast or normalised.
     """
@@ -47,10 +52,11 @@ class Product:
 
 
 class ProductsLoop:
-    """A contender that takes as many steps as the others and never has a loss, in a process set up as megacore's.
+    """A contender that takes as many steps as the others and never has a loss, in
+    a process set up as megacore's.
 
-    It has each rank's share of the layout and no communication. Attention's products of scores and values are left out: how many
-    they are depends on how a kernel treats the masked half.
+    It has each rank's share of the layout and no communication. Attention's products of scores and values are
+    left out: how many they are depends on how a kernel treats the masked half.
     """
 
     def __init__(self, config: Config) -> None:
@@ -58,7 +64,9 @@ class ProductsLoop:
         dtype, device, train = DTYPES[config.train.precision], self.mesh.device, config.train
         dtype = torch.float32 if device.type == "cpu" and dtype in WIDENED else dtype
         shapes = weight_shapes(build_stages(settled_alone(config), self.mesh))
-        self.products = [Product(train.micro_batch_size * train.seq_len, shape, dtype, device) for shape in shapes]
+        self.products = [
+            Product(train.micro_batch_size * train.seq_len, shape, dtype, device) for shape in shapes
+        ]
         self.microbatches = config.num_microbatches
 
     def step(self) -> float:

@@ -16,15 +16,30 @@ BOUND = "megacore_could_be_times_as_fast"  # if all but the products cost nothin
 NONE = "–"
 
 HEADER = (
-    "layout", "", "tokens/s, own settings", "megacore is", "tokens/s, equal settings", "megacore is",
-    "peak MB a rank", "cores busy with others", "loss", "what differs from megacore",
-)  # fmt: skip
+    "layout",
+    "",
+    "tokens/s, own settings",
+    "megacore is",
+    "tokens/s, equal settings",
+    "megacore is",
+    "peak MB a rank",
+    "cores busy with others",
+    "loss",
+    "what differs from megacore",
+)
 
 
 def summary(result: Race, absent: dict[str, str]) -> dict[str, Any]:
-    """Of one layout, precision and kind of settings, for JSON. Who computed another job than megacore is absent, with its loss."""
+    """Of one layout, precision and kind of settings, for JSON.
+
+    Who computed another job than megacore is absent, with its loss.
+    """
     ours, products = result.records.get(OURS), result.records.get(PRODUCTS)
-    entry: dict[str, Any] = {"contenders": {}, "absent": absent | result.failures, "load_averages": result.loads}
+    entry: dict[str, Any] = {
+        "contenders": {},
+        "absent": absent | result.failures,
+        "load_averages": result.loads,
+    }
     if products is not None:
         entry[PRODUCTS] = products.summary()
     for name, record in result.records.items():
@@ -35,7 +50,9 @@ def summary(result: Race, absent: dict[str, str]) -> dict[str, Any]:
                 entry["absent"][name] = wrong
                 continue
             ratios = {RATIO: ours} | ({} if products is None else {BOUND: products})
-            entry["contenders"][name] = record.summary() | {key: _by_round(record, one) for key, one in ratios.items()}
+            entry["contenders"][name] = record.summary() | {
+                key: _by_round(record, one) for key, one in ratios.items()
+            }
         else:
             entry["contenders"][name] = record.summary()
     return entry
@@ -48,7 +65,9 @@ def _by_round(theirs: Record, own: Record) -> dict[str, Any]:
 
 
 def another_job(record: Record, ours: Record, tolerance: float | None) -> str | None:
-    """What shows that a contender did not compute what megacore did: its loss, step by step on the same tokens."""
+    """What shows that a contender did not compute what megacore did: its loss,
+    step by step on the same tokens.
+    """
     if tolerance is None:
         return None
     if len(record.losses) != len(ours.losses):
@@ -64,7 +83,10 @@ def table(report: dict[str, Any]) -> str:
     lines = [*_heading(report), "", *_against_best(report), "", "| " + " | ".join(HEADER) + " |"]
     lines.append("|---|---" + "|---:" * 7 + "|---|")
     for key, entries in report["results"].items():
-        ranked = sorted([OURS, *([BEFORE] if "before" in report else []), *report["peers"]], key=lambda name: -_speed(entries, name))
+        ranked = sorted(
+            [OURS, *([BEFORE] if "before" in report else []), *report["peers"]],
+            key=lambda name: -_speed(entries, name),
+        )
         lines += [_row(key, name, entries, report.get("before")) for name in ranked]
     return "\n".join(lines) + "\n"
 
@@ -72,23 +94,31 @@ def table(report: dict[str, Any]) -> str:
 def _heading(report: dict[str, Any]) -> list[str]:
     """On what, with what, and how it was measured."""
     cores, gpus = report["machine"]["cores"], ", ".join(report["machine"]["gpus"]) or "no GPU"
-    versions = ", ".join(f"{name} {version}" for name, version in (report["versions"] | report["peers"]).items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in (report["versions"] | report["peers"]).items() if version
+    )
     model, train = report["setting"]["model"], report["setting"]["train"]
     mixture = (
-        f"{model['num_experts']} experts of {model['expert_ffn_size']} features, of which a token takes {model['experts_per_token']}, "
+        f"{model['num_experts']} experts of {model['expert_ffn_size']} features, of which a token "
+        f"takes {model['experts_per_token']}, "
     )
     mixture += f"and {model['shared_experts']} that all share, in every block."
     lines = [
         f"{report['machine']['processor']}, {cores} cores; {gpus}. {report['date'][:10]}.",
         f"{versions}.",
         "",
-        f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, sequence {train['seq_len']}, vocabulary "
-        f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches of {train['micro_batch_size']}.",
+        f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, "
+        f"sequence {train['seq_len']}, vocabulary "
+        f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches "
+        f"of {train['micro_batch_size']}.",
         *([] if model["num_experts"] is None else [mixture]),
-        f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same random tokens in every step.",
+        f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same "
+        "random tokens in every step.",
         "All contenders have as many ranks, and each rank as many threads.",
-        "At most: the ratio if megacore took no time but for the products of the linear layers and the LM head, forward and backward.",
-        "They are timed alone in the same rounds, with megacore's settings; attention's own products are left out.",
+        "At most: the ratio if megacore took no time but for the products of the linear layers and the LM "
+        "head, forward and backward.",
+        "They are timed alone in the same rounds, with megacore's settings; attention's own products are "
+        "left out.",
         "",
     ]
     if EQUAL in report["settings"]:
@@ -97,9 +127,15 @@ def _heading(report: dict[str, Any]) -> list[str]:
             "Own settings: every contender as its users get it.",
             "Equal settings: the peers' processes also get what megacore sets for its own on a CPU.",
             "Freed memory is kept, and oneDNN multiplies fp32 where it is exact.",
-            "The two are races of their own, and megacore, which has its settings in both, runs in each; a ratio is taken within a round.",
+            "The two are races of their own, and megacore, which has its settings in both, runs in each; "
+            "a ratio is taken within a round.",
         ]
-    return [*lines, "On a GPU every process has megacore's variables: own settings are equal ones." if report["machine"]["gpus"] else ""]
+    return [
+        *lines,
+        "On a GPU every process has megacore's variables: own settings are equal ones."
+        if report["machine"]["gpus"]
+        else "",
+    ]
 
 
 def _against_best(report: dict[str, Any]) -> list[str]:
@@ -109,9 +145,15 @@ def _against_best(report: dict[str, Any]) -> list[str]:
     for key, entries in report["results"].items():
         cells = []
         for kind in SETTINGS:
-            found = {n: f for n, f in entries.get(kind, {}).get("contenders", {}).items() if RATIO in f and n != BEFORE}
+            found = {
+                n: f
+                for n, f in entries.get(kind, {}).get("contenders", {}).items()
+                if RATIO in f and n != BEFORE
+            }
             best = min(found, key=lambda name: found[name][RATIO]["median"], default=None)
-            cells.append(NONE if best is None else f"{found[best][RATIO]['median']:.2f}{_at_most(found[best])}, {best}")
+            cells.append(
+                NONE if best is None else f"{found[best][RATIO]['median']:.2f}{_at_most(found[best])}, {best}"
+            )
         lines.append(f"| {key} | {' | '.join(cells)} |")
     return lines
 
@@ -123,19 +165,29 @@ def _at_most(figures: dict[str, Any]) -> str:
 
 def _speed(entries: dict[str, Any], name: str) -> float:
     """Tokens a second by which a contender is ranked: its best; 0 where it did not run."""
-    found = [entry["contenders"][name]["tokens_per_second"]["median"] for entry in entries.values() if name in entry["contenders"]]
+    found = [
+        entry["contenders"][name]["tokens_per_second"]["median"]
+        for entry in entries.values()
+        if name in entry["contenders"]
+    ]
     return max(found, default=0.0)
 
 
 def _row(key: str, name: str, entries: dict[str, Any], before: str | None) -> str:
     """A contender in a layout: speeds, ratios, and what differs; or why it has none."""
     cells, reasons = [key, f"**{name}**" if name == OURS else name], []
-    found = {kind: entry["contenders"][name] for kind, entry in entries.items() if name in entry["contenders"]}
+    found = {
+        kind: entry["contenders"][name] for kind, entry in entries.items() if name in entry["contenders"]
+    }
     for kind in (OWN, EQUAL):
         if kind not in found:
             cells += [NONE, NONE]
             reason = entries.get(kind, {}).get("absent", {}).get(name)
-            reasons += [] if reason is None else [reason if reason == NO_SUCH_LAYOUT else f"{kind} settings: {reason}"]
+            reasons += (
+                []
+                if reason is None
+                else [reason if reason == NO_SUCH_LAYOUT else f"{kind} settings: {reason}"]
+            )
             continue
         figures = found[kind]
         speed, ratio = figures["tokens_per_second"], figures.get(RATIO)
@@ -143,12 +195,16 @@ def _row(key: str, name: str, entries: dict[str, Any], before: str | None) -> st
         cells.append("" if ratio is None else f"{ratio['median']:.2f}×{_at_most(figures)}")
     cells.append(" / ".join(f"{figures['memory_bytes'] / 1e6:,.0f}" for figures in found.values()))
     cells.append(" / ".join(f"{median(figures['cores_busy_with_others']):.1f}" for figures in found.values()))
-    cells.append(" / ".join(f"{figures['losses'][-1]:.3f}" for figures in found.values() if figures["losses"]))
+    cells.append(
+        " / ".join(f"{figures['losses'][-1]:.3f}" for figures in found.values() if figures["losses"])
+    )
     if name == OURS:
         compiled = {figures.get("process", {}).get("train.compile") for figures in found.values()}
         reasons += [f"its blocks are {'' if each else 'not '}compiled" for each in sorted(compiled - {None})]
     elif found:
-        reasons.append(f"the code of commit {before}, in this environment" if name == BEFORE else PEERS[name].differs)
+        reasons.append(
+            f"the code of commit {before}, in this environment" if name == BEFORE else PEERS[name].differs
+        )
     cells.append("; ".join(dict.fromkeys(reasons)).replace("|", "/"))
     return f"| {' | '.join(cells)} |"
 
@@ -159,7 +215,11 @@ def write(report: dict[str, Any], output: Path) -> None:
     output.with_suffix(".md").write_text(table(report), encoding="utf-8")
     if panels := ratios_by_layout(report):
         where = f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['date'][:10]}"
-        ratio_bars(output.with_suffix(".png"), panels, f"megacore's speed over each peer's (1: equally fast)\n{where}")
+        ratio_bars(
+            output.with_suffix(".png"),
+            panels,
+            f"megacore's speed over each peer's (1: equally fast)\n{where}",
+        )
 
 
 def ratios_by_layout(report: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:

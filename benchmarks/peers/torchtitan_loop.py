@@ -1,6 +1,8 @@
-"""torchtitan's trainer over its Llama model, the nearest that it has to the config's: see `NOT_IDENTICAL` in the report.
+"""torchtitan's trainer over its Llama model, the nearest that it has to the config's: see
+`NOT_IDENTICAL` in the report.
 
-On a CPU: PyTorch's attention in place of kernels for GPUs, and sums in place of FSDP's premultiplied ones, which gloo has not.
+On a CPU: PyTorch's attention in place of kernels for GPUs, and sums in place of FSDP's premultiplied ones,
+which gloo has not.
 """
 
 import inspect
@@ -19,7 +21,9 @@ from megacore.config.schema import resolved
 
 
 class TorchtitanLoop:
-    """A Llama of as many products as `config` has, over torchtitan's data, tensor and pipeline ranks; AdamW and clipping alike."""
+    """A Llama of as many products as `config` has, over torchtitan's data, tensor and pipeline
+    ranks; AdamW and clipping alike.
+    """
 
     def __init__(self, config: Config) -> None:
         self.ranks = Ranks(config, join=False)
@@ -32,7 +36,9 @@ class TorchtitanLoop:
             from torchtitan.components import metrics
 
             nothing = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
-            monitor = SimpleNamespace(device_name="cpu", get_peak_stats=lambda: nothing, reset_peak_stats=lambda: None)
+            monitor = SimpleNamespace(
+                device_name="cpu", get_peak_stats=lambda: nothing, reset_peak_stats=lambda: None
+            )
             metrics.build_device_memory_monitor = lambda: monitor
         from torchtitan.trainer import Trainer
 
@@ -46,11 +52,17 @@ class TorchtitanLoop:
                 for module in part.modules():
                     if isinstance(module, FSDPModule):
                         module.set_force_sum_reduction_for_comms(True)
-        if config.parallel.pipeline > 1 and "arg_mbs" not in inspect.signature(self.trainer.pp_schedule.step).parameters:
+        if (
+            config.parallel.pipeline > 1
+            and "arg_mbs" not in inspect.signature(self.trainer.pp_schedule.step).parameters
+        ):
             self.trainer.pp_schedule.step = in_microbatches(self.trainer.pp_schedule)
         self.batch = self.ranks.batch()
         self.losses: list[torch.Tensor] = []
-        self.forward_backward, self.trainer.forward_backward_step = self.trainer.forward_backward_step, self.recorded
+        self.forward_backward, self.trainer.forward_backward_step = (
+            self.trainer.forward_backward_step,
+            self.recorded,
+        )
 
     def recorded(self, **inputs: Any) -> torch.Tensor:
         """torchtitan's microbatch, or all of a pipeline's, with its share of the loss kept."""
@@ -79,12 +91,18 @@ class TorchtitanLoop:
 
 
 def in_microbatches(schedule: Any) -> Any:
-    """`step` of PyTorch's schedule as torchtitan 0.3 calls it, which takes microbatches; that of torch 2.13 takes a whole batch."""
+    """`step` of PyTorch's schedule as torchtitan 0.3 calls it, which takes microbatches; that of
+    torch 2.13 takes a whole batch.
+    """
 
-    def step(*, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, return_outputs: bool, loss_kwargs: Any) -> None:
+    def step(
+        *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any, return_outputs: bool, loss_kwargs: Any
+    ) -> None:
         schedule._stage.has_backward = True
         schedule._stage.clear_runtime_states()
-        schedule._step_microbatches(arg_mbs or [()] * len(kwarg_mbs), kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        schedule._step_microbatches(
+            arg_mbs or [()] * len(kwarg_mbs), kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs
+        )
 
     return step
 
@@ -148,7 +166,9 @@ def llama(config: Config, llama3: Any) -> Any:
         base,
         dim=model.hidden_size,
         vocab_size=model.vocab_size,
-        tok_embeddings=replace(base.tok_embeddings, num_embeddings=model.vocab_size, embedding_dim=model.hidden_size),
+        tok_embeddings=replace(
+            base.tok_embeddings, num_embeddings=model.vocab_size, embedding_dim=model.hidden_size
+        ),
         norm=replace(base.norm, normalized_shape=model.hidden_size),
         lm_head=replace(base.lm_head, in_features=model.hidden_size, out_features=model.vocab_size),
         layers=layers,

@@ -14,7 +14,9 @@ from megacore.tools.interchange.mapped import gpt2_tensors
 
 
 def gpt2(config: Config) -> nn.Module:
-    """GPT-2 of the config's sizes, without dropout, with PyTorch's attention; in fp32, with megacore's initial weights."""
+    """GPT-2 of the config's sizes, without dropout, with PyTorch's attention; in fp32,
+    with megacore's initial weights.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model, train = config.model, config.train
@@ -39,10 +41,11 @@ def gpt2(config: Config) -> nn.Module:
 
 
 class PlainLoop:
-    """The same model, batch and optimizer as `config` describes: gradient accumulation, clipping, fused AdamW; DDP over data ranks.
+    """The same model, batch and optimizer as `config` describes: gradient accumulation, clipping,
+    fused AdamW; DDP over data ranks.
 
-    Under bf16 the weights stay fp32, and autocast rounds. The loss is taken from the logits here: the model's own would copy them
-    once more, to shift them.
+    Under bf16 the weights stay fp32, and autocast rounds. The loss is taken from the logits here: the model's
+    own would copy them once more, to shift them.
     """
 
     autocast: ClassVar[bool] = True
@@ -60,7 +63,11 @@ class PlainLoop:
         self.forward = torch.compile(self.microbatch_loss) if self.compiled else self.microbatch_loss
         self.clip, self.batch = optim.grad_clip, self.ranks.batch()
         self.optimizer = torch.optim.AdamW(
-            decay_groups(self.model, optim.weight_decay), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+            decay_groups(self.model, optim.weight_decay),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            fused=True,
         )
 
     def build(self, config: Config) -> nn.Module:
@@ -73,7 +80,9 @@ class PlainLoop:
 
     def rounding(self) -> torch.autocast:
         """Autocast, where the loop has any and the precision needs it."""
-        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.autocast and self.dtype != torch.float32)
+        return torch.autocast(
+            self.ranks.device.type, self.dtype, enabled=self.autocast and self.dtype != torch.float32
+        )
 
     def microbatch_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over a microbatch."""

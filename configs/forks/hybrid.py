@@ -1,11 +1,14 @@
-"""A hybrid of attention and a recurrence: every n-th block attends, the others are gated DeltaNets (Yang et al. 2025, ICLR).
+"""A hybrid of attention and a recurrence: every n-th block attends, the others are gated
+DeltaNets (Yang et al. 2025, ICLR).
 
-Each head of such a block keeps a matrix S ``[head, head]`` in place of all keys and values. A token makes of it
-``S ← a (S − b k kᵀS) + b k vᵀ`` and reads ``Sᵀq``: a and b, between 0 and 1, say how much it forgets and writes. Before that, queries,
-keys and values of a few tokens are mixed by a short convolution. A document begins with S = 0.
+Each head of such a block keeps a matrix S ``[head, head]`` in place of all keys and values. A token makes of
+it ``S ← a (S − b k kᵀS) + b k vᵀ`` and reads ``Sᵀq``: a and b, between 0 and 1, say how much it forgets and
+writes. Before that, queries, keys and values of a few tokens are mixed by a short convolution. A document
+begins with S = 0.
 
-It is computed a chunk at a time, by products. What a chunk does to S is affine, and so is what a run of chunks does: context ranks
-exchange that for each run of tokens that they hold, whose size does not depend on the sequence's length. So none waits for another.
+It is computed a chunk at a time, by products. What a chunk does to S is affine, and so is what a run of
+chunks does: context ranks exchange that for each run of tokens that they hold, whose size does not depend on
+the sequence's length. So none waits for another.
 """
 
 from typing import Any
@@ -31,31 +34,41 @@ from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
 class Settings(ModelConfig):
-    attention_every: Count = Field(4, description="of so many blocks the last attends, and the others are recurrences")
+    attention_every: Count = Field(
+        4, description="of so many blocks the last attends, and the others are recurrences"
+    )
     taps: Count = Field(4, description="tokens whose queries, keys and values are mixed, the own among them")
     chunk: Count = Field(64, description="tokens of the recurrence that are computed by one product")
 
 
 def after(state: Tensor, step: Tensor) -> Tensor:
-    """``M S + B`` of the affine map `step`, ``[…, head, head + head]``: M and B. `state`: an S, or another such map, then done before."""
+    """``M S + B`` of the affine map `step`, ``[…, head, head + head]``: M and B.
+
+    `state`: an S, or another such map, then done before.
+    """
     head = step.shape[-2]
     return step[..., :head] @ state + F.pad(step[..., head:], (state.shape[-1] - head, 0))
 
 
 class Chunks:
-    """The gated delta rule over chunks of tokens, all of them at once: tensors are ``[batch, heads, runs, chunks, tokens, …]``.
+    """The gated delta rule over chunks of tokens, all of them at once: tensors are ``[batch,
+    heads, runs, chunks, tokens, …]``.
 
-    Within a chunk whose state before it is S, token t writes ``k uᵀ`` with ``u = b (v − kᵀ(what is in the state then))``. These u are
-    the solution of a triangular system, and affine in S. `forget` and `write`: log a and b. `first`: 1 at a document's first token.
+    Within a chunk whose state before it is S, token t writes ``k uᵀ`` with ``u = b (v − kᵀ(what is in the
+    state then))``. These u are the solution of a triangular system, and affine in S. `forget` and `write`:
+    log a and b. `first`: 1 at a document's first token.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, forget: Tensor, write: Tensor, first: Tensor) -> None:
         total, document = forget.cumsum(-2), first.cumsum(-2)
         seen = (document == document.mT).tril()
-        decay = (total - total.mT).where(seen, -torch.inf).exp()  # of what token i has written, when token t reads
+        # of what token i has written, when token t reads
+        decay = (total - total.mT).where(seen, -torch.inf).exp()
         of_state = total.where(document == 0, -torch.inf).exp()  # of what was there before the chunk
         written = torch.cat((write * of_state * k, write * v), -1)
-        written = torch.linalg.solve_triangular(write * decay * (k @ k.mT), written, upper=False, unitriangular=True)
+        written = torch.linalg.solve_triangular(
+            write * decay * (k @ k.mT), written, upper=False, unitriangular=True
+        )
         self.keys, self.values = written.chunk(2, -1)  # u = values − keys S
         self.q, self.of_state, self.scores = q, of_state, decay * (q @ k.mT)
         left = (k * decay[..., -1:, :].mT).mT  # of each key, behind the chunk
@@ -63,7 +76,9 @@ class Chunks:
         self.steps = torch.cat((of_state[..., -1:, :] * eye - left @ self.keys, left @ self.values), -1)
 
     def since_run(self) -> tuple[Tensor, Tensor]:
-        """The affine map from the state before a run to that before each of its chunks, ``[…, runs, chunks, …]``, and behind it."""
+        """The affine map from the state before a run to that before each of its chunks, ``[…,
+        runs, chunks, …]``, and behind it.
+        """
         step = torch.zeros_like(self.steps[:, :, :, 0])
         step.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         found = []
@@ -83,20 +98,32 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         model, group = config.model, mesh.tp
-        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
+        where: dict[str, Any] = {
+            "group": group,
+            "sequence": config.parallel.sequence,
+            "dtype": dtype,
+            "device": device,
+        }
         self.head, self.size, self.taps = config.head_size, model.chunk, model.taps  # type: ignore[attr-defined]
         sizes = {"q": self.head, "k": self.head, "v": self.head, "gate": self.head, "write": 1, "forget": 1}
         ends = dict(zip(sizes, torch.tensor([*sizes.values()]).cumsum(0).tolist(), strict=True))
-        maps = tuple(LogicalMatrix(n, (slice(None), slice(ends[n] - size, ends[n])), (0,), (1,), (2,)) for n, size in sizes.items())
+        maps = tuple(
+            LogicalMatrix(n, (slice(None), slice(ends[n] - size, ends[n])), (0,), (1,), (2,))
+            for n, size in sizes.items()
+        )
         rows, std = (model.num_heads, sum(sizes.values())), model.init_std
         self.into = ColumnLinear(model.hidden_size, rows, bias=False, init_std=std, matrices=maps, **where)
         by_head, mixed = (split(group, 0),), (model.num_heads, 3 * self.head, self.taps)
         self.mix = new_parameter(Shard(mixed, by_head, decay=True, init_std=self.taps**-0.5), dtype, device)
-        self.rate = new_parameter(Shard((model.num_heads,), by_head, init_std=1.0), dtype, device)  # heads forget at other rates
-        self.rest = new_parameter(Shard((model.num_heads,), by_head, fill=-4.0), dtype, device)  # … and little at first
+        # heads forget at other rates
+        self.rate = new_parameter(Shard((model.num_heads,), by_head, init_std=1.0), dtype, device)
+        # … and little at first
+        self.rest = new_parameter(Shard((model.num_heads,), by_head, fill=-4.0), dtype, device)
         self.norm = HeadNorm(config, group, dtype, device)
         width = model.num_heads * self.head
-        self.output = RowLinear(width, model.hidden_size, bias=False, init_std=std / (2 * model.num_layers) ** 0.5, **where)
+        self.output = RowLinear(
+            width, model.hidden_size, bias=False, init_std=std / (2 * model.num_layers) ** 0.5, **where
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same."""
@@ -105,7 +132,9 @@ class GatedDeltaNet(nn.Module):
         runs = (len(sequences.own), -1)  # of equal length
         rows = self.into(x).view(batch, tokens, -1, 4 * self.head + 2).transpose(1, 2).unflatten(2, runs)
         rows, gate, write, forget = rows.split((3 * self.head, self.head, 1, 1), -1)
-        places = None if context.positions is None else context.positions[:, None].unflatten(2, runs)[..., None]
+        places = (
+            None if context.positions is None else context.positions[:, None].unflatten(2, runs)[..., None]
+        )
         kept = None if context.cache is None else context.cache.state(self)
         wide = torch.promote_types(x.dtype, torch.float32)
         rows, tail = self.mixed(rows, places, sequences, None if kept is None else kept[0])
@@ -120,8 +149,13 @@ class GatedDeltaNet(nn.Module):
         y = self.norm(y.to(x.dtype)) * F.silu(gate)
         return self.output(y.flatten(2, 3).transpose(1, 2).flatten(2).flatten(0, 1))
 
-    def recur(self, parts: tuple[Tensor, ...], sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What tokens read, ``[batch, heads, runs, tokens, head]``, and the state behind all. `parts`: those of `Chunks`, not in chunks."""
+    def recur(
+        self, parts: tuple[Tensor, ...], sequences: Sequences, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What tokens read, ``[batch, heads, runs, tokens, head]``, and the state behind all.
+
+        `parts`: those of `Chunks`, not in chunks.
+        """
         length = parts[0].shape[3]
         size = min(self.size, length)
         chunks = Chunks(*(F.pad(part, (0, 0, 0, -length % size)).unflatten(3, (-1, size)) for part in parts))
@@ -129,20 +163,27 @@ class GatedDeltaNet(nn.Module):
         begin, end = self.states(whole, sequences, kept)
         return chunks.read(after(begin[:, :, :, None], since)).flatten(3, 4)[:, :, :, :length], end
 
-    def plain_recur(self, parts: tuple[Tensor, ...], sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    def plain_recur(
+        self, parts: tuple[Tensor, ...], sequences: Sequences, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The same as the recurrence is written, token by token: the proof compares with it."""
         assert len(sequences.own) == 1 and kept is None
         state, read = parts[0].new_zeros(*parts[0].shape[:2], self.head, self.head), []
-        for q, k, v, forget, write, first in zip(*(part.squeeze(2).unsqueeze(3).unbind(2) for part in parts), strict=True):
+        for q, k, v, forget, write, first in zip(
+            *(part.squeeze(2).unsqueeze(3).unbind(2) for part in parts), strict=True
+        ):
             state = state * forget.exp() * (1 - first)
             state = state + k.mT @ (write * (v - k @ state))
             read.append(q @ state)
         return torch.stack(read, 3).flatten(2, 3)[:, :, None], state
 
-    def mixed(self, x: Tensor, places: Tensor | None, sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    def mixed(
+        self, x: Tensor, places: Tensor | None, sequences: Sequences, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """A sum over each feature's last tokens, of its own document; and the last of all tokens, to keep.
 
-        `x`: ``[batch, heads, runs, tokens, features]``. Of each run the ranks exchange the tokens that the next one needs.
+        `x`: ``[batch, heads, runs, tokens, features]``. Of each run the ranks exchange the tokens that the
+        next one needs.
         """
         back, length = self.taps - 1, x.shape[3]
         tails = x[:, :, :, max(0, length - back) :]
@@ -157,7 +198,8 @@ class GatedDeltaNet(nn.Module):
         return F.silu(y), every[:, :, every.shape[2] - back :]
 
     def states(self, whole: Tensor, sequences: Sequences, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The state before each of this rank's runs ``[batch, heads, runs, head, head]``, and that behind all.
+        """The state before each of this rank's runs ``[batch, heads, runs, head,
+        head]``, and that behind all.
 
         `whole`: what each of its runs does to a state. All ranks' are exchanged, and each composes them.
         """
@@ -173,7 +215,9 @@ class GatedDeltaNet(nn.Module):
 class Recurrent:
     """A block, of whichever kind the config has, with a recurrence in attention's place."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)  # type: ignore[call-arg]
         self.attention = GatedDeltaNet(config, mesh, dtype, device)
 
@@ -182,5 +226,12 @@ def layers(config: Config) -> Layers:
     """A GPT's, with recurrences in most blocks."""
     first, *blocks, last = gpt(config)
     every: int = config.model.attention_every  # type: ignore[attr-defined]
-    kinds = [spec.kind if i % every == every - 1 else type("Block", (Recurrent, spec.kind), {}) for i, spec in enumerate(blocks)]
-    return [first, *(LayerSpec(spec.name, kind, spec.arguments) for spec, kind in zip(blocks, kinds, strict=True)), last]
+    kinds = [
+        spec.kind if i % every == every - 1 else type("Block", (Recurrent, spec.kind), {})
+        for i, spec in enumerate(blocks)
+    ]
+    return [
+        first,
+        *(LayerSpec(spec.name, kind, spec.arguments) for spec, kind in zip(blocks, kinds, strict=True)),
+        last,
+    ]

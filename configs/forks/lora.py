@@ -1,8 +1,10 @@
 """A GPT that learns small corrections of its matrices, and nothing else (Hu et al. 2021, LoRA).
 
-Beside a matrix W stands ``alpha / rank · up · down``, of so few columns and rows that it is cheap to keep and to update; `up` begins at
-zero. All else is frozen: it has no gradient and no optimizer state. `model.adapt` says by patterns of names which matrices get one.
-`checkpoint.weights` gives the first weights of what is frozen. `merge_lora.py` beside this file puts adapters into their matrices.
+Beside a matrix W stands ``alpha / rank · up · down``, of so few columns and rows that it is cheap to keep and
+to update; `up` begins at
+zero. All else is frozen: it has no gradient and no optimizer state. `model.adapt` says by patterns of names
+which matrices get one. `checkpoint.weights` gives the first weights of what is frozen. `merge_lora.py` beside
+this file puts adapters into their matrices.
 """
 
 from collections.abc import Mapping
@@ -28,7 +30,9 @@ from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, column_line
 
 
 class Settings(ModelConfig):
-    adapt: tuple[str, ...] = Field(("*.attention.*", "*.feed_forward.*"), description="patterns of the names of matrices with adapters")
+    adapt: tuple[str, ...] = Field(
+        ("*.attention.*", "*.feed_forward.*"), description="patterns of the names of matrices with adapters"
+    )
     rank: Count = Field(8, description="rows and columns of an adapter")
     alpha: Factor = Field(16.0, description="what adapters give is multiplied by alpha / rank")
 
@@ -40,11 +44,18 @@ class Settings(ModelConfig):
 
 
 class Whole(nn.Module):
-    """A matrix that every tensor rank has. With sequence parallelism each applies it to its own tokens, so its gradient is partial."""
+    """A matrix that every tensor rank has.
 
-    def __init__(self, shape: tuple[int, int], init_std: float, sequence: bool, where: dict[str, Any]) -> None:
+    With sequence parallelism each applies it to its own tokens, so its gradient is partial.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], init_std: float, sequence: bool, where: dict[str, Any]
+    ) -> None:
         super().__init__()
-        shard = Shard(shape, (replicated(where["group"], partial=sequence),), decay=True, init_std=init_std or None)
+        shard = Shard(
+            shape, (replicated(where["group"], partial=sequence),), decay=True, init_std=init_std or None
+        )
         self.weight = new_parameter(shard, where["dtype"], where["device"])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,13 +64,17 @@ class Whole(nn.Module):
 
 
 class Adapter(nn.Module):
-    """``up(down(x))`` beside a layer, of whose two matrices one is split over the tensor ranks as the layer's own.
+    """``up(down(x))`` beside a layer, of whose two matrices one is split over the
+    tensor ranks as the layer's own.
 
-    column    down is whole, and up has the outputs split; under sequence parallelism what is gathered is `rank` wide
+    column    down is whole, and up has the outputs split; under sequence parallelism what is gathered is
+              `rank` wide
     row       down has the inputs split, and up is whole; what is summed over the ranks is `rank` wide
     """
 
-    def __init__(self, linear: ColumnLinear | RowLinear, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, linear: ColumnLinear | RowLinear, rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         shard, where = shard_of(linear.weight), dict[str, Any](group=linear.group, dtype=dtype, device=device)
         *outputs, inputs = shard.global_shape
@@ -67,7 +82,9 @@ class Adapter(nn.Module):
         if isinstance(linear, ColumnLinear):
             (dim,) = shard.cuts
             self.down: nn.Module = Whole((rank, inputs), std, linear.sequence, where)
-            self.up: nn.Module = ColumnLinear(rank, tuple(outputs), dim=dim, init_std=0.0, matrices=shard.matrices, **options)
+            self.up: nn.Module = ColumnLinear(
+                rank, tuple(outputs), dim=dim, init_std=0.0, matrices=shard.matrices, **options
+            )
         else:
             options |= {"activation": linear.activation, "recompute": linear.recompute}
             self.down = RowLinear(inputs, rank, init_std=std, **options)
@@ -80,7 +97,11 @@ class Adapter(nn.Module):
 
 def matrices_of(layer: nn.Module, name: str) -> dict[str, ColumnLinear | RowLinear]:
     """The matrices of a layer that may have adapters, by the names of their weights in the model."""
-    return {f"{name}.{own}.weight": module for own, module in layer.named_modules() if isinstance(module, ColumnLinear | RowLinear)}
+    return {
+        f"{name}.{own}.weight": module
+        for own, module in layer.named_modules()
+        if isinstance(module, ColumnLinear | RowLinear)
+    }
 
 
 class Adapted(Layer):
@@ -94,7 +115,9 @@ class Adapted(Layer):
         for own, linear in matrices_of(self, name).items():
             if any(fnmatchcase(own, pattern) for pattern in model.adapt):
                 linear.adapter = Adapter(linear, model.rank, dtype, device)
-                linear.register_forward_hook(lambda layer, given, y: torch.add(y, layer.adapter(*given), alpha=scale))
+                linear.register_forward_hook(
+                    lambda layer, given, y: torch.add(y, layer.adapter(*given), alpha=scale)
+                )
 
     @classmethod
     def shares(cls, name: str, *arguments: Any) -> Mapping[str, str]:  # type: ignore[override]
@@ -120,5 +143,9 @@ def layers(config: Config) -> Layers:
     names = names_of(config.model_copy(update={"data": DataConfig()}))  # a list of corpora is no key
     for pattern in config.model.adapt:  # type: ignore[attr-defined]
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError("model.adapt", f"{pattern} matches no matrix", f"a pattern of names such as {names[0]} and {names[-1]}")
+            raise ConfigError(
+                "model.adapt",
+                f"{pattern} matches no matrix",
+                f"a pattern of names such as {names[0]} and {names[-1]}",
+            )
     return [LayerSpec(spec.name, adapted(spec.kind), (spec.name, *spec.arguments)) for spec in gpt(config)]  # type: ignore[arg-type]

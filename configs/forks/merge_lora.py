@@ -1,11 +1,14 @@
-"""Puts the adapters of a run of `lora.py` into their matrices: a checkpoint of weights alone, of a GPT without adapters."""
+"""Puts the adapters of a run of `lora.py` into their matrices: a checkpoint of weights
+alone, of a GPT without adapters.
+"""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
@@ -34,24 +37,41 @@ def merge(path: Path, output: Path) -> str:
     if len(plain) == len(weights) or not {"alpha", "rank"} <= model.keys():
         raise CheckpointError(str(reader.path), "its model has no adapters", "a run of configs/forks/lora.py")
 
-    dtype = torch.float64 if sections["train"]["precision"] == "fp64" else torch.float32  # 16 bits would lose small changes
+    # 16 bits would lose small changes
+    dtype = torch.float64 if sections["train"]["precision"] == "fp64" else torch.float32
 
     def read(name: str) -> Tensor:
-        return reader.read(weights_of(reader, name.removeprefix(WEIGHTS)), Shard(weights[name].shape)).to(dtype)
+        return reader.read(weights_of(reader, name.removeprefix(WEIGHTS)), Shard(weights[name].shape)).to(
+            dtype
+        )
 
     def merged() -> Iterator[Tensor]:
         for name in plain:
             up, down = (f"{name.removesuffix('.weight')}{ADAPTER}{part}.weight" for part in ("up", "down"))
-            yield read(name) + (model["alpha"] / model["rank"] * read(up) @ read(down) if up in weights else 0)
+            yield read(name) + (
+                model["alpha"] / model["rank"] * read(up) @ read(down) if up in weights else 0
+            )
 
-    gpt = {key: value for key, value in model.items() if key in ModelConfig.model_fields} | {"source": None, "source_digest": None}
+    gpt = {key: value for key, value in model.items() if key in ModelConfig.model_fields} | {
+        "source": None,
+        "source_digest": None,
+    }
     settings = sections | {"model": gpt}
     layout = {name: (dtype, tensor.shape) for name, tensor in plain.items()}
-    state = {"samples": 0, "seed": sections["train"]["seed"], "model": gpt, "config": settings, "weights_of": {"path": str(reader.path)}}
+    state = {
+        "samples": 0,
+        "seed": sections["train"]["seed"],
+        "model": gpt,
+        "config": settings,
+        "weights_of": {"path": str(reader.path)},
+    }
     with aside(output) as partial:
         save_stream(partial / "checkpoints", 0, layout, merged(), state, FILE_BYTES)
         write_json(partial / CONFIG, {"model": gpt, "data": {"tokenizer": sections["data"].get("tokenizer")}})
-    return f"wrote {output}: {len(plain)} tensors, with the adapters of {(len(weights) - len(plain)) // 2} of them in them"
+    return (
+        f"wrote {output}: {len(plain)} tensors, with the adapters of "
+        f"{(len(weights) - len(plain)) // 2} of them in them"
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,8 @@
-"""A GPT that also learns tokens behind the next one (Gloeckle et al. 2024; DeepSeek-V3 2024), for the loss and for quicker writing.
+"""A GPT that also learns tokens behind the next one (Gloeckle et al. 2024; DeepSeek-V3 2024), for
+the loss and for quicker writing.
 
-`model.ahead_kind=heads`: a block and a norm of its own for each of `model.ahead` tokens, side by side on the last hidden states.
+`model.ahead_kind=heads`: a block and a norm of its own for each of `model.ahead` tokens, side by side on the
+last hidden states.
 `module`: one block, which is also told the next token, and learns the one behind it. All share the LM head.
 No target lies in another document. `speculate.py` beside this file writes text with what was learned.
 """
@@ -32,21 +34,31 @@ from megacore.section import Count, Factor
 
 
 class Settings(ModelConfig):
-    ahead: Count = Field(1, description="how many tokens behind the next one are learned; as many layers are counted in num_layers")
+    ahead: Count = Field(
+        1,
+        description="how many tokens behind the next one are learned; as many layers are counted in "
+        "num_layers",
+    )
     ahead_kind: Literal["heads", "module"] = "module"
     ahead_weight: Factor = Field(0.3, description="of the mean of their losses")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.ahead_kind == "module" and self.ahead > 1:
-            raise ValueError("model.ahead is more than 1 with one module (right: 1, or model.ahead_kind=heads)")
+            raise ValueError(
+                "model.ahead is more than 1 with one module (right: 1, or model.ahead_kind=heads)"
+            )
         if self.ahead >= self.num_layers:
-            raise ValueError(f"model.num_layers={self.num_layers} leaves no block besides {self.ahead} ahead (right: more)")
+            raise ValueError(
+                f"model.num_layers={self.num_layers} leaves no block besides {self.ahead} ahead (right: more)"
+            )
         return self
 
 
 def token_ahead(count: int, samples: Samples) -> np.ndarray:
-    """The token `count` behind the next one, `IGNORED` at a sample's end and where a document ends before it."""
+    """The token `count` behind the next one, `IGNORED` at a sample's end and where a
+    document ends before it.
+    """
     found = np.full_like(samples.targets, IGNORED)
     found[:, :-count] = samples.targets[:, count:]
     for row, bounds in enumerate(samples.documents or ()):
@@ -65,7 +77,9 @@ class Ahead(Head):
 
     bare, count = False, 1
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(config, mesh, dtype, device)
         self.block = Block(index, config, mesh, dtype, device)
 
@@ -88,12 +102,21 @@ class Ahead(Head):
 class Told(Ahead):
     """The same, told the next token: its vector and the hidden states, both normed, are mixed by a matrix."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         size, sequence = config.model.hidden_size, config.parallel.sequence
-        self.norms = torch.nn.ModuleList(Norm(config.model, mesh.tp, sequence, dtype, device) for _ in range(2))
+        self.norms = torch.nn.ModuleList(
+            Norm(config.model, mesh.tp, sequence, dtype, device) for _ in range(2)
+        )
         self.embedding = vocabulary(config, mesh, dtype, device)
-        mix = Shard((size, 2 * size), (replicated(mesh.tp, partial=sequence),), decay=True, init_std=config.model.init_std)
+        mix = Shard(
+            (size, 2 * size),
+            (replicated(mesh.tp, partial=sequence),),
+            decay=True,
+            init_std=config.model.init_std,
+        )
         self.mix = new_parameter(mix, dtype, device)
 
     @classmethod
@@ -104,7 +127,10 @@ class Told(Ahead):
     def guess(self, x: Tensor, following: Tensor | None, context: Context) -> Tensor:
         """See `Ahead`."""
         assert following is not None
-        both = [norm(part) for norm, part in zip(self.norms, (x, self.embedding(following.flatten())), strict=True)]
+        both = [
+            norm(part)
+            for norm, part in zip(self.norms, (x, self.embedding(following.flatten())), strict=True)
+        ]
         return self.block(torch.cat(both, 1) @ self.mix.T, context)
 
 
@@ -113,8 +139,16 @@ def layers(config: Config) -> Layers:
     model: Any = config.model
     usual, found = gpt(config), []
     for count in range(1, model.ahead + 1):
-        loss = Loss(f"ahead_{count}", over=f"ahead_{count}", coefficient=model.ahead_weight / model.ahead, sp=False)
-        fields = {loss.over: partial(token_ahead, count)} | ({"next_token": next_token} if model.ahead_kind == "module" else {})
-        kind = type("Ahead", (Told if model.ahead_kind == "module" else Ahead,), {"losses": (loss,), "fields": fields, "count": count})
+        loss = Loss(
+            f"ahead_{count}", over=f"ahead_{count}", coefficient=model.ahead_weight / model.ahead, sp=False
+        )
+        fields = {loss.over: partial(token_ahead, count)} | (
+            {"next_token": next_token} if model.ahead_kind == "module" else {}
+        )
+        kind = type(
+            "Ahead",
+            (Told if model.ahead_kind == "module" else Ahead,),
+            {"losses": (loss,), "fields": fields, "count": count},
+        )
         found.append(LayerSpec(f"ahead.{count}", kind, (model.num_layers - model.ahead + count - 1,)))
     return [*usual[: -1 - model.ahead], *found, usual[-1]]

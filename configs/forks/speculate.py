@@ -1,7 +1,8 @@
-"""Writes text with a model of `multi_token.py`: it guesses one token more in each pass, and the next pass says whether it was right.
+"""Writes text with a model of `multi_token.py`: it guesses one token more in each pass, and the next
+pass says whether it was right.
 
-The text is the one that the likeliest tokens make, with and without guesses (Leviathan et al. 2023, for a temperature of 0). What was
-guessed right saves a pass.
+The text is the one that the likeliest tokens make, with and without guesses (Leviathan et al. 2023, for a
+temperature of 0). What was guessed right saves a pass.
 """
 
 import sys
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -36,7 +38,9 @@ class Written:
 
 @torch.no_grad()
 def write(stage: Stage, prompt: Sequence[int], least: int) -> Written:
-    """At least `least` tokens behind a prompt, by a whole model on one device; both must fit into its positions."""
+    """At least `least` tokens behind a prompt, by a whole model on one device;
+    both must fit into its positions.
+    """
     positions = stage.config.max_positions
     cache, of_guesses = KeyValueCache(1, positions), KeyValueCache(1, positions)
     ahead: Any = next(layer for layer in stage.inner if hasattr(layer, "guess"))
@@ -55,7 +59,9 @@ def write(stage: Stage, prompt: Sequence[int], least: int) -> Written:
                 cache.length -= 1
         following = likeliest[len(unread) - 1]
         found.tokens.append(following)
-        read, told = (torch.tensor([tokens], device=stage.device) for tokens in (unread, [*unread[1:], following]))
+        read, told = (
+            torch.tensor([tokens], device=stage.device) for tokens in (unread, [*unread[1:], following])
+        )
         x = ahead.guess(flow["hidden"][: len(unread)], told, stage.context(Microbatch(read), of_guesses))
         of_guesses.advance(len(unread))
         unread, guess = [following, int(ahead.logits(x[-1:]).argmax())], True
@@ -78,7 +84,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
     if recorded_sections(reader)["model"].get("source") is None:
-        raise CheckpointError(str(reader.path), "its model has no layer that guesses", "a run of configs/forks/multi_token.json")
+        raise CheckpointError(
+            str(reader.path), "its model has no layer that guesses", "a run of configs/forks/multi_token.json"
+        )
     config = settled_alone(text_config(sections_to_run(reader, SOURCE), [], "cpu", 1))
     tokenizer = pick_tokenizer(None, config.data.tokenizer, config.model.vocab_size)
     prompt = [int(token) for token in tokenizer.encode(args.prompt)]
@@ -89,7 +97,11 @@ def main(argv: list[str]) -> None:
     load_weights(reader, [stage])
     found = write(stage, prompt, args.tokens)
     print(args.prompt + tokenizer.decode(found.tokens))
-    print(f"{len(found.tokens)} tokens in {found.passes} passes; {found.right} of {found.guessed} guesses were right", file=sys.stderr)
+    print(
+        f"{len(found.tokens)} tokens in {found.passes} passes; {found.right} of {found.guessed} guesses "
+        "were right",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

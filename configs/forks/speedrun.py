@@ -1,9 +1,11 @@
-"""A GPT as speedruns train it, in every layout: what modded-nanogpt and nanochat add to GPT-2, in plain layers.
+"""A GPT as speedruns train it, in every layout: what modded-nanogpt and nanochat
+add to GPT-2, in plain layers.
 
-Blocks add the embedding back with a learned scale; late ones also add what their mirror image among the early ones handed on (Ronneberger
-et al. 2015, U-Net); the outer ones mix vectors of the tokens into attention's values (Zhou et al. 2024, value residuals); most see a window
-only. Queries and keys are normed; the feed-forward layer squares a ReLU (So et al. 2021); output projections start at zero; logits are
-capped (Gemma 2). `muon` updates the matrices, by the config beside this file.
+Blocks add the embedding back with a learned scale; late ones also add what their mirror image among the early
+ones handed on (Ronneberger et al. 2015, U-Net); the outer ones mix vectors of the tokens into attention's
+values (Zhou et al. 2024, value residuals); most see a window only. Queries and keys are normed; the
+feed-forward layer squares a ReLU (So et al. 2021); output projections start at zero; logits are capped (Gemma
+2). `muon` updates the matrices, by the config beside this file.
 """
 
 from collections.abc import Mapping
@@ -49,21 +51,39 @@ class Attention(nn.Module):
         full = index % model.full_every == model.full_every - 1  # type: ignore[attr-defined]
         self.window, self.head = config.train.seq_len if full else resolved(model.window), config.head_size
         heads = (model.num_heads, 3, self.head)
-        maps = tuple(LogicalMatrix(n, (slice(None), slice(i, i + 1)), (0, 1), (2,), (3,)) for i, n in enumerate("qkv"))
-        self.qkv = ColumnLinear(model.hidden_size, heads, bias=False, init_std=model.init_std, matrices=maps, **where)
-        self.output = RowLinear(model.num_heads * self.head, model.hidden_size, bias=False, init_std=0.0, **where)
+        maps = tuple(
+            LogicalMatrix(n, (slice(None), slice(i, i + 1)), (0, 1), (2,), (3,)) for i, n in enumerate("qkv")
+        )
+        self.qkv = ColumnLinear(
+            model.hidden_size, heads, bias=False, init_std=model.init_std, matrices=maps, **where
+        )
+        self.output = RowLinear(
+            model.num_heads * self.head, model.hidden_size, bias=False, init_std=0.0, **where
+        )
         self.values, self.mix = None, None
         if valued(index, config):
-            table = Shard((model.vocab_size, model.num_heads, self.head), (split(group, 1),), decay=True, init_std=model.init_std)
-            scale = Shard((2,), (replicated(group, partial=True),), fill=0.5)  # each rank applies it to its own heads
-            self.values, self.mix = (new_parameter(shard, where["dtype"], where["device"]) for shard in (table, scale))
+            table = Shard(
+                (model.vocab_size, model.num_heads, self.head),
+                (split(group, 1),),
+                decay=True,
+                init_std=model.init_std,
+            )
+            # each rank applies it to its own heads
+            scale = Shard((2,), (replicated(group, partial=True),), fill=0.5)
+            self.values, self.mix = (
+                new_parameter(shard, where["dtype"], where["device"]) for shard in (table, scale)
+            )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same."""
         qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, 3, self.head)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [batch, heads of this rank, tokens, head]
         if self.values is not None and self.mix is not None:
-            of_tokens = F.embedding(context.batch.tokens, self.values.flatten(1)).unflatten(2, (-1, self.head)).transpose(1, 2)
+            of_tokens = (
+                F.embedding(context.batch.tokens, self.values.flatten(1))
+                .unflatten(2, (-1, self.head))
+                .transpose(1, 2)
+            )
             v = self.mix[0] * v + self.mix[1] * of_tokens
         k, v, behind = keys_and_values(self, rotated(normed(k), context), v, context)
         seen = (behind >= 0) & (behind < self.window)
@@ -86,21 +106,29 @@ class FeedForward(nn.Module):
 
 
 class Block(Layer):
-    """``x ← a · x + b · first (+ c · skip)``, then attention and feed-forward, each of the normed x and added to it."""
+    """``x ← a · x + b · first (+ c · skip)``, then attention and feed-forward, each
+    of the normed x and added to it.
+    """
 
     reads = ("hidden", "first")
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         where = {"group": mesh.tp, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         along = (replicated(mesh.tp, partial=config.parallel.sequence),)
         kept = [1.0, 0.0] + [0.0] * (len(self.reads) - 2)  # at first a plain block
-        self.scales = nn.ParameterList(new_parameter(Shard((1,), along, fill=fill), dtype, device) for fill in kept)
+        self.scales = nn.ParameterList(
+            new_parameter(Shard((1,), along, fill=fill), dtype, device) for fill in kept
+        )
         self.attention, self.feed_forward = Attention(index, config, where), FeedForward(config, where)
         self.index = index
 
     def forward(self, *given: Any) -> Any:
-        """What it `reads`, and the context → hidden states, ``[tokens, hidden]``; twice where a later block reads them too."""
+        """What it `reads`, and the context → hidden states, ``[tokens, hidden]``; twice
+        where a later block reads them too.
+        """
         *read, context = given
         x = sum(scale * tensor for scale, tensor in zip(self.scales, read, strict=True))
         x = context.add(x, self.attention(normed(x), context), 1.0, self.index, "attention")

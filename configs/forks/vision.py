@@ -43,13 +43,17 @@ class Settings(ModelConfig):
     patches: Count = Field(16, ge=2, description="of an image: so many tokens stand for it")
     patch_size: Count = Field(8, description="pixels on a side of a patch")
     channels: Count = Field(1, description="numbers of a pixel: 1 is grey, 3 are colours")
-    sight_layers: Count = Field(1, description="blocks in which patches see each other; they are counted in num_layers")
+    sight_layers: Count = Field(
+        1, description="blocks in which patches see each other; they are counted in num_layers"
+    )
     images: str | None = Field(None, description="a .npy of images; null: pictures of digits")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.sight_layers >= self.num_layers:
-            raise ValueError(f"model.num_layers={self.num_layers} leaves no block besides {self.sight_layers} of sight (right: more)")
+            raise ValueError(
+                f"model.num_layers={self.num_layers} leaves no block besides {self.sight_layers} of sight (right: more)"
+            )
         return self
 
     @property
@@ -60,11 +64,22 @@ class Settings(ModelConfig):
 
 def drawn(model: Any, samples: Samples) -> np.ndarray:
     """Pictures of the digits of each sample's text, ``[batch, patches, pixels]``."""
-    bits = np.array([[int(row) for row in glyph] for glyph in FONT.split()], np.uint8)[:, :, None] >> np.arange(3)[::-1] & 1
+    bits = (
+        np.array([[int(row) for row in glyph] for glyph in FONT.split()], np.uint8)[:, :, None]
+        >> np.arange(3)[::-1]
+        & 1
+    )
     size = np.arange(model.patch_size)
-    glyphs = np.pad(bits, ((0, 1), (1, 1), (1, 1)))[:, size * 7 // model.patch_size][:, :, size * 5 // model.patch_size] * 255
+    glyphs = (
+        np.pad(bits, ((0, 1), (1, 1), (1, 1)))[:, size * 7 // model.patch_size][
+            :, :, size * 5 // model.patch_size
+        ]
+        * 255
+    )
     text = samples.tokens[:, model.patches : 2 * model.patches]
-    digits = np.pad((text - ord("0")) % 10, ((0, 0), (0, model.patches - text.shape[1])), constant_values=len(bits))
+    digits = np.pad(
+        (text - ord("0")) % 10, ((0, 0), (0, model.patches - text.shape[1])), constant_values=len(bits)
+    )
     return np.repeat(glyphs[digits].reshape(*digits.shape, -1), model.channels, 2).astype(np.uint8)
 
 
@@ -78,7 +93,13 @@ def opened(path: str, patches: int, size: int, channels: int) -> np.ndarray:
         raise DataError(path, f"cannot be read: {error}", right) from None
     found = found[..., None] if found.ndim == 3 else found
     count, height, width, own = found.shape if found.ndim == 4 else (0, 0, 0, 0)
-    if found.dtype != np.uint8 or own != channels or height % size or width % size or height * width != patches * size**2:
+    if (
+        found.dtype != np.uint8
+        or own != channels
+        or height % size
+        or width % size
+        or height * width != patches * size**2
+    ):
         raise DataError(path, f"is {found.dtype} {list(found.shape)}", right)
     return found.reshape(count, height // size, size, width // size, size, channels)
 
@@ -88,7 +109,11 @@ def read(model: Any, samples: Samples) -> np.ndarray:
     images = opened(model.images, model.patches, model.patch_size, model.channels)
     numbers = samples.tokens[:, 0] + model.vocab_size * samples.tokens[:, 1]
     if numbers.max() >= len(images):
-        raise DataError(model.images, f"has {len(images)} images, and a sample begins with number {numbers.max()}", "a smaller one")
+        raise DataError(
+            model.images,
+            f"has {len(images)} images, and a sample begins with number {numbers.max()}",
+            "a smaller one",
+        )
     return images[numbers].swapaxes(2, 3).reshape(len(numbers), model.patches, -1)
 
 
@@ -111,8 +136,13 @@ class Sight(Embedding):
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, mesh, dtype, device)
         model: Any = config.model
-        shape, along = (model.hidden_size, model.pixels), (replicated(mesh.tp, partial=config.parallel.sequence),)
-        table = Shard((model.patches, model.hidden_size), along, decay=True, init_std=model.init_std, table=True)
+        shape, along = (
+            (model.hidden_size, model.pixels),
+            (replicated(mesh.tp, partial=config.parallel.sequence),),
+        )
+        table = Shard(
+            (model.patches, model.hidden_size), along, decay=True, init_std=model.init_std, table=True
+        )
         self.patch = new_parameter(Shard(shape, along, decay=True, init_std=shape[1] ** -0.5), dtype, device)
         self.patch_position = new_parameter(table, dtype, device)
 
@@ -123,7 +153,9 @@ class Sight(Embedding):
         if pixels is None:
             return x, x.new_zeros(len(positions), context.batch_size, x.shape[1])
         own = partial(own_part, group=context.group) if context.sequence else lambda x: x
-        return x, F.linear(own(pixels.transpose(0, 1)).to(x.dtype) / 255, self.patch) + own(positions)[:, None]
+        return x, F.linear(own(pixels.transpose(0, 1)).to(x.dtype) / 255, self.patch) + own(positions)[
+            :, None
+        ]
 
 
 class Seeing(nn.Module):
@@ -132,17 +164,33 @@ class Seeing(nn.Module):
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         model, self.head = config.model, config.head_size
-        where: dict[str, Any] = {"group": mesh.tp, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
-        maps = tuple(LogicalMatrix(n, (slice(None), slice(i, i + 1)), (0, 1), (2,), (3,)) for i, n in enumerate("qkv"))
+        where: dict[str, Any] = {
+            "group": mesh.tp,
+            "sequence": config.parallel.sequence,
+            "dtype": dtype,
+            "device": device,
+        }
+        maps = tuple(
+            LogicalMatrix(n, (slice(None), slice(i, i + 1)), (0, 1), (2,), (3,)) for i, n in enumerate("qkv")
+        )
         heads, std = (model.num_heads, 3, self.head), model.init_std
-        self.qkv = ColumnLinear(model.hidden_size, heads, bias=model.bias, init_std=std, matrices=maps, **where)
+        self.qkv = ColumnLinear(
+            model.hidden_size, heads, bias=model.bias, init_std=std, matrices=maps, **where
+        )
         std, width = std / (2 * model.num_layers) ** 0.5, model.num_heads * self.head
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=std, **where)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[patches · batch, hidden]`` → the same."""
-        q, k, v = self.qkv(x).unflatten(0, (-1, context.batch_size)).unflatten(2, (-1, 3, self.head)).permute(3, 1, 2, 0, 4)
-        return self.output(F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+        q, k, v = (
+            self.qkv(x)
+            .unflatten(0, (-1, context.batch_size))
+            .unflatten(2, (-1, 3, self.head))
+            .permute(3, 1, 2, 0, 4)
+        )
+        return self.output(
+            F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2).flatten(0, 1)
+        )
 
 
 class SightBlock:
@@ -150,7 +198,9 @@ class SightBlock:
 
     reads = ("patches",)
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)  # type: ignore[call-arg]
         self.attention = Seeing(config, mesh, dtype, device)
 
@@ -173,7 +223,9 @@ class Placing:
             patches = enter_tensor_parallel(patches, context.group, True) if context.sequence else patches
             at = context.batch["place"]
             row = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
-            at, row = (own_part(i.flatten(), context.group) if context.sequence else i.flatten() for i in (at, row))
+            at, row = (
+                own_part(i.flatten(), context.group) if context.sequence else i.flatten() for i in (at, row)
+            )
             x = torch.where(at[:, None] >= 0, patches[at.clamp(min=0), row], x)
         return super().forward(x, context)  # type: ignore[misc, no-any-return]
 
@@ -181,14 +233,22 @@ class Placing:
 def layers(config: Config) -> Layers:
     """A GPT's, of whose blocks the first see, and the next places what they have seen."""
     model: Any = config.model
-    if config.train.seq_len <= model.patches or (config.parallel.sequence and model.patches % config.parallel.tensor):
-        raise ValueError(f"model.patches={model.patches} are not less than train.seq_len, or tensor ranks cannot divide them")
+    if config.train.seq_len <= model.patches or (
+        config.parallel.sequence and model.patches % config.parallel.tensor
+    ):
+        raise ValueError(
+            f"model.patches={model.patches} are not less than train.seq_len, or tensor ranks cannot divide them"
+        )
     make = {"pixels": drawn if model.images is None else read, "place": place, "targets": text_targets}
     fields: Mapping[str, Callable[..., Any]] = {name: partial(source, model) for name, source in make.items()}
     flow = {"patches": Flow((model.patches, "batch", "hidden"), cp=False)}
     _, *blocks, last = gpt(config)
     first = type("Sight", (Sight,), {"writes": {**Sight.writes, **flow}, "fields": fields})
-    kinds = [((SightBlock,), {"writes": flow})] * model.sight_layers + [((Placing,), {})] + [((), {})] * len(blocks)
+    kinds = (
+        [((SightBlock,), {"writes": flow})] * model.sight_layers
+        + [((Placing,), {})]
+        + [((), {})] * len(blocks)
+    )
     named = [
         LayerSpec(spec.name, type("Block", (*kind, spec.kind), more), spec.arguments)
         for spec, (kind, more) in zip(blocks, kinds, strict=False)

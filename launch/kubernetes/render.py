@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -26,7 +28,10 @@ others, and --restarts says how often. A bad config (status 2) fails the job at 
 not count as failures. --gpus 0 trains on CPUs, a rank a pod.
 Needs PyYAML: pip install 'megacore[kubernetes]'."""
 HOME, SETTINGS, PORT = "/megacore", "/etc/megacore", 29500
-FOLDERS = ("data", "runs")  # of the volume; relative paths in a config then mean there what they mean in a checkout
+FOLDERS = (
+    "data",
+    "runs",
+)  # of the volume; relative paths in a config then mean there what they mean in a checkout
 GIB = 1 << 30
 GRACE_SECONDS = 120  # for a checkpoint, when a pod must go
 BAD_CONFIG, STOPPED = 2, 75
@@ -36,25 +41,55 @@ TEXT = "tag:yaml.org,2002:str"  # texts of several lines are written as they are
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config; its text goes into the manifest")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="the run's config; its text goes into the manifest"
+    )
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="pods, one on each node")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs a node, all of which train")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="GPUs a node, all of which train"
+    )
     parser.add_argument("--image", required=True, metavar="NAME", help="container image")
-    parser.add_argument("--volume", required=True, metavar="CLAIM", help="PersistentVolumeClaim that all pods share (ReadWriteMany)")
-    parser.add_argument("--kind", choices=("job", "jobset"), default="job", help="jobset needs the JobSet operator (job)")
+    parser.add_argument(
+        "--volume",
+        required=True,
+        metavar="CLAIM",
+        help="PersistentVolumeClaim that all pods share (ReadWriteMany)",
+    )
+    parser.add_argument(
+        "--kind", choices=("job", "jobset"), default="job", help="jobset needs the JobSet operator (job)"
+    )
     parser.add_argument("--name", metavar="NAME", help="of the job (the config's name)")
-    parser.add_argument("--restarts", type=int, default=10, metavar="N", help="of the whole job after failures (10)")
-    parser.add_argument("--cpus", type=float, metavar="N", help="cores that a pod asks for (8 a GPU; 1 without GPUs)")
-    parser.add_argument("--memory", metavar="SIZE", help="memory that a pod asks for (shared memory, and 32Gi a GPU; 4Gi without GPUs)")
-    parser.add_argument("--shared-memory", default="64Gi", metavar="SIZE", help="of a pod, for NCCL and the loader, at most (64Gi)")
+    parser.add_argument(
+        "--restarts", type=int, default=10, metavar="N", help="of the whole job after failures (10)"
+    )
+    parser.add_argument(
+        "--cpus", type=float, metavar="N", help="cores that a pod asks for (8 a GPU; 1 without GPUs)"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory that a pod asks for (shared memory, and 32Gi a GPU; 4Gi without GPUs)",
+    )
+    parser.add_argument(
+        "--shared-memory",
+        default="64Gi",
+        metavar="SIZE",
+        help="of a pod, for NCCL and the loader, at most (64Gi)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     args = parser.parse_intermixed_args(argv)
     args.name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
     for option, least in (("nodes", 1), ("gpus", 0), ("restarts", 0)):
         if getattr(args, option) < least:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is too few", f"{least} or more")
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", args.name):  # of 63 characters some are for what Kubernetes appends
-        raise ConfigError("--name", f"{args.name!r} is no name for a job", "letters a-z, digits and -, 42 characters at most")
+    if not re.fullmatch(
+        r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", args.name
+    ):  # of 63 characters some are for what Kubernetes appends
+        raise ConfigError(
+            "--name",
+            f"{args.name!r} is no name for a job",
+            "letters a-z, digits and -, 42 characters at most",
+        )
     args.cpus = 8 * args.gpus or 1 if args.cpus is None else args.cpus
     if not 0.001 <= args.cpus <= 1e6:
         raise ConfigError("--cpus", f"{args.cpus:g} is no number of cores", "such as 8 or 0.5")
@@ -69,7 +104,9 @@ def sized(option: str, size: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(i)|([kMGT]))?", size, re.ASCII)
     if found is None or float(found[1]) == 0:
         raise ConfigError(option, f"{size!r} is no size", "such as 64Gi")
-    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index((found[2] or found[4] or " ").upper())
+    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(
+        (found[2] or found[4] or " ").upper()
+    )
 
 
 def checked(args: argparse.Namespace) -> Config:
@@ -77,8 +114,17 @@ def checked(args: argparse.Namespace) -> Config:
     config = load(args.config, args.overrides, args.nodes * max(1, args.gpus)).config
     data, checkpoint = config.data, config.checkpoint
     if config.model.source is not None:
-        raise ConfigError("model.source", "a manifest holds the text of the config alone", "null, or a ConfigMap of your own")
-    inside = {"log.dir": config.log.dir, "data.train": data.train, "data.valid": data.valid, "checkpoint.mirror": checkpoint.mirror}
+        raise ConfigError(
+            "model.source",
+            "a manifest holds the text of the config alone",
+            "null, or a ConfigMap of your own",
+        )
+    inside = {
+        "log.dir": config.log.dir,
+        "data.train": data.train,
+        "data.valid": data.valid,
+        "checkpoint.mirror": checkpoint.mirror,
+    }
     inside |= {"checkpoint.weights": checkpoint.weights}
     inside |= {"data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer}
     inside |= {"checkpoint.resume": None if checkpoint.resume in ("auto", "never") else checkpoint.resume}
@@ -92,11 +138,21 @@ def checked(args: argparse.Namespace) -> Config:
 def training(args: argparse.Namespace, leader: str) -> dict[str, Any]:
     """The container that trains. Kubernetes puts the values of variables in the place of ``$(NAME)``."""
     config = f"{SETTINGS}/{Path(args.config).name}"
-    launcher = ["deepspeed", "--no_ssh", "--hostfile", f"{SETTINGS}/hostfile", "--node_rank", "$(JOB_COMPLETION_INDEX)"]
+    launcher = [
+        "deepspeed",
+        "--no_ssh",
+        "--hostfile",
+        f"{SETTINGS}/hostfile",
+        "--node_rank",
+        "$(JOB_COMPLETION_INDEX)",
+    ]
     launcher += ["--master_addr", "$(MASTER_ADDR)", "--master_port", "$(MASTER_PORT)"]
     verbatim = [override.replace("$", "$$") for override in args.overrides]
     mounts = [{"name": "volume", "mountPath": f"{HOME}/{folder}", "subPath": folder} for folder in FOLDERS]
-    mounts += [{"name": "settings", "mountPath": SETTINGS}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    mounts += [
+        {"name": "settings", "mountPath": SETTINGS},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
     return {
         "name": "megacore",
         "image": args.image,
@@ -154,7 +210,12 @@ def manifest(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ConfigError("--config", f"{args.config}: {error.strerror}", "the path of a config") from None
     hosts = "".join(f"node{i} slots={max(1, args.gpus)}\n" for i in range(args.nodes))
     named = {"metadata": {"name": args.name}}
-    settings = {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": {Path(args.config).name: text, "hostfile": hosts}}
+    settings = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        **named,
+        "data": {Path(args.config).name: text, "hostfile": hosts},
+    }
     if args.kind == "jobset":
         leader = f"{args.name}-nodes-0-0.{args.name}"
         replicated = {"name": "nodes", "replicas": 1, "template": {"spec": job(args, leader, None, limit=0)}}
@@ -163,13 +224,24 @@ def manifest(args: argparse.Namespace) -> list[dict[str, Any]]:
             # All pods anew, as soon as one has failed; not where the job's own policy has failed it.
             "failurePolicy": {
                 "maxRestarts": args.restarts,
-                "rules": [{"name": "bad-config", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+                "rules": [
+                    {
+                        "name": "bad-config",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
             },
             "replicatedJobs": [replicated],
         }
         return [settings, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", **named, "spec": spec}]
     # Pods get names in the service's domain before they are ready: ranks look for the first of them while they start.
-    domain = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": args.name}, "ports": [{"port": PORT}]}
+    domain = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"app": args.name},
+        "ports": [{"port": PORT}],
+    }
     service = {"apiVersion": "v1", "kind": "Service", **named, "spec": domain}
     spec = job(args, f"{args.name}-0.{args.name}", args.name, limit=args.restarts * args.nodes)
     return [settings, service, {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": spec}]
@@ -183,8 +255,12 @@ def run(argv: list[str]) -> int:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("render.py", "PyYAML is not installed", "pip install 'megacore[kubernetes]'") from None
-    yaml.SafeDumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(TEXT, text, style="|" if "\n" in text else None))
+        raise ConfigError(
+            "render.py", "PyYAML is not installed", "pip install 'megacore[kubernetes]'"
+        ) from None
+    yaml.SafeDumper.add_representer(
+        str, lambda dumper, text: dumper.represent_scalar(TEXT, text, style="|" if "\n" in text else None)
+    )
     print(yaml.safe_dump_all(objects, sort_keys=False, width=120), end="")
     return 0
 

@@ -1,4 +1,6 @@
-"""Draws the panels of dashboard.json from what a Prometheus has scraped: a picture for a report, or where there is no Grafana."""
+"""Draws the panels of dashboard.json from what a Prometheus has scraped: a picture for a
+report, or where there is no Grafana.
+"""
 
 import argparse
 import json
@@ -31,8 +33,12 @@ Lines = list[tuple[str, dict[float, float]]]  # legend, values by time
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument("--url", default="http://localhost:9090", metavar="URL", help="of Prometheus (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="up to --until (%(default)g)")
+    parser.add_argument(
+        "--url", default="http://localhost:9090", metavar="URL", help="of Prometheus (%(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, metavar="N", help="up to --until (%(default)g)"
+    )
     parser.add_argument("--until", type=float, metavar="SECONDS", help="since 1970; default: now")
     parser.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
     return parser.parse_args(argv)
@@ -42,10 +48,14 @@ def asked(url: str, expression: str, start: float, end: float) -> list[dict[str,
     """The series that Prometheus finds for an expression. Raises `ConfigError` if it does not answer."""
     query = {"query": expression, "start": start, "end": end, "step": max(1.0, (end - start) / POINTS)}
     try:
-        with urllib.request.urlopen(f"{url}/api/v1/query_range?{urllib.parse.urlencode(query)}", timeout=30) as answer:
+        with urllib.request.urlopen(
+            f"{url}/api/v1/query_range?{urllib.parse.urlencode(query)}", timeout=30
+        ) as answer:
             return json.load(answer)["data"]["result"]
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("--url", f"no Prometheus answers at {url}: {error}", "its address, such as http://localhost:9090") from None
+        raise ConfigError(
+            "--url", f"no Prometheus answers at {url}: {error}", "its address, such as http://localhost:9090"
+        ) from None
 
 
 def lines_of(panel: dict[str, Any], url: str, start: float, end: float) -> Lines:
@@ -65,7 +75,11 @@ def lines_of(panel: dict[str, Any], url: str, start: float, end: float) -> Lines
 def right_of(panel: dict[str, Any]) -> set[str]:
     """The legends of the lines that have an axis of their own, at the right."""
     right = {"id": "custom.axisPlacement", "value": "right"}
-    return {override["matcher"]["options"] for override in panel["fieldConfig"]["overrides"] if right in override["properties"]}
+    return {
+        override["matcher"]["options"]
+        for override in panel["fieldConfig"]["overrides"]
+        if right in override["properties"]
+    }
 
 
 def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: float, out: str) -> None:
@@ -81,20 +95,33 @@ def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: floa
         scale = SCALES.get(defaults["unit"], 1.0)
         times = sorted({at for _, values in lines for at in values})
         times = sorted(
-            {*times, *(at + 1 for at, after in pairwise(times) if after - at > max(GAP, 2 * (end - start) / POINTS))}
+            {
+                *times,
+                *(
+                    at + 1
+                    for at, after in pairwise(times)
+                    if after - at > max(GAP, 2 * (end - start) / POINTS)
+                ),
+            }
         )  # where nothing is known lines end
         minutes = [(at - start) / 60 for at in times]
         rows_of = [(legend, [scale * values.get(at, math.nan) for at in times]) for legend, values in lines]
         right: Any = None
         apart = right_of(panel)
         if "stacking" in defaults["custom"]:
-            axes.stackplot(minutes, [values for _, values in rows_of], labels=[legend for legend, _ in rows_of], alpha=0.7)
+            axes.stackplot(
+                minutes,
+                [values for _, values in rows_of],
+                labels=[legend for legend, _ in rows_of],
+                alpha=0.7,
+            )
         else:
             for number, (legend, values) in enumerate(rows_of):
                 if legend in apart:
                     right = right or axes.twinx()
                     right.set_ylabel(legend, fontsize=8)
-                axes.plot([], color=f"C{number}", label=legend)  # for the legend, which is that of the left axis
+                # for the legend, which is that of the left axis
+                axes.plot([], color=f"C{number}", label=legend)
                 (right if legend in apart else axes).plot(minutes, values, linewidth=1.2, color=f"C{number}")
         axes.set_title(panel["title"], fontsize=10, loc="left")
         axes.set_ylabel(UNITS.get(defaults["unit"], ""), fontsize=8)
@@ -109,7 +136,9 @@ def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: floa
     try:
         figure.savefig(out)
     except (OSError, ValueError) as error:
-        raise ConfigError("--out", f"cannot write {out}: {error}", "a writable path that ends in .png") from None
+        raise ConfigError(
+            "--out", f"cannot write {out}: {error}", "a writable path that ends in .png"
+        ) from None
 
 
 def run(argv: list[str]) -> None:
@@ -120,7 +149,11 @@ def run(argv: list[str]) -> None:
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     found = [(panel, lines_of(panel, args.url.rstrip("/"), start, end)) for panel in panels]
     if not any(lines for _, lines in found):
-        raise ConfigError("--url", f"{args.url} has no figures of these {args.minutes:g} minutes", "a time in which it scraped a run")
+        raise ConfigError(
+            "--url",
+            f"{args.url} has no figures of these {args.minutes:g} minutes",
+            "a time in which it scraped a run",
+        )
     draw([(panel, lines) for panel, lines in found if lines], start, end, args.out)
     empty = [panel["title"] for panel, lines in found if not lines]
     print(f"drawn in {args.out}" + (f"; without data, and left out: {', '.join(empty)}" if empty else ""))

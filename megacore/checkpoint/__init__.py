@@ -2,7 +2,8 @@
 
     checkpoints/
       step_00000100/
-        manifest.json             every logical tensor: shape, dtype, digest; which file holds which slice; the run's state
+        manifest.json             every logical tensor: shape, dtype, digest; which file holds which slice;
+                                  the run's state
         rank_00000.safetensors    the slices that rank 0 wrote
         ...
 

@@ -1,9 +1,10 @@
 """Digests of a file's bytes, and of a tensor's content, which do not depend on how the tensor is cut.
 
-A *content digest* is the sum over all elements, modulo 2⁶⁴, of a hash of the element's position in the logical tensor and its bits.
-The order of a sum does not matter, so pieces add up to the same number whichever ranks held them: if the digest is the same before
-and after a change of layout, every element is the same and in its position. Every hash also contains the tensor's name, dtype and
-shape, so that two tensors of one shape cannot change names.
+A *content digest* is the sum over all elements, modulo 2⁶⁴, of a hash of the element's position in the
+logical tensor and its bits. The order of a sum does not matter, so pieces add up to the same number whichever
+ranks held them: if the digest is the same before and after a change of layout, every element is the same and
+in its position. Every hash also contains the tensor's name, dtype and shape, so that two tensors of one shape
+cannot change names.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ Words = npt.NDArray[np.uint64]
 
 MODULUS = 1 << 64
 ROWS, COLUMNS = 16, 4096  # elements hashed at once: their 64-bit words stay in a core's cache
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer type for an element of so many bytes
+# the integer type for an element of so many bytes
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def identity_word(name: str, dtype: str, shape: Sequence[int]) -> int:
@@ -31,14 +33,16 @@ def identity_word(name: str, dtype: str, shape: Sequence[int]) -> int:
 
 
 def content_digest(piece: Tensor, offset: Sequence[int], identity: int) -> int:
-    """What `piece`, whose first element is at `offset`, contributes to the content digest of its logical tensor.
+    """What `piece`, whose first element is at `offset`, contributes to the
+    content digest of its logical tensor.
 
-    Let b be the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`; 0 before format version 4),
-    and K, U, …, V tables of pseudo-random 64-bit words, odd in all tables but K. The element adds ``z · ⌊z / 2³²⌋`` with
-    ``z = N + K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is multiplied by an odd number, so no flipped bit is lost, not even the
-    highest. The factor depends on the position, and the product is not linear in z: elements that move or turn to zero change the
-    sum by nearly random amounts, which cancel with a probability of about 2⁻⁶⁰. It does not protect against somebody who constructs
-    a collision.
+    Let b be the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`; 0
+    before format version 4), and K, U, …, V tables of pseudo-random 64-bit words, odd in all tables but K.
+    The element adds ``z · ⌊z / 2³²⌋`` with ``z = N + K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is
+    multiplied by an odd number, so no flipped bit is lost, not even the highest. The factor depends on the
+    position, and the product is not linear in z: elements that move or turn to zero change the sum by nearly
+    random amounts, which cancel with a probability of about 2⁻⁶⁰. It does not protect against somebody who
+    constructs a collision.
 
     It costs about 3 ns an element on one core, and memory for 64 thousand elements.
     """
@@ -74,7 +78,10 @@ def _row_factors(shape: Sequence[int], offset: Sequence[int]) -> Words:
 
 
 def _words(table: int, start: int, count: int) -> Words:
-    """Words `start` to `start + count` of a table. SplitMix64 (Steele, Lea and Flood 2014) computes each from its index."""
+    """Words `start` to `start + count` of a table.
+
+    SplitMix64 (Steele, Lea and Flood 2014) computes each from its index.
+    """
     seed = (table * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % MODULUS
     x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -83,11 +90,15 @@ def _words(table: int, start: int, count: int) -> Words:
 
 
 def digest_text(digest: int) -> str:
-    """A content digest as text for the manifest: 16 hexadecimal digits (JSON's numbers are exact only up to 2⁵³)."""
+    """A content digest as text for the manifest: 16 hexadecimal digits (JSON's
+    numbers are exact only up to 2⁵³).
+    """
     return f"{digest % MODULUS:016x}"
 
 
-# Hashes of files. XXH3 reads 14 GB/s on a core where SHA-256 reads 1.5 GB/s with instructions for it, and 0.4 without. 128 bits
-# find every accident; a digest that lies beside its file stops no forger anyway. Both release the interpreter's lock.
-HASHES: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # the second: format version 2
+# Hashes of files. XXH3 reads 14 GB/s on a core where SHA-256 reads 1.5 GB/s with instructions for it, and 0.4
+# without. 128 bits find every accident; a digest that lies beside its file stops no forger anyway. Both
+# release the interpreter's lock.
+# the second: format version 2
+HASHES: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 FILE_HASH: Literal["xxh3_128"] = "xxh3_128"

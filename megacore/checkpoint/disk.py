@@ -1,6 +1,7 @@
 """Writes files so that they are on the disk when a function returns; raises if they are not.
 
-Everything that changes a checkpoints folder goes through the calls of `os`, one for each write, fsync and rename.
+Everything that changes a checkpoints folder goes through the calls of `os`, one for each write, fsync and
+rename.
 """
 
 import errno
@@ -16,7 +17,8 @@ import numpy as np
 
 from megacore.checkpoint.digest import FILE_HASH, HASHES
 
-BLOCK_BYTES = 2 << 20  # hashed and written, or read, at a time; more is no faster, and takes the cache from training
+# hashed and written, or read, at a time; more is no faster, and takes the cache from training
+BLOCK_BYTES = 2 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -24,8 +26,8 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, str]:
     """Write a new file, wait until it is on the disk, and return its size in bytes and digest.
 
-    Writes and reads back past the kernel's page cache where the file system can: a save then takes a third less processor time,
-    and what is read back comes from the disk.
+    Writes and reads back past the kernel's page cache where the file system can: a save then takes a third
+    less processor time, and what is read back comes from the disk.
 
     Raises:
         OSError: it could not be written, or what is read back differs. The unfinished file is left.
@@ -55,7 +57,9 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
 
 
 def file_digest(path: Path, name: str = FILE_HASH) -> str:
-    """The digest of a file by the hash `name`. It needs memory for one block, and leaves the file in the page cache.
+    """The digest of a file by the hash `name`.
+
+    It needs memory for one block, and leaves the file in the page cache.
 
     Raises:
         OSError: it cannot be read.
@@ -88,7 +92,8 @@ def _gathered(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
         left = memoryview(part)
         while left:
             count = min(len(left), BLOCK_BYTES - filled)
-            np.copyto(target[filled : filled + count], np.frombuffer(left[:count], np.uint8))  # a slice's assignment holds the interpreter
+            # a slice's assignment holds the interpreter
+            np.copyto(target[filled : filled + count], np.frombuffer(left[:count], np.uint8))
             filled, left = filled + count, left[count:]
             if filled == BLOCK_BYTES:
                 yield buffer
@@ -114,8 +119,9 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """Switches to the page cache, which takes any number of bytes; returns whether the descriptor bypassed it before. Some file
-    systems refuse to bypass it only now, with EINVAL."""
+    """Switches to the page cache, which takes any number of bytes; returns whether the descriptor bypassed it
+    before. Some file systems refuse to bypass it only now, with EINVAL.
+    """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
     return bool(flags & DIRECT)
@@ -153,7 +159,9 @@ def remove(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that a user may still write on the file system of `folder`, or of the nearest folder above it that exists."""
+    """Bytes that a user may still write on the file system of `folder`, or of the
+    nearest folder above it that exists.
+    """
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

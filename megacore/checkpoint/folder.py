@@ -1,7 +1,8 @@
 """A run's folder of checkpoints: makes one of what all ranks wrote, and finds the one that a path means.
 
-Ranks write in a folder `step_00000100.<token>.partial`, which nobody reads. Every save has a new token, so that a late rank of a
-killed job cannot write into the folder of the job that followed it. No file points to the newest checkpoint, because it could lag behind.
+Ranks write in a folder `step_00000100.<token>.partial`, which nobody reads. Every save has a new token, so
+that a late rank of a killed job cannot write into the folder of the job that followed it. No file points to
+the newest checkpoint, because it could lag behind.
 """
 
 import logging
@@ -42,7 +43,8 @@ def clear_leftovers(directory: Path, but: Path) -> None:
         if leftover != but:
             try:
                 remove(leftover)
-            except OSError as error:  # a late rank on another host may still be writing there: the next save tries again
+            except OSError as error:
+                # a late rank on another host may still be writing there: the next save tries again
                 logger.warning("could not delete %s: %s", leftover, error)
 
 
@@ -62,9 +64,11 @@ def wait_for_indexes(folder: Path, world: int, abandoned: Callable[[], bool]) ->
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
-    """Merge the indexes of all ranks in `folder` into the manifest, check it, rename the folder, and return its final path.
+    """Merge the indexes of all ranks in `folder` into the manifest, check it, rename the
+    folder, and return its final path.
 
-    An earlier checkpoint of the same step is renamed aside first. If the process stops between the two renames, it is found there.
+    An earlier checkpoint of the same step is renamed aside first. If the process stops between the two
+    renames, it is found there.
 
     Raises:
         CheckpointError: the slices do not tile their tensors; nothing is committed.
@@ -101,15 +105,22 @@ def checkpoints_in(path: Path) -> list[Path]:
         directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         if not directory.is_dir():
             return []
-        steps = [(match, child) for child in directory.iterdir() if (match := STEP_FOLDER.fullmatch(child.name))]
+        steps = [
+            (match, child) for child in directory.iterdir() if (match := STEP_FOLDER.fullmatch(child.name))
+        ]
     except OSError as error:  # no permission, or a name that is too long
-        raise CheckpointError(str(path), f"cannot be read: {error.strerror}", "a folder that this user may read") from None
-    return [child for _, child in sorted(steps, key=lambda step: (int(step[0][1]), step[0][2] is None), reverse=True)]
+        raise CheckpointError(
+            str(path), f"cannot be read: {error.strerror}", "a folder that this user may read"
+        ) from None
+    return [
+        child
+        for _, child in sorted(steps, key=lambda step: (int(step[0][1]), step[0][2] is None), reverse=True)
+    ]
 
 
 def opened(path: Path, *, headers: bool = True, deep: bool = False) -> Reader:
-    """The checkpoint in folder `path`, once its manifest and the sizes of its files are checked, with `headers` the files' headers,
-    and if `deep` their tensors.
+    """The checkpoint in folder `path`, once its manifest and the sizes of its files are checked, with
+    `headers` the files' headers, and if `deep` their tensors.
 
     Raises:
         CheckpointError: what is wrong with it.
@@ -124,14 +135,21 @@ def opened(path: Path, *, headers: bool = True, deep: bool = False) -> Reader:
 
 def warn_of_damage(error: CheckpointError, instead: Path) -> None:
     """Warns in a frame that a checkpoint was passed over, so that nobody misses it among other lines."""
-    lines = ("A CHECKPOINT IS DAMAGED AND WAS SKIPPED", str(error), f"using {instead.name} of {instead.parent}")
+    lines = (
+        "A CHECKPOINT IS DAMAGED AND WAS SKIPPED",
+        str(error),
+        f"using {instead.name} of {instead.parent}",
+    )
     frame = "!" * 100
     logger.warning("%s\n%s\n%s", frame, "\n".join(f"!! {line}" for line in lines), frame)
 
 
-def newest_whole(candidates: list[Path], *, headers: bool = True, deep: bool = False) -> tuple[Reader | None, list[CheckpointError]]:
-    """The first of the candidates without a fault (see `opened`), and the faults of those before it, which are warned of where there
-    is one to take instead. What was looked at is taken off the list."""
+def newest_whole(
+    candidates: list[Path], *, headers: bool = True, deep: bool = False
+) -> tuple[Reader | None, list[CheckpointError]]:
+    """The first of the candidates without a fault (see `opened`), and the faults of those before it, which
+    are warned of where there is one to take instead. What was looked at is taken off the list.
+    """
     faults: list[CheckpointError] = []
     while candidates:
         candidate = candidates.pop(0)
@@ -147,8 +165,9 @@ def newest_whole(candidates: list[Path], *, headers: bool = True, deep: bool = F
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint that a user means by `path`: the step folder itself, or the newest of a run that is whole by its manifest and
-    the sizes and headers of its files. (A `Reader` then compares with digests what is read.)
+    """The checkpoint that a user means by `path`: the step folder itself, or the newest of a run
+    that is whole by its manifest and the sizes and headers of its files. (A `Reader` then
+    compares with digests what is read.)
 
     Raises:
         CheckpointError: there is none, or the step folder is damaged.
@@ -160,6 +179,11 @@ def locate(path: Path) -> Path:
     if latest is None:
         wrong = "holds no checkpoint"
         if damage:
-            wrong = f"none of its {len(damage)} checkpoints is whole; in the newest, {Path(damage[0].where).name}, {damage[0].wrong}"
-        raise CheckpointError(str(path), wrong, "give a run's log.dir, its checkpoints folder or one step_… folder")
+            wrong = (
+                f"none of its {len(damage)} checkpoints is whole; in the newest, "
+                f"{Path(damage[0].where).name}, {damage[0].wrong}"
+            )
+        raise CheckpointError(
+            str(path), wrong, "give a run's log.dir, its checkpoints folder or one step_… folder"
+        )
     return latest.path

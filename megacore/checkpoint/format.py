@@ -1,4 +1,6 @@
-"""What stands in a manifest's JSON, and within which bounds: of today's format version, and of versions 2 to 4."""
+"""What stands in a manifest's JSON, and within which bounds: of today's format
+version, and of versions 2 to 4.
+"""
 
 import re
 from math import prod
@@ -22,7 +24,8 @@ DTYPE_CODES = {
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}\.safetensors$")]  # in the folder itself: no path leads out of it
+# in the folder itself: no path leads out of it
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}\.safetensors$")]
 Size = Annotated[int, Field(ge=0, le=LARGEST)]
 Sizes = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
 ContentDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -68,7 +71,9 @@ class EngineState(Entry, extra="allow"):
     skipped: Counted  # and those that were not
     loss_scale: Annotated[float, Field(ge=2.0**-100, le=2.0**100)] = 1
     good_steps: Counted = 0
-    norms: Annotated[list[Annotated[float, Field(ge=0, le=1e300)]], Field(max_length=MOST_NORMS, default_factory=list)]
+    norms: Annotated[
+        list[Annotated[float, Field(ge=0, le=1e300)]], Field(max_length=MOST_NORMS, default_factory=list)
+    ]
 
 
 class RunState(Entry, extra="allow"):
@@ -129,20 +134,37 @@ class EarlierText(Head):
                 if piece.file not in places:
                     raise ValueError(f"tensor {name} is in {piece.file}, of no recorded size")
                 if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
-                    raise ValueError(f"tensor {name} has a slice {piece.shape} at {piece.offset}, outside its shape {tensor.shape}")
-                rows.append((places[piece.file], _number(name, piece.key), piece.offset, piece.shape, int(piece.digest, 16)))
+                    raise ValueError(
+                        f"tensor {name} has a slice {piece.shape} at {piece.offset}, outside its shape "
+                        f"{tensor.shape}"
+                    )
+                rows.append(
+                    (
+                        places[piece.file],
+                        _number(name, piece.key),
+                        piece.offset,
+                        piece.shape,
+                        int(piece.digest, 16),
+                    )
+                )
         tensors = {
-            name: Logical(shape=tensor.shape, dtype=tensor.dtype, digest=tensor.digest, slices=len(tensor.slices))
+            name: Logical(
+                shape=tensor.shape, dtype=tensor.dtype, digest=tensor.digest, slices=len(tensor.slices)
+            )
             for name, tensor in self.tensors.items()
         }
-        return tensors, Slices.of(rows).widened(max((len(tensor.shape) for tensor in tensors.values()), default=0))
+        return tensors, Slices.of(rows).widened(
+            max((len(tensor.shape) for tensor in tensors.values()), default=0)
+        )
 
 
 def _number(name: str, key: str) -> int:
     """Which piece of tensor `name` a key is of (see `shard.piece_key`)."""
     if key == name:
         return 1
-    found = re.fullmatch(r"#([2-9]|[1-9][0-9]{1,9})", key.removeprefix(name)) if key.startswith(name) else None
+    found = (
+        re.fullmatch(r"#([2-9]|[1-9][0-9]{1,9})", key.removeprefix(name)) if key.startswith(name) else None
+    )
     if found is None:
         raise ValueError(f"tensor {name} has a slice under the name {key[:200]}")
     return int(found[1])

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint lists every logical tensor, the file that holds each slice of it, and the digests of both.
+"""The manifest of a checkpoint lists every logical tensor, the file that holds each slice
+of it, and the digests of both.
 
-It contains a digest of itself, so that a flipped bit in it is noticed. A digest does not say who wrote the manifest, so it is read
-as if anybody could have.
+It contains a digest of itself, so that a flipped bit in it is noticed. A digest does not say who wrote the
+manifest, so it is read as if anybody could have.
 """
 
 import hashlib
@@ -52,27 +53,45 @@ class Manifest:
     def __post_init__(self) -> None:
         ends = list(accumulate(tensor.slices for tensor in self.tensors.values()))
         starts = [0, *ends[:-1]]
-        self.names, self.file_names, self.ends = list(self.tensors), list(self.files), np.array(ends, np.int64)
+        self.names, self.file_names, self.ends = (
+            list(self.tensors),
+            list(self.files),
+            np.array(ends, np.int64),
+        )
         self.places = {name: place for place, name in enumerate(self.file_names)}
-        self.spans = {name: slice(start, end) for name, start, end in zip(self.names, starts, ends, strict=True)}
+        self.spans = {
+            name: slice(start, end) for name, start, end in zip(self.names, starts, ends, strict=True)
+        }
 
     @classmethod
     def of_text(cls, text: bytes) -> Self:
         """What stands in the text of manifest.json, not yet compared with itself.
 
         Raises:
-            ValueError: something in it has changed, or it is not a manifest's; a `ValidationError` where an entry is not.
+            ValueError: something in it has changed, or it is not a manifest's; a `ValidationError` where an
+                entry is not.
             UnknownVersion: it is of another version.
         """
         version, body = unsealed(text)
         if version < FORMAT_VERSION:
             earlier = EarlierText.model_validate_json(body)
             tensors, slices = earlier.columns()
-            return cls(version, earlier.megacore_version, earlier.step, earlier.state, earlier.files, tensors, slices, text)
+            return cls(
+                version,
+                earlier.megacore_version,
+                earlier.step,
+                earlier.state,
+                earlier.files,
+                tensors,
+                slices,
+                text,
+            )
         read = Text.model_validate_json(body)
         dims = max((len(tensor.shape) for tensor in read.tensors.values()), default=0)
         slices = Slices.of_texts(read.slices, sum(tensor.slices for tensor in read.tensors.values()), dims)
-        return cls(version, read.megacore_version, read.step, read.state, read.files, read.tensors, slices, text)
+        return cls(
+            version, read.megacore_version, read.step, read.state, read.files, read.tensors, slices, text
+        )
 
     def sealed(self) -> bytes:
         """The text of manifest.json."""
@@ -100,16 +119,28 @@ class Manifest:
     def pieces(self, name: str, box: TensorSlice | None = None) -> Iterator[Slice]:
         """The slices of a tensor, or those of them that share an element with `box`."""
         span = self.spans[name]
-        rows = np.arange(span.start, span.stop) if box is None else span.start + self.slices[span].overlapping(box)
+        rows = (
+            np.arange(span.start, span.stop)
+            if box is None
+            else span.start + self.slices[span].overlapping(box)
+        )
         return (piece for _, piece in self.named(rows))
 
     def named(self, rows: Numbers) -> Iterator[tuple[str, Slice]]:
         """Slices, each with the name of its tensor."""
         owners = np.searchsorted(self.ends, rows, side="right")  # no empty tensor's: its end is its start
-        for owner, file, number, offset, shape, digest in zip(owners.tolist(), *self.slices[rows].lists(), strict=True):
+        for owner, file, number, offset, shape, digest in zip(
+            owners.tolist(), *self.slices[rows].lists(), strict=True
+        ):
             name = self.names[owner]
             dims = len(self.tensors[name].shape)
-            piece = Slice(self.file_names[file], piece_name(name, number), tuple(offset[:dims]), tuple(shape[:dims]), digest)
+            piece = Slice(
+                self.file_names[file],
+                piece_name(name, number),
+                tuple(offset[:dims]),
+                tuple(shape[:dims]),
+                digest,
+            )
             yield name, piece
 
     def fault(self) -> str | None:
@@ -128,45 +159,71 @@ class Manifest:
         return self._fault_of_slices()
 
     def _fault_of_slices(self) -> str | None:
-        """The first reason why a tensor cannot be read in whole. All tensors are looked at together: there may be a million."""
+        """The first reason why a tensor cannot be read in whole.
+
+        All tensors are looked at together: there may be a million.
+        """
         rows, tensors = self.slices, list(self.tensors.values())
         dims = np.array([len(tensor.shape) for tensor in tensors], np.int64)
         most = rows.offset.shape[1]
-        shapes = np.array([(*tensor.shape, *(1,) * (most - len(tensor.shape))) for tensor in tensors], np.int64).reshape(len(tensors), most)
+        shapes = np.array(
+            [(*tensor.shape, *(1,) * (most - len(tensor.shape))) for tensor in tensors], np.int64
+        ).reshape(len(tensors), most)
         owners = np.repeat(np.arange(len(tensors)), np.diff(self.ends, prepend=0))
         offset, shape = rows.offset.astype(np.int64), rows.shape.astype(np.int64)
         beyond = np.arange(most) >= dims[owners, None]  # dims that a tensor does not have
-        outside = (offset + shape > shapes[owners]).any(axis=1) | (beyond & ((offset != 0) | (shape != 1))).any(axis=1)
+        outside = (offset + shape > shapes[owners]).any(axis=1) | (
+            beyond & ((offset != 0) | (shape != 1))
+        ).any(axis=1)
         if outside.any():
             name, first = self._first(outside)
             return (
-                f"tensor {name} has a slice {first.shape} at {first.offset} in {first.file}, outside its shape {self.tensors[name].shape}"
+                f"tensor {name} has a slice {first.shape} at {first.offset} in {first.file}, outside "
+                f"its shape {self.tensors[name].shape}"
             )
         for count in np.unique(dims).tolist():
             own = np.flatnonzero(dims == count)
             mine = np.flatnonzero(dims[owners] == count)
-            whole = tiled(shapes[own, :count], np.searchsorted(own, owners[mine]), offset[mine, :count], shape[mine, :count])
+            whole = tiled(
+                shapes[own, :count],
+                np.searchsorted(own, owners[mine]),
+                offset[mine, :count],
+                shape[mine, :count],
+            )
             if not whole.all():
                 return self._untiled(self.names[own[np.argmin(whole)]])
-        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(rows.digest, dtype=np.uint64)])  # modulo 2⁶⁴, as digests add up
-        for name, tensor, digest in zip(self.names, tensors, np.diff(sums[np.concatenate([[0], self.ends])]).tolist(), strict=True):
+        # modulo 2⁶⁴, as digests add up
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(rows.digest, dtype=np.uint64)])
+        for name, tensor, digest in zip(
+            self.names, tensors, np.diff(sums[np.concatenate([[0], self.ends])]).tolist(), strict=True
+        ):
             if digest_text(digest) != tensor.digest:
                 return f"tensor {name} has another digest than its slices together"
-        return self._fault_of_places(owners, shape.prod(axis=1) * np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)[owners])
+        return self._fault_of_places(
+            owners,
+            shape.prod(axis=1) * np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)[owners],
+        )
 
     def _untiled(self, name: str) -> str:
         """Why the slices of a tensor do not make it up."""
         tensor, rows = self.tensors[name], self.slices[self.spans[name]]
         offsets, shapes, dims = rows.offset.tolist(), rows.shape.tolist(), len(tensor.shape)
-        boxes = [(tuple(offset[:dims]), tuple(shape[:dims])) for offset, shape in zip(offsets, shapes, strict=True)]
+        boxes = [
+            (tuple(offset[:dims]), tuple(shape[:dims])) for offset, shape in zip(offsets, shapes, strict=True)
+        ]
         if pair := overlapping(boxes):
             a, b = (piece for _, piece in self.named(self.spans[name].start + np.array(pair)))
-            return f"tensor {name} has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in {b.file}"
+            return (
+                f"tensor {name} has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in "
+                f"{b.file}"
+            )
         elements = sum(prod(shape) for _, shape in boxes)
         return f"tensor {name} has slices for {elements} of its {prod(tensor.shape)} elements only"
 
     def _fault_of_places(self, owners: Numbers, nbytes: Numbers) -> str | None:
-        """Two slices in one place, or more in a file than fits there; `owners`, `nbytes`: of each slice its tensor and its size."""
+        """Two slices in one place, or more in a file than fits there; `owners`, `nbytes`: of each
+        slice its tensor and its size.
+        """
         file, number = self.slices.file, self.slices.number
         order = np.lexsort((number, file, owners))
         same = [column[order][1:] == column[order][:-1] for column in (number, file, owners)]
@@ -180,7 +237,9 @@ class Manifest:
         begins = np.searchsorted(file[order], np.arange(len(self.files)))
         before = np.concatenate([[0.0], filled])[begins][file[order]]
         full = np.zeros(len(order), bool)
-        full[order] = filled - before > np.array([one.bytes for one in self.files.values()], np.float64)[file[order]]
+        full[order] = (
+            filled - before > np.array([one.bytes for one in self.files.values()], np.float64)[file[order]]
+        )
         if full.any():
             name, first = self._first(full)
             return f"tensor {name} does not fit in the {self.files[first.file].bytes} bytes of {first.file}"
@@ -245,10 +304,12 @@ def _json(text: bytes) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of the checkpoint in folder `path`; checks its digest, its contents, and the sizes of the files.
+    """Reads the manifest of the checkpoint in folder `path`; checks its digest, its
+    contents, and the sizes of the files.
 
     Raises:
-        CheckpointError: no checkpoint, another version, a changed manifest, a tensor with a hole or an overlap, a missing or cut-off file.
+        CheckpointError: no checkpoint, another version, a changed manifest, a tensor with a hole or an
+            overlap, a missing or cut-off file.
     """
     size = plain_size(path / MANIFEST)
     if size is None:
@@ -267,17 +328,24 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(str(path), fault, "every element must be in exactly one slice")
     named = STEP_FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
-        raise CheckpointError(str(path), f"{MANIFEST} is of step {manifest.step}", "a folder has the name of its step")
+        raise CheckpointError(
+            str(path), f"{MANIFEST} is of step {manifest.step}", "a folder has the name of its step"
+        )
     for name, file in manifest.files.items():
         found = plain_size(path / name)
         if found != file.bytes:
-            wrong = f"{name} is missing, or no plain file" if found is None else f"{name} has {found} bytes of {file.bytes}"
+            wrong = (
+                f"{name} is missing, or no plain file"
+                if found is None
+                else f"{name} has {found} bytes of {file.bytes}"
+            )
             raise CheckpointError(str(path), wrong, f"copy the whole folder again, or {EARLIER}")
     return manifest
 
 
 def parsed(path: Path, text: bytes) -> Manifest:
-    """The manifest whose text this is, of the checkpoint in folder `path`; what it says is not compared with itself, nor with files.
+    """The manifest whose text this is, of the checkpoint in folder `path`; what it says is not
+    compared with itself, nor with files.
 
     Raises:
         CheckpointError: another version, or a change in it.
@@ -285,11 +353,16 @@ def parsed(path: Path, text: bytes) -> Manifest:
     try:
         return Manifest.of_text(text)
     except UnknownVersion as error:
-        right = f"this megacore reads format versions {READABLE[0]} to {READABLE[-1]}; read it with the megacore that wrote it"
+        right = (
+            f"this megacore reads format versions {READABLE[0]} to {READABLE[-1]}; read it with the "
+            "megacore that wrote it"
+        )
         raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
         raise CheckpointError(str(path), f"{MANIFEST} is damaged: {reason}", EARLIER) from None
     except (ValueError, RecursionError) as error:  # which the parser raises for deep nesting
-        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {' '.join(str(error).split())[:200]}", EARLIER) from error
+        raise CheckpointError(
+            str(path), f"{MANIFEST} is damaged: {' '.join(str(error).split())[:200]}", EARLIER
+        ) from error

@@ -24,10 +24,35 @@ from megacore.errors import CheckpointError
 
 # Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
 # max_positions changes a learned position table, its shape says so.)
-FREE_MODEL_KEYS = {"source", "source_digest", "dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "max_positions"}
-FREE_MODEL_KEYS |= {"z_loss", "router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}  # of training alone
+FREE_MODEL_KEYS = {
+    "source",
+    "source_digest",
+    "dropout",
+    "attention",
+    "init_std",
+    "zero_init",
+    "kernels",
+    "chunked_loss",
+    "max_positions",
+}
+FREE_MODEL_KEYS |= {
+    "z_loss",
+    "router_balance",
+    "balance_coefficient",
+    "router_z_loss",
+    "capacity_factor",
+}  # of training alone
 # Keys whose default is what others say.
-DERIVED = {"num_kv_heads", "head_size", "ffn_size", "expert_ffn_size", "router_bias", "max_positions", "qkv_bias", "attention_scale"}
+DERIVED = {
+    "num_kv_heads",
+    "head_size",
+    "ffn_size",
+    "expert_ffn_size",
+    "router_bias",
+    "max_positions",
+    "qkv_bias",
+    "attention_scale",
+}
 
 BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once while it is read
 
@@ -47,7 +72,9 @@ class Reader:
         self.path, self.trusted = path, trusted
         self.trained = False  # whether who wants weights alone wants those that were trained, where averages of them evaluate
         self.manifest: Manifest = read_manifest(path) if text is None else parsed(path, text)
-        self._files: dict[str, safe_open] = {}  # opened once: parsing a header for each slice would be quadratic
+        self._files: dict[
+            str, safe_open
+        ] = {}  # opened once: parsing a header for each slice would be quadratic
         self._verified: set[tuple[str, str]] = set()
 
     def trust(self) -> None:
@@ -86,7 +113,9 @@ class Reader:
     def read_into(self, name: str, shard: TensorSlice | Shard, out: Tensor) -> None:
         """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which may be a parameter."""
         self.check(name, shard.global_shape)
-        assert out.shape == shard.local_shape, f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
+        assert out.shape == shard.local_shape, (
+            f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
+        )
         own = TensorSlice(shard.global_shape, shard.offset, shard.local_shape)
         for piece in self.manifest.pieces(name, own):
             box = overlap(piece.offset, piece.shape, own.offset, own.local_shape)
@@ -103,7 +132,9 @@ class Reader:
         copy = self.path.parent.parent / COPY
         return copy if copy.is_file() else None
 
-    def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint", stretch: bool = False) -> None:
+    def check_model(
+        self, model: dict[str, Any], otherwise: str = "take another checkpoint", stretch: bool = False
+    ) -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
 
         A key that it has not, because it is of an earlier release, counts as its default. Those that change no shape and no function
@@ -116,19 +147,30 @@ class Reader:
             raise CheckpointError(str(self.path), "the model section in its state is no section", EARLIER)
         was, now = (of.get("source_digest") for of in (recorded, model))
         if was != now and not stretch:
-            files = [f"model.source of digest {digest}" if digest else "no model.source" for digest in (was, now)]
+            files = [
+                f"model.source of digest {digest}" if digest else "no model.source" for digest in (was, now)
+            ]
             right = f"model.source={self.source_copy}" if was and self.source_copy else "the same"
-            raise CheckpointError(str(self.path), f"was written with {files[0]}, and the config has {files[1]}", f"{right}, or {otherwise}")
+            raise CheckpointError(
+                str(self.path),
+                f"was written with {files[0]}, and the config has {files[1]}",
+                f"{right}, or {otherwise}",
+            )
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
-        free |= {"router_bias_rate"} if "router_bias" in recorded else set()  # which says whether there is a bias
+        free |= (
+            {"router_bias_rate"} if "router_bias" in recorded else set()
+        )  # which says whether there is a bias
         if recorded:
             defaults = ModelConfig().model_dump(mode="json")
             recorded = {key: defaults[key] for key in defaults.keys() & model.keys() - DERIVED} | recorded
         # In the schema's order: keys from which others are derived come first.
-        if differ := [key for key in model if key in recorded and key not in free and recorded[key] != model[key]]:
+        if differ := [
+            key for key in model if key in recorded and key not in free and recorded[key] != model[key]
+        ]:
             was, now = (
-                {key: value if isinstance(value := of[key], str) else json.dumps(value) for key in differ} for of in (recorded, model)
+                {key: value if isinstance(value := of[key], str) else json.dumps(value) for key in differ}
+                for of in (recorded, model)
             )
             said = ", ".join(f"model.{key}={was[key]} (the config says {now[key]})" for key in differ)
             words = " ".join(shlex.quote(f"model.{key}={was[key]}") for key in differ)
@@ -145,7 +187,11 @@ class Reader:
         if tensor is None:
             raise CheckpointError(str(self.path), f"has no tensor {name} of shape {shape}", right)
         if tensor.shape != shape:
-            raise CheckpointError(str(self.path), f"tensor {name} has shape {tensor.shape}, and the model of this config {shape}", right)
+            raise CheckpointError(
+                str(self.path),
+                f"tensor {name} has shape {tensor.shape}, and the model of this config {shape}",
+                right,
+            )
 
     def verify(self, part: int = 0, parts: int = 1, note: Callable[[], None] = lambda: None) -> None:
         """Read everything, or number `part` of `parts` equal parts of the files, and compare it with the digests of files and of contents.
@@ -159,13 +205,21 @@ class Reader:
             try:
                 found = file_digest(self.path / name, file.hash)
             except OSError as error:
-                raise CheckpointError(str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER) from error
+                raise CheckpointError(
+                    str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER
+                ) from error
             self._open(name)
-            for tensor, piece in self._slices_in(name):  # which also shows whether the manifest mixes up slices
+            for tensor, piece in self._slices_in(
+                name
+            ):  # which also shows whether the manifest mixes up slices
                 note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
             if found != file.digest:
-                raise CheckpointError(str(self.path), f"{name} has changed since it was written, outside of its tensors", EARLIER)
+                raise CheckpointError(
+                    str(self.path),
+                    f"{name} has changed since it was written, outside of its tensors",
+                    EARLIER,
+                )
 
     def verify_tensor(self, name: str) -> None:
         """Read one tensor and compare it with its digest, once.
@@ -192,7 +246,9 @@ class Reader:
     def _by_file(self) -> tuple[Numbers, Numbers]:
         """The slices' rows in the order of files, and for each file the place of its first one; at the end, of none."""
         order = np.argsort(self.manifest.slices.file, kind="stable")
-        return order, np.searchsorted(self.manifest.slices.file[order], np.arange(len(self.manifest.files) + 1))
+        return order, np.searchsorted(
+            self.manifest.slices.file[order], np.arange(len(self.manifest.files) + 1)
+        )
 
     def _slices_in(self, file: str) -> list[tuple[str, Slice]]:
         """What the manifest says is in a file, with the names of the tensors."""
@@ -204,9 +260,13 @@ class Reader:
         if (piece.file, piece.key) in self._verified:
             return
         total, identity = 0, self.manifest.identity(name)
-        whole = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
+        whole = tuple(
+            slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True)
+        )
         for block in blocks(whole, BLOCK_ELEMENTS):
-            total += content_digest(stored[relative(block, piece.offset)], tuple(s.start for s in block), identity)
+            total += content_digest(
+                stored[relative(block, piece.offset)], tuple(s.start for s in block), identity
+            )
         if total % MODULUS != piece.digest:
             wrong = f"tensor {name} has changed in {piece.file} since it was written (its slice at {piece.offset})"
             raise CheckpointError(str(self.path), wrong, EARLIER)
@@ -238,5 +298,7 @@ class Reader:
         dtype = DTYPE_CODES[DTYPES[self.manifest.tensors[name].dtype]]
         if tuple(stored.get_shape()) != piece.shape or stored.get_dtype() != dtype:
             wrong = f"tensor {name} is {stored.get_dtype()} {tuple(stored.get_shape())} in {piece.file}"
-            raise CheckpointError(str(self.path), wrong, f"its manifest says {dtype} {piece.shape}; {EARLIER}")
+            raise CheckpointError(
+                str(self.path), wrong, f"its manifest says {dtype} {piece.shape}; {EARLIER}"
+            )
         return stored

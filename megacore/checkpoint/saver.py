@@ -57,7 +57,11 @@ class Ranks:
     def share(self, content: bytes) -> bytes:
         """Rank 0's `content` on every rank, of any size. It takes two broadcasts, of the size and of the bytes."""
         size = int(broadcast(torch.tensor(len(content), device=self.mesh.device), self.mesh.world))
-        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        buffer = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if self.rank == 0
+            else torch.empty(size, dtype=torch.uint8)
+        )
         return broadcast(buffer.to(self.mesh.device), self.mesh.world).cpu().numpy().tobytes()
 
 
@@ -150,7 +154,14 @@ class _Save:
     """One rank's part of one checkpoint."""
 
     def __init__(
-        self, directory: Path, step: int, token: str, state: dict[str, Any], ranks: Ranks, clean: Callable[[Path], None], needed: int
+        self,
+        directory: Path,
+        step: int,
+        token: str,
+        state: dict[str, Any],
+        ranks: Ranks,
+        clean: Callable[[Path], None],
+        needed: int,
     ) -> None:
         self.final, self.partial = folder_of(directory, step), partial_of(directory, step, token)
         self.step, self.state, self.rank, self.world, self.clean = step, state, ranks.rank, ranks.world, clean
@@ -175,8 +186,12 @@ class _Save:
             self._fail(error)
             if isinstance(error, OSError) and error.errno in FULL:
                 sizes = (self.needed, own, free)
-                self.reason += "; it needs {} in all and {} for this rank, and {} was free".format(*map(size_text, sizes))
-            for file in self.partial.glob(f"rank_{self.rank:05d}.*"):  # at once: others need the room on a full disk
+                self.reason += "; it needs {} in all and {} for this rank, and {} was free".format(
+                    *map(size_text, sizes)
+                )
+            for file in self.partial.glob(
+                f"rank_{self.rank:05d}.*"
+            ):  # at once: others need the room on a full disk
                 file.unlink(missing_ok=True)
         self.written.set()
 
@@ -198,7 +213,11 @@ class _Save:
             self.commit()
 
     def _fail(self, error: Exception) -> None:
-        what = f"{error.wrong} ({error.right})" if isinstance(error, CheckpointError) else getattr(error, "strerror", None) or error
+        what = (
+            f"{error.wrong} ({error.right})"
+            if isinstance(error, CheckpointError)
+            else getattr(error, "strerror", None) or error
+        )
         self.error, self.reason = error, f"rank {self.rank} of {self.world}: {what}"
 
 
@@ -241,7 +260,9 @@ class Saver:
             return
         copies = self.staging.copy(own)
         # A daemon: a run that fails does not wait for its checkpoint, which nobody will have seen.
-        save.thread = threading.Thread(target=save.run, args=(places, iter(copies), self.staging.wait), name="checkpoint", daemon=True)
+        save.thread = threading.Thread(
+            target=save.run, args=(places, iter(copies), self.staging.wait), name="checkpoint", daemon=True
+        )
         save.thread.start()
 
     def hold_update(self) -> None:

@@ -1,4 +1,5 @@
-"""The slices of a checkpoint as columns of numbers: a thousand ranks leave a million slices, too many for an object each.
+"""The slices of a checkpoint as columns of numbers: a thousand ranks leave a million
+slices, too many for an object each.
 
 Also cuts boxes into blocks of bounded size, and says whether boxes tile a tensor.
 """
@@ -19,7 +20,8 @@ Numbers = npt.NDArray[Any]  # unsigned, in as few bytes as hold the largest
 Row = tuple[int, int, Sequence[int], Sequence[int], int]  # of each column one
 
 WIDTHS = {f"u{width}:": np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}  # what a column's text begins with
-MOST_DIMS, LARGEST = 8, 2**48  # far above any model, so that no number in a manifest can make a reader allocate or count without end
+# far above any model, so that no number in a manifest can make a reader allocate or count without end
+MOST_DIMS, LARGEST = 8, 2**48
 MOST_CORNERS = 1 << 22  # of boxes that are looked at together
 NAMED = 1000  # boxes among which overlapping ones are searched by name
 
@@ -51,8 +53,16 @@ class Slices:
         """The columns of some rows, each with the dims of its own tensor."""
         file, number, offset, shape, digest = zip(*rows, strict=True) if rows else ((), (), (), (), ())
         dims = max(map(len, shape), default=0)
-        boxes = [[(*row, *(rest,) * (dims - len(row))) for row in column] for column, rest in ((offset, 0), (shape, 1))]
-        columns = (file, number, *(np.array(box, np.uint64).reshape(len(rows), dims) for box in boxes), digest)
+        boxes = [
+            [(*row, *(rest,) * (dims - len(row))) for row in column]
+            for column, rest in ((offset, 0), (shape, 1))
+        ]
+        columns = (
+            file,
+            number,
+            *(np.array(box, np.uint64).reshape(len(rows), dims) for box in boxes),
+            digest,
+        )
         return cls(*(_narrow(np.array(column, np.uint64)) for column in columns))
 
     @classmethod
@@ -66,7 +76,13 @@ class Slices:
     def widened(self, dims: int) -> Self:
         """The same rows with so many dims."""
         more = ((0, 0), (0, dims - self.offset.shape[1]))
-        return type(self)(self.file, self.number, np.pad(self.offset, more), np.pad(self.shape, more, constant_values=1), self.digest)
+        return type(self)(
+            self.file,
+            self.number,
+            np.pad(self.offset, more),
+            np.pad(self.shape, more, constant_values=1),
+            self.digest,
+        )
 
     def __len__(self) -> int:
         return len(self.file)
@@ -80,7 +96,13 @@ class Slices:
 
     def behind(self, files: int) -> Self:
         """The same rows, whose files stand behind so many others."""
-        return type(self)(_narrow(self.file.astype(np.uint64) + np.uint64(files)), self.number, self.offset, self.shape, self.digest)
+        return type(self)(
+            _narrow(self.file.astype(np.uint64) + np.uint64(files)),
+            self.number,
+            self.offset,
+            self.shape,
+            self.digest,
+        )
 
     def overlapping(self, box: TensorSlice) -> Numbers:
         """The rows that share an element with `box`, all of them of its tensor."""
@@ -92,7 +114,10 @@ class Slices:
     def texts(self) -> dict[str, str]:
         """The columns for JSON: the width of a number in bytes, and all of them in base64."""
         narrow = {name: _narrow(getattr(self, name)) for name in COLUMNS}
-        return {name: f"u{column.itemsize}:{base64.b64encode(column.tobytes()).decode()}" for name, column in narrow.items()}
+        return {
+            name: f"u{column.itemsize}:{base64.b64encode(column.tobytes()).decode()}"
+            for name, column in narrow.items()
+        }
 
     @classmethod
     def of_texts(cls, texts: dict[str, str], rows: int, dims: int) -> Self:
@@ -138,12 +163,13 @@ def blocks(box: tuple[slice, ...], elements: int) -> Iterator[tuple[slice, ...]]
 
 
 def tiled(shapes: Numbers, owners: Numbers, offsets: Numbers, sizes: Numbers) -> Numbers:
-    """For each tensor of some ``[tensors, dims]``, whether every element is in exactly one of its boxes. ``owners`` ``[n]`` are the tensors
-    of the boxes, ascending, whose offsets and sizes are ``[n, dims]``, inside their tensor. Takes time n · log n: a sharded optimizer
-    makes the number of boxes large.
+    """For each tensor of some ``[tensors, dims]``, whether every element is in exactly one of its boxes.
 
-    A box is a product, over dims, of the steps "up at its start, down at its end". So the boxes tile the whole if the signed
-    corners of all of them cancel, except the corners of the whole.
+    ``owners`` ``[n]`` are the tensors of the boxes, ascending, whose offsets and sizes are ``[n, dims]``,
+    inside their tensor. Takes time n · log n: a sharded optimizer makes the number of boxes large.
+
+    A box is a product, over dims, of the steps "up at its start, down at its end". So the boxes tile the
+    whole if the signed corners of all of them cancel, except the corners of the whole.
     """
     whole, dims = np.ones(len(shapes), bool), shapes.shape[1]
     ends = np.searchsorted(owners, np.arange(len(shapes)), side="right")
@@ -151,7 +177,12 @@ def tiled(shapes: Numbers, owners: Numbers, offsets: Numbers, sizes: Numbers) ->
     while first < len(shapes):  # so many tensors at a time that their corners fit in memory
         begin = ends[first - 1] if first else 0
         last = max(
-            first + 1, int(np.searchsorted(ends + np.arange(1, len(ends) + 1), begin + first + (MOST_CORNERS >> dims), side="right"))
+            first + 1,
+            int(
+                np.searchsorted(
+                    ends + np.arange(1, len(ends) + 1), begin + first + (MOST_CORNERS >> dims), side="right"
+                )
+            ),
         )
         own = slice(int(begin), int(ends[last - 1]))
         whole[first:last] = _cancel(shapes[first:last], owners[own] - first, offsets[own], sizes[own])

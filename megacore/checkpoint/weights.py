@@ -21,8 +21,14 @@ def recorded_sections(reader: Reader) -> dict[str, Any]:
         CheckpointError: it was written without one.
     """
     sections = reader.state.get("config")
-    if not isinstance(sections, dict) or not all(isinstance(sections.get(name), dict) for name in ("model", "train", "data")):
-        raise CheckpointError(str(reader.path), "does not hold the run's config", "a checkpoint of launch/pretrain.py or of an import")
+    if not isinstance(sections, dict) or not all(
+        isinstance(sections.get(name), dict) for name in ("model", "train", "data")
+    ):
+        raise CheckpointError(
+            str(reader.path),
+            "does not hold the run's config",
+            "a checkpoint of launch/pretrain.py or of an import",
+        )
     return sections
 
 
@@ -56,14 +62,22 @@ def check_weights(reader: Reader, config: Config) -> None:
         wrong = f"has {len(reader.names)} tensors, too few for model.num_layers={config.model.num_layers}"
         raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")
     model = whole_model(config, "meta")
-    expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
+    expected = {
+        f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in model.named_parameters()
+    }
     frozen = frozen_of(config)
     may_lack = {f"{WEIGHTS}{name}" for name, _ in model.named_parameters() if frozen and name not in frozen}
-    expected |= {f"{BUFFERS}{name}": buffer.shard.global_shape for name, buffer in buffers_of([model]).items()}
+    expected |= {
+        f"{BUFFERS}{name}": buffer.shard.global_shape for name, buffer in buffers_of([model]).items()
+    }
     for name, shape in expected.items():
         if not (name in may_lack and is_new(reader, name)):
             reader.check(name, shape)
     for name in reader.names:
         if name.startswith((WEIGHTS, BUFFERS)) and name not in expected:
             right = "set the model section of the config to that of the checkpoint"
-            raise CheckpointError(str(reader.path), f"holds the tensor {name}, which the model of this config does not have", right)
+            raise CheckpointError(
+                str(reader.path),
+                f"holds the tensor {name}, which the model of this config does not have",
+                right,
+            )

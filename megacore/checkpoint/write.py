@@ -1,4 +1,7 @@
-"""Writes a rank's part of a checkpoint: one safetensors file, and an index of its tensors with their digests. Merges all ranks' indexes."""
+"""Writes a rank's part of a checkpoint: one safetensors file, and an index of its tensors with their digests.
+
+Merges all ranks' indexes.
+"""
 
 import heapq
 import json
@@ -25,8 +28,10 @@ Places = Mapping[str, tuple[torch.dtype, TensorSlice | Shard]]  # what a rank wi
 
 
 def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype, TensorSlice | Shard]]:
-    """The pieces that this rank writes. The widest dtype comes first, so that every tensor is aligned in the file, as readers that
-    map it expect."""
+    """The pieces that this rank writes.
+
+    The widest dtype comes first, so that every tensor is aligned in the file, as readers that map it expect.
+    """
     own = {key: (tensors[key][0].dtype, tensors[key][1]) for key in dealt(tensors)}
     for key, (_, box) in own.items():
         shape = tensors[key][0].shape
@@ -37,8 +42,9 @@ def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype
 def dealt(tensors: Mapping[str, LocalTensor]) -> Iterator[str]:
     """Of the pieces that other ranks hold too, those that this one writes, and all others.
 
-    Copies are dealt so that the ranks which hold them write about as many bytes: the largest piece first, each to the rank that
-    has least so far. All of these ranks hold copies of the same pieces, and so come to the same result.
+    Copies are dealt so that the ranks which hold them write about as many bytes: the largest piece first,
+    each to the rank that has least so far. All of these ranks hold copies of the same pieces, and so come to
+    the same result.
     """
     alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for key, (_, box) in tensors.items():
@@ -61,8 +67,9 @@ def bytes_of(places: Places) -> int:
 
 
 def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor]) -> None:
-    """Write a rank's slices, and then its index, which says that they are on the disk. A rank without slices writes an empty index,
-    so that a lost index is noticed.
+    """Write a rank's slices, and then its index, which says that they are on the disk.
+
+    A rank without slices writes an empty index, so that a lost index is noticed.
 
     Raises:
         OSError: the disk refused, or what is read back differs.
@@ -89,11 +96,17 @@ def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor
     replace_file(index_file(folder, rank), index.encoded())
 
 
-def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], note: Callable[[Tensor], None] = lambda tensor: None) -> File:
+def write_safetensors(
+    file: Path,
+    layout: Layout,
+    tensors: Iterator[Tensor],
+    note: Callable[[Tensor], None] = lambda tensor: None,
+) -> File:
     """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
 
-    The library's own writer needs every tensor on the CPU at once. This one needs memory for the largest only: a host with eight
-    devices may not have room for all their weights and moments, and a model may be larger than memory.
+    The library's own writer needs every tensor on the CPU at once. This one needs memory for the largest
+    only: a host with eight devices may not have room for all their weights and moments, and a model may be
+    larger than memory.
 
     Args:
         layout: what the file will hold; tensors without elements are left out.
@@ -113,10 +126,13 @@ def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], not
         yield len(head).to_bytes(8, "little") + head
         for name, expected in layout.items():
             tensor = next(tensors)
-            assert (tensor.dtype, tensor.shape) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)} is not {expected}"
+            assert (tensor.dtype, tensor.shape) == expected, (
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} is not {expected}"
+            )
             tensor = tensor.detach().cpu().contiguous()
             note(tensor)
-            # The bytes of a flat tensor: numpy has no bfloat16, and a 0-dim tensor has no view of another width.
+            # The bytes of a flat tensor: numpy has no bfloat16, and a 0-dim tensor has no view of another
+            # width.
             yield tensor.reshape(-1).view(torch.uint8).numpy().data
             del tensor
 
@@ -142,8 +158,13 @@ class Index:
         """Raises `ValueError` where it is not what `encoded` made."""
         content = json.loads(text)
         files = {name: File.model_validate(file) for name, file in content["files"].items()}
-        tensors = {name: (dtype, tuple(shape), count) for name, (dtype, shape, count) in content["tensors"].items()}
-        rows, dims = sum(count for _, _, count in tensors.values()), max((len(shape) for _, shape, _ in tensors.values()), default=0)
+        tensors = {
+            name: (dtype, tuple(shape), count) for name, (dtype, shape, count) in content["tensors"].items()
+        }
+        rows, dims = (
+            sum(count for _, _, count in tensors.values()),
+            max((len(shape) for _, shape, _ in tensors.values()), default=0),
+        )
         return cls(files, tensors, Slices.of_texts(content["slices"], rows, dims))
 
 
@@ -175,7 +196,8 @@ def merged(folder: Path, world: int) -> tuple[dict[str, File], dict[str, Logical
     slices = Slices.joined(parts)[np.argsort(owners, kind="stable")]
     counts = np.bincount(owners, minlength=len(known)).tolist()
     ends = np.cumsum(counts, dtype=np.int64)
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(slices.digest, dtype=np.uint64)])  # modulo 2⁶⁴, as digests add up
+    # modulo 2⁶⁴, as digests add up
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(slices.digest, dtype=np.uint64)])
     digests = (sums[ends] - sums[ends - counts]).tolist()
     tensors = {
         name: Logical(shape=shape, dtype=dtype, digest=digest_text(digest), slices=count)

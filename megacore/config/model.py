@@ -64,24 +64,36 @@ LastStep = Annotated[Count, Field(title="last step")]
 
 
 class ModelConfig(ExpertSettings, LatentSettings):
-    block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
-    source: str | None = Field(
-        None, min_length=1, description="a file of your own with the model's settings and blocks, which is executed; see docs/blocks.md"
+    block: Literal["gpt"] = Field(
+        "gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py"
     )
-    source_digest: str | None = Field(None, min_length=1, description="of that file's text, SHA-256; null: what it is")
+    source: str | None = Field(
+        None,
+        min_length=1,
+        description="a file of your own with the model's settings and blocks, which is executed; see docs/blocks.md",
+    )
+    source_digest: str | None = Field(
+        None, min_length=1, description="of that file's text, SHA-256; null: what it is"
+    )
     num_layers: Count = 12
     hidden_size: Width = 768
     num_heads: Width = 12
     num_kv_heads: Width | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
-    head_size: Width | None = Field(None, description="features of one attention head; null: hidden_size / num_heads")
+    head_size: Width | None = Field(
+        None, description="features of one attention head; null: hidden_size / num_heads"
+    )
     ffn_size: Rows | None = Field(
-        None, description="null: 4 × hidden_size; where it is gated, as by swiglu, 8/3 × hidden_size, rounded up to a multiple of 64"
+        None,
+        description="null: 4 × hidden_size; where it is gated, as by swiglu, 8/3 × hidden_size, rounded up to a multiple of 64",
     )
     vocab_size: Rows = 50304
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_offset: bool = Field(False, description="norms multiply by 1 + their weights, which begin at 0 (Gemma)")
+    norm_offset: bool = Field(
+        False, description="norms multiply by 1 + their weights, which begin at 0 (Gemma)"
+    )
     norm_place: Literal["pre", "post", "both"] = Field(
-        "pre", description="where a block's norms stand: before each branch, behind it (OLMo 2), or both (Gemma 2)"
+        "pre",
+        description="where a block's norms stand: before each branch, behind it (OLMo 2), or both (Gemma 2)",
     )
     branches: Literal["serial", "parallel", "shared_norm"] = Field(
         "serial",
@@ -89,64 +101,109 @@ class ModelConfig(ExpertSettings, LatentSettings):
         "shared_norm: the same norm of it (GPT-J)",
     )
     embedding_norm: bool = Field(False, description="a norm of the hidden states that enter the first block")
-    activation: Literal["gelu", "gelu_erf", "swiglu", "swiglu_clamped", "geglu", "geglu_erf", "relu2"] = Field(
-        "gelu",
-        description="gelu: its tanh form, as in GPT-2; gelu_erf: exact; swiglu_clamped: gpt-oss's; geglu: as swiglu, with gelu; "
-        "relu2: a ReLU's square",
+    activation: Literal["gelu", "gelu_erf", "swiglu", "swiglu_clamped", "geglu", "geglu_erf", "relu2"] = (
+        Field(
+            "gelu",
+            description="gelu: its tanh form, as in GPT-2; gelu_erf: exact; swiglu_clamped: gpt-oss's; geglu: as swiglu, with gelu; "
+            "relu2: a ReLU's square",
+        )
     )
     position: Literal["learned", "rope"] = "learned"
     max_positions: Positions | None = Field(
-        None, description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len"
+        None,
+        description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len",
     )
-    rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(10000.0, description="base of the rotary frequencies")
+    rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(
+        10000.0, description="base of the rotary frequencies"
+    )
     window_rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] | None = Field(
-        None, description="another base in blocks with a window, where frequencies are not stretched (Gemma 3); null: the same in all"
+        None,
+        description="another base in blocks with a window, where frequencies are not stretched (Gemma 3); null: the same in all",
     )
-    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched for longer texts")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="how rotary frequencies are stretched for longer texts"
+    )
     rotary_share: Share = Field(1.0, description="of a head's features, how many rotary positions turn")
-    nope_every: Count | None = Field(None, description="every n-th block has no rotary positions (NoPE); null: none")
-    norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
-    bias: bool = Field(True, description="biases in the linear layers and layernorms, in experts and their routers")
-    qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
-    qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
-    qk_norm_heads: Literal["each", "all"] = Field("each", description="whether it is of each head by itself, or over all (OLMo 2)")
-    attention_scale: Factor | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
-    window: Positions | None = Field(None, description="tokens that a token attends to, itself among them; null: all before it")
-    window_schedule: Annotated[tuple[tuple[LastStep, Positions], ...], Field(max_length=64)] = Field(
-        (), description="[[last step, window], …]: up to each of these steps windows are that small, then model.window"
+    nope_every: Count | None = Field(
+        None, description="every n-th block has no rotary positions (NoPE); null: none"
     )
-    global_every: Count | None = Field(None, description="every n-th block attends to all tokens, whatever the window; null: none")
-    attention_cap: Factor | None = Field(None, description="attention's scores s become cap · tanh(s / cap); null: no cap")
-    attention_sinks: bool = Field(False, description="of each head a learned logit in the softmax's denominator (gpt-oss)")
+    norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
+    bias: bool = Field(
+        True, description="biases in the linear layers and layernorms, in experts and their routers"
+    )
+    qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
+    qk_norm: bool = Field(
+        False, description="an RMS norm over each head's queries and keys, before rotary positions"
+    )
+    qk_norm_heads: Literal["each", "all"] = Field(
+        "each", description="whether it is of each head by itself, or over all (OLMo 2)"
+    )
+    attention_scale: Factor | None = Field(
+        None, description="factor on attention's scores; null: 1 / sqrt(head_size)"
+    )
+    window: Positions | None = Field(
+        None, description="tokens that a token attends to, itself among them; null: all before it"
+    )
+    window_schedule: Annotated[tuple[tuple[LastStep, Positions], ...], Field(max_length=64)] = Field(
+        (),
+        description="[[last step, window], …]: up to each of these steps windows are that small, then model.window",
+    )
+    global_every: Count | None = Field(
+        None, description="every n-th block attends to all tokens, whatever the window; null: none"
+    )
+    attention_cap: Factor | None = Field(
+        None, description="attention's scores s become cap · tanh(s / cap); null: no cap"
+    )
+    attention_sinks: bool = Field(
+        False, description="of each head a learned logit in the softmax's denominator (gpt-oss)"
+    )
     attention_gate: Literal["headwise", "elementwise"] | None = Field(
-        None, description="attention's output times a sigmoid of a product with its input: one of each head, or of each of their features"
+        None,
+        description="attention's output times a sigmoid of a product with its input: one of each head, or of each of their features",
     )
     logit_cap: Factor | None = Field(None, description="the same of the logits")
     embedding_scale: Factor = Field(1.0, description="factor on the token vectors that enter the first block")
-    residual_scale: Factor = Field(1.0, description="factor on what each half of a block adds to the residual")
+    residual_scale: Factor = Field(
+        1.0, description="factor on what each half of a block adds to the residual"
+    )
     logit_scale: Factor = Field(1.0, description="factor on the logits")
     tie_embeddings: bool = True
-    head_bias: bool = Field(False, description="a bias of the logits, of its own also where the head's weight is the embedding's (Phi-2)")
+    head_bias: bool = Field(
+        False,
+        description="a bias of the logits, of its own also where the head's weight is the embedding's (Phi-2)",
+    )
     dropout: Fraction = Field(
-        0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
+        0.0,
+        description="on the embedding and on what each block adds to the residual; the same mask in every layout",
     )
     attention: Literal["auto", "sdpa", "fused", "eager"] = Field(
-        "auto", description="auto: eager for short sequences on CPUs, where it is faster; else sdpa, which keeps no scores"
+        "auto",
+        description="auto: eager for short sequences on CPUs, where it is faster; else sdpa, which keeps no scores",
     )
     kernels: Literal["auto", "triton", "eager"] = Field(
-        "auto", description="fused Triton kernels; auto: on GPUs. triton: also in Triton's interpreter (TRITON_INTERPRET=1)"
+        "auto",
+        description="fused Triton kernels; auto: on GPUs. triton: also in Triton's interpreter (TRITON_INTERPRET=1)",
     )
     chunked_loss: bool = Field(
-        False, description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole"
+        False,
+        description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole",
     )
-    z_loss: Factor | None = Field(None, description="weight in the loss of the mean square of the logits' log-sum-exp; null: none")
-    init_std: Factor = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
+    z_loss: Factor | None = Field(
+        None, description="weight in the loss of the mean square of the logits' log-sum-exp; null: none"
+    )
+    init_std: Factor = Field(
+        0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)"
+    )
     parametrization: Literal["standard", "mup"] = Field(
         "standard",
         description="mup: first weights, rates and scales by width, so that a rate found at base_width is right at any; docs/mup.md",
     )
-    base_width: Width | None = Field(None, description="mup: the hidden_size at which it is the standard parametrization")
-    base_head_size: Width | None = Field(None, description="mup: the head_size at base_width; null: head_size, and heads grow in number")
+    base_width: Width | None = Field(
+        None, description="mup: the hidden_size at which it is the standard parametrization"
+    )
+    base_head_size: Width | None = Field(
+        None, description="mup: the head_size at base_width; null: head_size, and heads grow in number"
+    )
     base_layers: Count | None = Field(
         None, description="mup: the num_layers from which residuals are scaled with depth; null: they are not"
     )
@@ -170,7 +227,10 @@ class ModelConfig(ExpertSettings, LatentSettings):
         """How many tokens a token of a block sees; None: all before it. In a step, or behind all of `window_schedule`."""
         if self.global_every is not None and (block + 1) % self.global_every == 0:
             return None
-        return next((window for last, window in self.window_schedule if step is not None and step <= last), self.window)
+        return next(
+            (window for last, window in self.window_schedule if step is not None and step <= last),
+            self.window,
+        )
 
     def alike(self, block: int) -> int:
         """The first block that is of the same kind; their parameters are alike in all."""

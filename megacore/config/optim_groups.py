@@ -1,4 +1,6 @@
-"""Which optimizer each parameter has, with which settings: `optim`, and `optim.groups` by patterns of names."""
+"""Which optimizer each parameter has, with which settings: `optim`, and `optim.groups`
+by patterns of names.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +44,11 @@ class ParameterGroup:
     @property
     def kinds(self) -> tuple[str, ...]:
         """All kinds of state that the rule keeps."""
-        return *self.rule.kinds, *self.rule.numbers, *(self.rule.own_state((1, 1, 1)) if self.rule.whole else ())
+        return (
+            *self.rule.kinds,
+            *self.rule.numbers,
+            *(self.rule.own_state((1, 1, 1)) if self.rule.whole else ()),
+        )
 
     @property
     def elementwise(self) -> tuple[str, ...]:
@@ -58,36 +64,63 @@ class ParameterGroup:
 
 
 class ParameterGroups:
-    """All groups of a config, in the order of `optim.groups`, and behind them the one of all other parameters."""
+    """All groups of a config, in the order of `optim.groups`, and behind them the
+    one of all other parameters.
+    """
 
     def __init__(self, optim: OptimConfig) -> None:
-        self.every = (*(_group(optim, i, entry) for i, entry in enumerate(optim.groups, 1)), _group(optim, 0, OptimGroup(match=("*",))))
+        self.every = (
+            *(_group(optim, i, entry) for i, entry in enumerate(optim.groups, 1)),
+            _group(optim, 0, OptimGroup(match=("*",))),
+        )
         self._by_width: dict[tuple[ParameterGroup, float], ParameterGroup] = {}
 
     def of(self, name: str, record: Any = None) -> ParameterGroup:
-        """The group of the parameter with a logical name: the first that matches. With its record, a `distributed.shard.Shard`, its rate is
-        that for its width; rate times weight decay is the same at every width."""
+        """The group of the parameter with a logical name: the first that matches.
+
+        With its record, a `distributed.shard.Shard`, its rate is that for its width; rate times weight decay
+        is the same at every width.
+        """
         group = next((group for group in self.every[:-1] if group.has(name)), self.every[-1])
-        by = 1.0 if record is None or record.width == 1.0 else group.rule.width_factor(record.is_hidden, record.width)
+        by = (
+            1.0
+            if record is None or record.width == 1.0
+            else group.rule.width_factor(record.is_hidden, record.width)
+        )
         if by is None:
-            raise ConfigError(KEY, f"mup knows no rate of {group.rule.name} for {name}", "another kind, or model.parametrization=standard")
+            raise ConfigError(
+                KEY,
+                f"mup knows no rate of {group.rule.name} for {name}",
+                "another kind, or model.parametrization=standard",
+            )
         if by == 1.0:
             return group
-        scaled = replace(group, lr=group.lr * by, factor=group.factor * by, weight_decay=group.weight_decay / by)
+        scaled = replace(
+            group, lr=group.lr * by, factor=group.factor * by, weight_decay=group.weight_decay / by
+        )
         return self._by_width.setdefault((group, by), scaled)
 
     def check(self, shards: Mapping[str, "Placement"]) -> None:
-        """Raises `ConfigError` if a pattern matches none of the model's parameters, or a rule cannot update one that it has."""
+        """Raises `ConfigError` if a pattern matches none of the model's parameters, or a rule
+        cannot update one that it has.
+        """
         for group in self.every[:-1]:
             for pattern in group.match:
                 if not any(fnmatchcase(name, pattern) for name in shards):
-                    right = f"a pattern of names such as {next(iter(shards))} and {list(shards)[len(shards) // 2]}"
+                    right = (
+                        f"a pattern of names such as {next(iter(shards))} and "
+                        f"{list(shards)[len(shards) // 2]}"
+                    )
                     raise ConfigError(KEY, f"{pattern} matches no parameter of the model", right)
         for name, shard in shards.items():
             group = self.of(name)
             if reason := group.refuses(shard):
                 right = f"an entry of {KEY} with another kind that matches it"
-                raise ConfigError(KEY if group.number else "optim.kind", f"{group.rule.name} cannot update {name}: {reason}", right)
+                raise ConfigError(
+                    KEY if group.number else "optim.kind",
+                    f"{group.rule.name} cannot update {name}: {reason}",
+                    right,
+                )
 
 
 def _group(optim: OptimConfig, number: int, entry: OptimGroup) -> ParameterGroup:
@@ -96,7 +129,9 @@ def _group(optim: OptimConfig, number: int, entry: OptimGroup) -> ParameterGroup
         return getattr(optim, key) if own is None else own
 
     rule = RULES[value("kind")]
-    settings = rule.settings_type.model_construct(**{key: value(key) for key in rule.settings_type.model_fields})
+    settings = rule.settings_type.model_construct(
+        **{key: value(key) for key in rule.settings_type.model_fields}
+    )
     lr = value("lr")
     factor = 1.0 if lr == optim.lr else lr / optim.lr
     return ParameterGroup(number, entry.match, rule(settings), lr, factor, value("weight_decay"), optim.ema)

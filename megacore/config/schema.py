@@ -1,7 +1,8 @@
 """The schema of a run's config: its sections, and every key with its type, default and meaning.
 
-Long sections are files beside this one. The classes hold values and check one section alone. Files and overrides, and rules over
-several sections (does the batch divide, does the world fit): `megacore.tools.settings`.
+Long sections are files beside this one. The classes hold values and check one section alone. Files and
+overrides, and rules over several sections (does the batch divide, does the world fit):
+`megacore.tools.settings`.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,9 @@ WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 
 T = TypeVar("T")
 
-IGNORED = -100  # a target that no loss counts: padding, the first token of another document, a token that is not to be learned
+# a target that no loss counts: padding, the first token of another document, a token that is not to be
+# learned
+IGNORED = -100
 MASK = ".mask.bin"  # ends the name of the file beside a corpus that says which of its tokens are learned
 
 
@@ -43,30 +46,41 @@ class TrainConfig(Section):
     micro_batch_size: Count = 1
     global_batch_size: Count = 8
     batch_ramp: Annotated[tuple[tuple[LastStep, Size], ...], Field(max_length=64)] = Field(
-        (), description="[[last step, size], …]: up to each of these steps global batches have that size, then global_batch_size"
+        (),
+        description="[[last step, size], …]: up to each of these steps global batches have that size, "
+        "then global_batch_size",
     )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"
     offload_activations: bool = Field(
-        False, description="what blocks keep for their backward waits in host memory, copied while the device computes"
+        False,
+        description="what blocks keep for their backward waits in host memory, copied while the device "
+        "computes",
     )
     seed: Whole = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="torch.compile for every block: a graph that all blocks of a kind share, and that ends around a mixture of experts; "
+        description="torch.compile for every block: a graph that all blocks of a kind share, and that "
+        "ends around a mixture of experts; "
         "auto: on a CPU, what a long run measures before its first step; elsewhere not so far",
     )
     deterministic: bool = Field(
-        False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"
+        False,
+        description="the same command on the same machines gives the same bits; operations that cannot do "
+        "so fail",
     )
     eval_every: Whole = Field(0, description="steps between validations; 0: only after the last step")
     eval_batches: Whole = Field(
-        20, description="global batches that a validation reads, the same each time, spread evenly over the validation set; 0: all of it"
+        20,
+        description="global batches that a validation reads, the same each time, spread evenly over the "
+        "validation set; 0: all of it",
     )
 
     def batch_at(self, number: int) -> int:
-        """The samples of the global batch `number`, from 1: that of the step, plus those that a run has gone around."""
+        """The samples of the global batch `number`, from 1: that of the step, plus
+        those that a run has gone around.
+        """
         return next((size for last, size in self.batch_ramp if number <= last), self.global_batch_size)
 
     def samples_through(self, number: int) -> int:
@@ -89,43 +103,77 @@ class TrainConfig(Section):
 
 class DataConfig(Section):
     document_mask: bool = Field(
-        False, description="attention stays within a document, positions start anew in each, and no target lies across a boundary"
+        False,
+        description="attention stays within a document, positions start anew in each, and no target lies "
+        "across a boundary",
     )
     packing: Literal["none", "best_fit"] = Field(
-        "none", description="none: a sample is consecutive tokens of a corpus; best_fit: whole documents, with padding behind them"
+        "none",
+        description="none: a sample is consecutive tokens of a corpus; best_fit: whole documents, with "
+        "padding behind them",
     )
-    train: Prefix | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
+    train: Prefix | WeightedPrefixes | None = Field(
+        None, description="prefix of .bin/.idx, or a list of [weight, prefix]"
+    )
     valid: Prefix | WeightedPrefixes | None = None
-    tokenizer: str | None = Field(None, description="bytes, a sentencepiece .model or a tokenizer.json; needed only where text is shown")
+    tokenizer: str | None = Field(
+        None, description="bytes, a sentencepiece .model or a tokenizer.json; needed only where text is shown"
+    )
 
 
 class CheckpointConfig(Section):
-    every: Whole = Field(0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one")
+    every: Whole = Field(
+        0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one"
+    )
     last: bool = Field(True, description="a checkpoint after the last step, whatever `every` is")
     keep: Count = Field(2, description="newest whole checkpoints kept")
-    keep_every: Whole = Field(0, description="checkpoints of steps that are multiples of it are kept for good; 0: none")
+    keep_every: Whole = Field(
+        0, description="checkpoints of steps that are multiples of it are kept for good; 0: none"
+    )
     best: bool = Field(
-        False, description="the checkpoint of the least validation loss is kept in the run's folder best/; see docs/checkpoints.md"
+        False,
+        description="the checkpoint of the least validation loss is kept in the run's folder best/; see "
+        "docs/checkpoints.md",
     )
     async_: bool = Field(
-        False, alias="async", description="copy to host memory and go on training, while a thread writes; takes as much host memory"
+        False,
+        alias="async",
+        description="copy to host memory and go on training, while a thread writes; takes as much host "
+        "memory",
     )
     mirror: str | None = Field(
-        None, min_length=1, description="a folder for second copies, made beside training; used where those in log.dir are damaged or gone"
+        None,
+        min_length=1,
+        description="a folder for second copies, made beside training; used where those in log.dir are "
+        "damaged or gone",
     )
     on_failure: Literal["stop", "continue"] = Field(
-        "stop", description="where a checkpoint cannot be saved (a full disk): end the run, or go on without it and try again at the next"
+        "stop",
+        description="where a checkpoint cannot be saved (a full disk): end the run, or go on without it "
+        "and try again at the next",
     )
-    resume: str = Field("auto", min_length=1, description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path",
+    )
     weights: str | None = Field(
-        None, min_length=1, description="where there is nothing to resume: start at step 0 from the weights alone of this run or checkpoint"
+        None,
+        min_length=1,
+        description="where there is nothing to resume: start at step 0 from the weights alone of this run "
+        "or checkpoint",
     )
 
 
 class CpuConfig(Section):
-    keep_memory: bool = Field(True, description="freed blocks stay with the process, so that the system does not zero them again (glibc)")
+    keep_memory: bool = Field(
+        True,
+        description="freed blocks stay with the process, so that the system does not zero them again (glibc)",
+    )
     onednn: bool = Field(True, description="fp32 products go to oneDNN where they stay fp32-exact")
-    widen: bool = Field(True, description="products in 16 bits that the processor would emulate are done in fp32, and rounded")
+    widen: bool = Field(
+        True, description="products in 16 bits that the processor would emulate are done in fp32, and rounded"
+    )
 
 
 class ProfileConfig(Section):
@@ -146,20 +194,31 @@ class LogConfig(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
     figures: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
-        ("*",), description="patterns of the tags that TensorBoard and wandb show, such as train/* or speed/mfu; metrics.jsonl has all"
+        ("*",),
+        description="patterns of the tags that TensorBoard and wandb show, such as train/* or speed/mfu; "
+        "metrics.jsonl has all",
     )
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = Field(
-        "off", description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb sync sends later, or online"
+        "off",
+        description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb "
+        "sync sends later, or online",
     )
-    price_per_device_hour: NonNegative | None = Field(None, description="in any currency: figures and the run's end say what it has cost")
-    prometheus_port: Count | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
+    price_per_device_hour: NonNegative | None = Field(
+        None, description="in any currency: figures and the run's end say what it has cost"
+    )
+    prometheus_port: Count | None = Field(
+        None, description="the first rank of every machine serves figures there; null: nobody"
+    )
     statistics: StatisticsConfig | None = Field(
-        None, description='{"every": 100}: steps between sizes of weights, gradients, updates, activations and attention logits'
+        None,
+        description='{"every": 100}: steps between sizes of weights, gradients, updates, activations and '
+        "attention logits",
     )
     profile: ProfileConfig | None = Field(
         None,
-        description='{"steps": [20, 22], "memory": true, "ranks": [0]}: a trace of steps 20 to 22 on these ranks, and where time goes',
+        description='{"steps": [20, 22], "memory": true, "ranks": [0]}: a trace of steps 20 to 22 on '
+        "these ranks, and where time goes",
     )
 
 
@@ -175,7 +234,8 @@ class Config(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     cpu: CpuConfig = Field(default_factory=CpuConfig)
     log: LogConfig = Field(default_factory=LogConfig)
-    _partition: Any = PrivateAttr(None)  # `pipeline.partition.Partition`, and `None` until whoever starts a run has chosen it
+    # `pipeline.partition.Partition`, and `None` until whoever starts a run has chosen it
+    _partition: Any = PrivateAttr(None)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """See `BaseModel`. A partition was chosen for all settings together: a copy with others has none."""
@@ -202,7 +262,9 @@ class Config(Section):
 
     @property
     def chunks(self) -> int:
-        """Chunks of the model that each rank of the pipeline has; where the schedule `auto` chooses them, 1 until it has."""
+        """Chunks of the model that each rank of the pipeline has; where the schedule
+        `auto` chooses them, 1 until it has.
+        """
         if self.parallel.chunks is None and self.parallel.schedule == "auto":
             return 1 if self._partition is None else len(self._partition.layers) // self.parallel.pipeline
         return resolved(self.parallel.chunks)
@@ -215,7 +277,9 @@ class Config(Section):
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """The same of the view for experts (`axes.EXPERT_AXES`): all ranks of a stage, with `expert` and `expert_tensor` of them apart."""
+        """The same of the view for experts (`axes.EXPERT_AXES`): all ranks of a stage, with `expert` and
+        `expert_tensor` of them apart.
+        """
         p = self.parallel
         return expert_view(self.sizes, p.expert, p.expert_tensor or p.tensor)
 
@@ -226,7 +290,10 @@ class Config(Section):
 
     @property
     def token_ranks(self) -> int:
-        """Ranks that hold the same parameters and compute on different tokens: data × context. They sum gradients."""
+        """Ranks that hold the same parameters and compute on different tokens: data × context.
+
+        They sum gradients.
+        """
         sizes = self.sizes
         return prod(sizes[axis.name] for axis in AXES if axis.tokens)
 
@@ -242,7 +309,9 @@ class Config(Section):
 
     @property
     def shard_size(self) -> int:
-        """Ranks that divide one copy of the state among themselves under the fsdp engine: data and context ranks."""
+        """Ranks that divide one copy of the state among themselves under the fsdp
+        engine: data and context ranks.
+        """
         ranks = self.token_ranks
         return min(self.engine.shard_size or ranks, ranks)
 
@@ -258,13 +327,21 @@ class Config(Section):
 
     @property
     def attended_size(self) -> int:
-        """Features of a head as attention's kernels take it: of query and key, or of the value if they are more."""
+        """Features of a head as attention's kernels take it: of query and key, or
+        of the value if they are more.
+        """
         model = self.model
-        return self.head_size if model.kv_rank is None else max(model.plain_size + self.head_size, model.value_size)
+        return (
+            self.head_size
+            if model.kv_rank is None
+            else max(model.plain_size + self.head_size, model.value_size)
+        )
 
     @property
     def residual_scale(self) -> float:
-        """The factor on what each half of a block adds to the residual: `model.residual_scale`, by depth with `model.base_layers`."""
+        """The factor on what each half of a block adds to the residual: `model.residual_scale`, by
+        depth with `model.base_layers`.
+        """
         model = self.model
         return model.residual_scale * ((model.base_layers or model.num_layers) / model.num_layers)
 

@@ -116,7 +116,11 @@ def checked_settings(source: Source) -> type[ModelConfig]:
     """The settings of a file. Raises `ConfigError` if they are no section of a config, or have no valid defaults."""
     settings = getattr(source.module, SETTINGS, ModelConfig)
     if not (isinstance(settings, type) and issubclass(settings, ModelConfig)):
-        raise ConfigError(KEY, f"{source.path}: {SETTINGS} is no section", f"class {SETTINGS}(megacore.config.schema.ModelConfig)")
+        raise ConfigError(
+            KEY,
+            f"{source.path}: {SETTINGS} is no section",
+            f"class {SETTINGS}(megacore.config.schema.ModelConfig)",
+        )
     with source.blamed(f", {SETTINGS}"):
         try:
             again = settings.model_validate_json(settings().model_dump_json(by_alias=True))
@@ -125,7 +129,9 @@ def checked_settings(source: Source) -> type[ModelConfig]:
             name = ".".join(map(str, first["loc"]))
             wrong = f"{source.path}: {SETTINGS}{f'.{name}' if name else ''} has no valid default: {first['msg'].lower()}"
             raise ConfigError(KEY, wrong, "a default for every setting, of the setting's own type") from None
-        changed = [name for name in settings.model_fields if getattr(again, name) != getattr(settings(), name)]
+        changed = [
+            name for name in settings.model_fields if getattr(again, name) != getattr(settings(), name)
+        ]
     if changed:
         wrong = f"{source.path}: {SETTINGS}.{changed[0]} changes when it is written as JSON and read"
         raise ConfigError(KEY, wrong, "numbers, strings, true and false, null, lists and objects")
@@ -146,7 +152,9 @@ def check_block(source: Source) -> None:
         try:
             inspect.signature(call).bind(*arguments.split(", "))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise ConfigError(KEY, f"{source.path}: {what} cannot be called: {error}", f"{what}({arguments})") from None
+            raise ConfigError(
+                KEY, f"{source.path}: {what} cannot be called: {error}", f"{what}({arguments})"
+            ) from None
 
 
 def line_of(path: str, error: BaseException) -> str:

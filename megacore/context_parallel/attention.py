@@ -52,13 +52,17 @@ class Sequences:
         """All tokens of the sequences."""
         return (Run(0, self.seq_len, 0),)
 
-    def calls(self, queries: Runs, keys: Runs, q: Tensor, scoring: Scoring | None = None) -> list[AttentionPart | Pack]:
+    def calls(
+        self, queries: Runs, keys: Runs, q: Tensor, scoring: Scoring | None = None
+    ) -> list[AttentionPart | Pack]:
         """The parts of attention between some queries and some keys, as they are computed on tensors like `q`."""
         at = queries, keys, scoring
         if at not in self.found and scoring is not None:
             self.found[at] = [*scored_parts(queries, keys, self.documents, scoring)]
         elif at not in self.found:
-            self.found[at] = packed(parts(queries, keys, self.documents), q, sum(run.stop - run.start for run in keys))
+            self.found[at] = packed(
+                parts(queries, keys, self.documents), q, sum(run.stop - run.start for run in keys)
+            )
         return self.found[at]
 
     def with_keys(self, keys: Runs, q: Tensor, scoring: Scoring | None = None) -> list[AttentionPart | Pack]:
@@ -71,7 +75,13 @@ class Sequences:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    scale: float,
+    scoring: Scoring | None = None,
+    sinks: Sinks = None,
 ) -> Tensor:
     """Causal attention of this rank's queries to all keys of their sequences, or with documents of their document.
 
@@ -85,7 +95,11 @@ def attend(
 
 def in_order(gathered: Tensor, sequences: Sequences) -> Tensor:
     """Tokens of all ranks ``[ranks, batch, tokens of a rank, …]`` → in the order of the sequence ``[batch, tokens, …]``."""
-    pieces = [(run.start, own[:, run.here]) for own, runs in zip(gathered, sequences.by_rank, strict=True) for run in runs]
+    pieces = [
+        (run.start, own[:, run.here])
+        for own, runs in zip(gathered, sequences.by_rank, strict=True)
+        for run in runs
+    ]
     return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], 1)
 
 
@@ -100,7 +114,14 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        scale: float,
+        scoring: Scoring | None = None,
+        sinks: Sinks = None,
     ) -> Tensor:
         merged, found = Merged(q), sequences.with_keys(sequences.everything, q, scoring)
         keys, values = gathered(k, v, sequences)
@@ -146,7 +167,14 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        scale: float,
+        scoring: Scoring | None = None,
+        sinks: Sinks = None,
     ) -> Tensor:
         merged, group = Merged(q), sequences.group
         both = token_by_token(k, v)
@@ -166,13 +194,20 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         sequences, group = ctx.sequences, ctx.sequences.group
         both, grad_q = token_by_token(k, v), zeros_like(q, wide=True)
-        sums: Coming | None = None  # of the gradients of the keys and values at hand, on their way from the rank before
+        sums: Coming | None = (
+            None  # of the gradients of the keys and values at hand, on their way from the rank before
+        )
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
             # With a window or a cap several parts share a key.
-            own, (keys, values) = torch.zeros_like(both, dtype=lse.dtype if ctx.scoring else both.dtype), both.transpose(2, 3)
+            own, (keys, values) = (
+                torch.zeros_like(both, dtype=lse.dtype if ctx.scoring else both.dtype),
+                both.transpose(2, 3),
+            )
             grads = grad_q, own[0].transpose(1, 2), own[1].transpose(1, 2)
-            add_gradients(grads, grad, q, keys, values, out, lse, calls_at(sequences, step, q, ctx.scoring), ctx.scale)
+            add_gradients(
+                grads, grad, q, keys, values, out, lse, calls_at(sequences, step, q, ctx.scoring), ctx.scale
+            )
             sums = pass_on((own if sums is None else own.add_(sums.take())).to(both.dtype), group)
             both = both if coming is None else coming.take()
         assert sums is not None
@@ -180,7 +215,9 @@ class RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, sink_gradients(grad, out, lse, sinks)
 
 
-def calls_at(sequences: Sequences, step: int, q: Tensor, scoring: Scoring | None) -> list[AttentionPart | Pack]:
+def calls_at(
+    sequences: Sequences, step: int, q: Tensor, scoring: Scoring | None
+) -> list[AttentionPart | Pack]:
     """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
     group = sequences.group
     return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size], q, scoring)
@@ -217,7 +254,14 @@ class UlyssesAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None, sinks: Sinks = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: Sequences,
+        scale: float,
+        scoring: Scoring | None = None,
+        sinks: Sinks = None,
     ) -> Tensor:
         ctx.short = max(1, sequences.group.size // k.shape[1])
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
@@ -234,18 +278,31 @@ class UlyssesAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-        both = by_heads(torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences)  # the number's bits, as one element or two
-        grad, product = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1))
+        both = by_heads(
+            torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences
+        )  # the number's bits, as one element or two
+        grad, product = (
+            x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1)
+        )
         product = product.view(lse.dtype)
         out, grad_sinks = with_product(grad, product), None
         if sinks is not None:  # another rank has the other heads'
             grad_sinks = torch.zeros_like(sinks)
-            own_heads(grad_sinks, ctx.sequences).copy_(from_product(product.squeeze(-1), lse, own_heads(sinks, ctx.sequences)))
+            own_heads(grad_sinks, ctx.sequences).copy_(
+                from_product(product.squeeze(-1), lse, own_heads(sinks, ctx.sequences))
+            )
         wide = ctx.scoring is not None  # then several parts share a key
         grads = zeros_like(q), zeros_like(k, wide=wide), zeros_like(v, wide=wide)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q, ctx.scoring), ctx.scale)
         grad_q, *shared = (by_tokens(x.to(q.dtype), ctx.sequences) for x in grads)
-        return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None, None, grad_sinks
+        return (
+            grad_q,
+            *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared),
+            None,
+            None,
+            None,
+            grad_sinks,
+        )
 
 
 def with_product(grad: Tensor, product: Tensor) -> Tensor:
@@ -272,12 +329,16 @@ def own_heads(x: Tensor, sequences: Sequences) -> Tensor:
 def by_heads(x: Tensor, sequences: Sequences) -> Tensor:
     """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``, in memory token by token, as in `Merged`."""
     group = sequences.group
-    return in_order(exchange(x.transpose(1, 2).unflatten(2, (group.size, -1)).movedim(2, 0), group), sequences).transpose(1, 2)
+    return in_order(
+        exchange(x.transpose(1, 2).unflatten(2, (group.size, -1)).movedim(2, 0), group), sequences
+    ).transpose(1, 2)
 
 
 def by_tokens(x: Tensor, sequences: Sequences) -> Tensor:
     """The inverse of `by_heads`; in memory token by token too."""
-    parts = exchange(by_rank(x.transpose(1, 2), sequences), sequences.group)  # [ranks, batch, tokens, heads of a rank, head]
+    parts = exchange(
+        by_rank(x.transpose(1, 2), sequences), sequences.group
+    )  # [ranks, batch, tokens, heads of a rank, head]
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 
@@ -290,4 +351,8 @@ def exchange(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-METHODS: dict[str, type[torch.autograd.Function]] = {"gather": GatherAttention, "ring": RingAttention, "ulysses": UlyssesAttention}
+METHODS: dict[str, type[torch.autograd.Function]] = {
+    "gather": GatherAttention,
+    "ring": RingAttention,
+    "ulysses": UlyssesAttention,
+}

@@ -1,4 +1,5 @@
-"""Attention whose scores are capped, or see a window of tokens: in parts, each by the plain formula on a few queries at a time.
+"""Attention whose scores are capped, or see a window of tokens: in parts, each by the plain
+formula on a few queries at a time.
 
 cap      scores s become cap · tanh(s / cap) before the mask (Gemma 2)
 window   a token sees itself and the window - 1 tokens before it
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, documents_of
 
-STEP = 512  # queries of a part at least, where there are so many: it meets at most window - 1 keys more than it has queries
+# queries of a part at least, where there are so many: it meets at most window - 1 keys more than it has
+# queries
+STEP = 512
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ScoredPart(AttentionPart):
-    """A part of which each query sees a key at least; its first query stands `shift` tokens behind its first key."""
+    """A part of which each query sees a key at least; its first query stands
+    `shift` tokens behind its first key.
+    """
 
     shift: int
     scoring: Scoring
@@ -63,7 +68,9 @@ class ScoredPart(AttentionPart):
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor | float]:
         """The scores, capped and masked, in fp32 at least; and how fast the cap lets them grow."""
-        scores = (q @ for_heads(k, q).transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+        scores = (q @ for_heads(k, q).transpose(-2, -1)).to(
+            torch.promote_types(q.dtype, torch.float32)
+        ) * scale
         capped = self.scoring.capped(scores)
         slope = 1.0 if self.scoring.cap is None else 1.0 - (capped / self.scoring.cap).square()
         every = torch.arange(self.shift, self.shift + q.shape[2], device=q.device)[:, None]
@@ -76,14 +83,18 @@ def for_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def scored_parts(queries: Runs, keys: Runs, documents: Documents | None, scoring: Scoring) -> list[ScoredPart]:
+def scored_parts(
+    queries: Runs, keys: Runs, documents: Documents | None, scoring: Scoring
+) -> list[ScoredPart]:
     """As `sharding.parts`. Pairs outside of a window are left out, but for those beside its edge."""
     if documents is None:
         return [part for query in queries for key in keys for part in _between(None, query, key, scoring)]
     found: list[ScoredPart] = []
     for row, bounds in enumerate(documents):
         for start, stop in documents_of(queries, bounds):
-            own, seen = ([part for run in runs if (part := run.within(start, stop))] for runs in (queries, keys))
+            own, seen = (
+                [part for run in runs if (part := run.within(start, stop))] for runs in (queries, keys)
+            )
             found += [part for query in own for key in seen for part in _between(row, query, key, scoring)]
     return found
 
@@ -94,6 +105,10 @@ def _between(row: int | None, queries: Run, keys: Run, scoring: Scoring) -> Iter
     step = max(STEP, scoring.window or 0)
     for first in range(queries.start, queries.stop, step):
         key = keys.within(first - window + 1, min(first + step, queries.stop))
-        query = None if key is None else queries.within(max(first, key.start), min(first + step, key.stop - 1 + window))
+        query = (
+            None
+            if key is None
+            else queries.within(max(first, key.start), min(first + step, key.stop - 1 + window))
+        )
         if key is not None and query is not None:
             yield ScoredPart(row, query.here, key.here, False, query.start - key.start, scoring)

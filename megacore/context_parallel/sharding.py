@@ -1,8 +1,9 @@
-"""Which tokens of a sequence a context rank holds, and which parts of attention lie between its tokens and others.
+"""Which tokens of a sequence a context rank holds, and which parts of attention lie
+between its tokens and others.
 
-A sequence of s tokens is cut into 2·c pieces for c ranks. Rank r holds piece r and piece 2c-1-r: an early one, whose tokens see few
-others, and a late one, whose tokens see many. So all ranks have equal work under a causal mask. Within documents, whose lengths differ,
-more pieces are dealt by work where that is more even.
+A sequence of s tokens is cut into 2·c pieces for c ranks. Rank r holds piece r and piece 2c-1-r: an early
+one, whose tokens see few others, and a late one, whose tokens see many. So all ranks have equal work under a
+causal mask. Within documents, whose lengths differ, more pieces are dealt by work where that is more even.
 """
 
 from bisect import bisect_left
@@ -37,15 +38,17 @@ class Run:
 Runs = tuple[Run, ...]
 
 
-Documents = tuple[tuple[int, ...], ...]  # for each sequence of a batch: where its documents begin (0 first), and its length
+# for each sequence of a batch: where its documents begin (0 first), and its length
+Documents = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=64)
 def runs_by_rank(seq_len: int, ranks: int, documents: Documents | None = None) -> tuple[Runs, ...]:
     """The tokens of a sequence that each context rank holds, in the order in which it holds them.
 
-    With `documents` attention's work differs between pieces. If early and late pieces then make ranks unequal by more than `EVEN`, up to
-    four times as many pieces are dealt by work, alike in all sequences of the batch.
+    With `documents` attention's work differs between pieces. If early and late pieces then make ranks unequal
+    by more than `EVEN`, up to four times as many pieces are dealt by work, alike in all sequences of the
+    batch.
     """
     if ranks == 1:
         return ((Run(0, seq_len, 0),),)
@@ -61,7 +64,10 @@ def runs_by_rank(seq_len: int, ranks: int, documents: Documents | None = None) -
             if (uneven := unevenness(found, work)) < least:
                 chosen, count, least = found, len(work), uneven
     size = seq_len // count
-    return tuple(tuple(Run(piece * size, (piece + 1) * size, i * size) for i, piece in enumerate(own)) for own in chosen)
+    return tuple(
+        tuple(Run(piece * size, (piece + 1) * size, i * size) for i, piece in enumerate(own))
+        for own in chosen
+    )
 
 
 def keys_seen(seq_len: int, documents: Documents) -> np.ndarray:
@@ -73,7 +79,9 @@ def keys_seen(seq_len: int, documents: Documents) -> np.ndarray:
 
 
 def dealt(work: np.ndarray, ranks: int) -> list[list[int]]:
-    """The pieces of each rank, as many for all: the one with most work first, each to the rank that has least and still has room."""
+    """The pieces of each rank, as many for all: the one with most work first, each to the rank
+    that has least and still has room.
+    """
     room, own, load = len(work) // ranks, [list[int]() for _ in range(ranks)], [0] * ranks
     for piece in np.argsort(-work, kind="stable").tolist():
         rank = min((rank for rank in range(ranks) if len(own[rank]) < room), key=load.__getitem__)
@@ -102,8 +110,8 @@ def positions_of(runs: Runs) -> np.ndarray:
 class AttentionPart:
     """A part of attention: the queries at `queries` attend to the keys at `keys`.
 
-    Either to all of them, or, if they are the same tokens, `causal`: each to its own key and those before it. `row` is the sequence
-    of the batch; None stands for all.
+    Either to all of them, or, if they are the same tokens, `causal`: each to its own key and those before it.
+    `row` is the sequence of the batch; None stands for all.
     """
 
     row: int | None
@@ -113,22 +121,29 @@ class AttentionPart:
 
 
 def parts(queries: Runs, keys: Runs, documents: Documents | None = None) -> list[AttentionPart]:
-    """The parts of causal attention between some queries and some keys. Each pair of a query and a key that it sees is in one part.
+    """The parts of causal attention between some queries and some keys.
 
-    With `documents` a query sees the keys of its own document only, so a batch's sequences have different parts.
+    Each pair of a query and a key that it sees is in one part.
+
+    With `documents` a query sees the keys of its own document only, so a batch's sequences have different
+    parts.
     """
     if documents is None:
         return list(joined(_causal(None, queries, keys)))
     found: list[AttentionPart] = []
     for row, bounds in enumerate(documents):
         for start, stop in documents_of(queries, bounds):
-            own, seen = ([part for run in runs if (part := run.within(start, stop))] for runs in (queries, keys))
+            own, seen = (
+                [part for run in runs if (part := run.within(start, stop))] for runs in (queries, keys)
+            )
             found += joined(_causal(row, own, seen))
     return found
 
 
 def documents_of(runs: Runs, bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The documents that have a token in some runs: without a look at all others, of which long samples have thousands."""
+    """The documents that have a token in some runs: without a look at all others, of
+    which long samples have thousands.
+    """
     last = -1
     for run in sorted(runs, key=lambda run: run.start):
         i = max(bisect_left(bounds, run.start + 1) - 1, last + 1)
@@ -144,7 +159,9 @@ def _causal(row: int | None, queries: Iterable[Run], keys: Sequence[Run]) -> Ite
             if before is not None:
                 yield AttentionPart(row, query.here, before.here, False)
             if same is not None:
-                assert (same.start, same.stop) == (query.start, query.stop), "keys are cut where queries are, or not at all"
+                assert (same.start, same.stop) == (query.start, query.stop), (
+                    "keys are cut where queries are, or not at all"
+                )
                 yield AttentionPart(row, query.here, same.here, True)
 
 
@@ -158,7 +175,9 @@ def joined(found: Iterable[AttentionPart]) -> list[AttentionPart]:
                 out[-1] = AttentionPart(part.row, part.queries, slice(last.keys.start, part.keys.stop), False)
                 continue
             if last.keys == part.keys and last.queries.stop == part.queries.start:
-                out[-1] = AttentionPart(part.row, slice(last.queries.start, part.queries.stop), part.keys, False)
+                out[-1] = AttentionPart(
+                    part.row, slice(last.queries.start, part.queries.stop), part.keys, False
+                )
                 continue
         out.append(part)
     return out

@@ -1,7 +1,8 @@
 """For an attention of one's own: what context ranks hold of other tokens, and which tokens see which.
 
-The ways of `attention.py` compute plain causal attention, a part of the scores at a time. Whatever else a layer does with keys and
-values gets them here from all context ranks, at the cost of `gather`, and computes all of its own tokens' scores.
+The ways of `attention.py` compute plain causal attention, a part of the scores at a time. Whatever else a
+layer does with keys and values gets them here from all context ranks, at the cost of `gather`, and computes
+all of its own tokens' scores.
 """
 
 from typing import Any
@@ -15,14 +16,19 @@ from megacore.distributed.collectives import all_gather, enter_tensor_parallel, 
 
 
 def whole(x: Tensor, sequences: Sequences) -> Tensor:
-    """``[batch, heads, tokens of this rank, …]`` → of all tokens, in the order of the sequence. Differentiable; collective."""
+    """``[batch, heads, tokens of this rank, …]`` → of all tokens, in the order of the sequence.
+
+    Differentiable; collective.
+    """
     return x if sequences.group.size == 1 else Whole.apply(x, sequences)
 
 
 def runs_in_order(x: Tensor, sequences: Sequences) -> list[Tensor]:
-    """What each rank says of each of its runs (`Sequences.own`), ``[runs, …]`` → of all runs, in the order of the sequence.
+    """What each rank says of each of its runs (`Sequences.own`), ``[runs, …]`` → of all
+    runs, in the order of the sequence.
 
-    So a recurrence finds what stands before each run, and no rank waits for another's. Differentiable; collective.
+    So a recurrence finds what stands before each run, and no rank waits for another's. Differentiable;
+    collective.
     """
     starts = [run.start for runs in sequences.by_rank for run in runs]
     every = enter_tensor_parallel(x, sequences.group, True)
@@ -35,7 +41,9 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequences: Sequences) -> Tensor:
         ctx.sequences = sequences
-        return in_order(all_gather(x.transpose(1, 2)[None].contiguous(), sequences.group), sequences).transpose(1, 2)
+        return in_order(
+            all_gather(x.transpose(1, 2)[None].contiguous(), sequences.group), sequences
+        ).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -44,7 +52,8 @@ class Whole(torch.autograd.Function):
 
 
 def distances(sequences: Sequences, device: torch.device) -> Tensor:
-    """How many tokens each of this rank's stands behind each of the sequence, ``[batch or 1, 1, tokens of this rank, tokens]``.
+    """How many tokens each of this rank's stands behind each of the sequence, ``[batch or 1, 1,
+    tokens of this rank, tokens]``.
 
     Below 0 it does not see it: the token is ahead, or in another document.
     """

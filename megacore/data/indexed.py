@@ -1,13 +1,18 @@
-"""Token files on disk, in Megatron's indexed format (`MMIDIDX` version 1), so that existing corpora work unchanged.
+"""Token files on disk, in Megatron's indexed format (`MMIDIDX` version 1), so that
+existing corpora work unchanged.
 
-``PREFIX.bin`` holds all tokens, one after another. ``PREFIX.idx``, little-endian, says where sequences begin and end::
+``PREFIX.bin`` holds all tokens, one after another. ``PREFIX.idx``, little-endian, says where sequences begin
+and end::
 
     magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document boundaries u64
-    sizes i32[sequences], in tokens | pointers i64[sequences], in bytes | boundaries i64[documents + 1], in sequences
+    sizes i32[sequences], in tokens | pointers i64[sequences], in bytes | boundaries i64[documents + 1], in
+    sequences
 
-A document is one or more sequences. (Multimodal files end with one more byte a sequence, which is not read here.)
+A document is one or more sequences. (Multimodal files end with one more byte a sequence, which is not read
+here.)
 
-``PREFIX.mask.bin`` is megacore's own and optional: a byte a token of ``PREFIX.bin``, 1 if the token is learned and 0 if not.
+``PREFIX.mask.bin`` is megacore's own and optional: a byte a token of ``PREFIX.bin``, 1 if the token is
+learned and 0 if not.
 """
 
 import os
@@ -22,14 +27,25 @@ from megacore.files import open_plain
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
 SCAN_BYTES = 256 << 20  # the most that a scan reads
 SCAN_BLOCK = 1 << 20
 PREPARE_AGAIN = "prepare or copy it again"
 
 
 class IndexedTokens:
-    """The tokens of ``PREFIX.bin``, memory-mapped and read as one stream. Opening takes the same time at any size.
+    """The tokens of ``PREFIX.bin``, memory-mapped and read as one stream.
+
+    Opening takes the same time at any size.
 
     Attributes:
         prefix: the path without `.bin` and `.idx`.
@@ -51,7 +67,9 @@ class IndexedTokens:
         with open(idx_path, "rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise DataError(idx_path, f"truncated: {idx_size} bytes", f"at least {HEADER.size} bytes; {PREPARE_AGAIN}")
+            raise DataError(
+                idx_path, f"truncated: {idx_size} bytes", f"at least {HEADER.size} bytes; {PREPARE_AGAIN}"
+            )
         magic, version, code, sequences, boundaries = HEADER.unpack(header)
         if magic != MAGIC:
             raise DataError(idx_path, f"starts with {magic!r}", f"{MAGIC!r}: an index in Megatron's format")
@@ -61,7 +79,10 @@ class IndexedTokens:
             raise DataError(idx_path, f"dtype code {code}", "an integer type: 1, 2, 3, 4, 5 or 8")
         whole = HEADER.size + 12 * sequences + 8 * boundaries
         if idx_size not in (whole, whole + sequences):
-            wrong = f"has {idx_size} bytes, but its header announces {sequences} sequences and {boundaries} boundaries"
+            wrong = (
+                f"has {idx_size} bytes, but its header announces {sequences} sequences and "
+                f"{boundaries} boundaries"
+            )
             raise DataError(idx_path, wrong, f"{whole} bytes; {PREPARE_AGAIN}")
         if sequences == 0 or boundaries < 2 or bin_size == 0:
             raise DataError(f"{prefix}.bin", "holds no tokens", "at least one document")
@@ -71,13 +92,18 @@ class IndexedTokens:
         self.num_documents = boundaries - 1
         self._pointers = _mapped(idx_path, "<i8", HEADER.size + 4 * sequences, sequences)
         self._boundaries = _mapped(idx_path, "<i8", HEADER.size + 12 * sequences, boundaries)
-        if not 0 <= self._boundaries[0] <= self._boundaries[-1] <= sequences:  # the others in `check_index`, and when they are read
+        # the others in `check_index`, and when they are read
+        if not 0 <= self._boundaries[0] <= self._boundaries[-1] <= sequences:
             raise self._disorder()
         self._sizes = _mapped(idx_path, "<i4", HEADER.size, sequences)
         # Only the end of the last sequence is checked: checking each would read an index of many GB.
         end = int(self._pointers[-1]) + int(self._sizes[-1]) * self.dtype.itemsize
         if end != bin_size:
-            raise DataError(bin_path, f"has {bin_size} bytes, but its .idx ends at byte {end}", f"{end} bytes; {PREPARE_AGAIN}")
+            raise DataError(
+                bin_path,
+                f"has {bin_size} bytes, but its .idx ends at byte {end}",
+                f"{end} bytes; {PREPARE_AGAIN}",
+            )
         self._tokens = _mapped(bin_path, self.dtype.newbyteorder("<"))
         self.masked = os.path.lexists(prefix + MASK)
         if self.masked:
@@ -87,36 +113,58 @@ class IndexedTokens:
             self._mask = _mapped(prefix + MASK, np.uint8)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens `start` to `start + length` of the stream, read-only and not copied: [length], of `dtype`."""
-        assert 0 <= start and start + length <= self.num_tokens, f"[{start}, {start + length}) of {self.num_tokens} tokens"
+        """Tokens `start` to `start + length` of the stream, read-only and not copied:
+        [length], of `dtype`.
+        """
+        assert 0 <= start and start + length <= self.num_tokens, (
+            f"[{start}, {start + length}) of {self.num_tokens} tokens"
+        )
         return self._tokens[start : start + length]
 
     def learned(self, start: int, length: int) -> np.ndarray:
-        """Which tokens from `start` on are learned where they are targets: bool [length]; all of them in a corpus without a mask."""
+        """Which tokens from `start` on are learned where they are targets: bool [length]; all of
+        them in a corpus without a mask.
+        """
         if not self.masked:
             return np.ones(length, dtype=np.bool_)
         mask = self._mask[start : start + length]
         if mask.max() > 1:
-            raise DataError(self.prefix + MASK, f"holds the byte {mask.max()}", f"0 or 1 for each token; {PREPARE_AGAIN}")
+            raise DataError(
+                self.prefix + MASK, f"holds the byte {mask.max()}", f"0 or 1 for each token; {PREPARE_AGAIN}"
+            )
         return mask.astype(np.bool_)
 
     def check_learned(self) -> None:
-        """Raises `DataError` if the mask leaves out every token. Reads it, in blocks, up to the first that is learned."""
+        """Raises `DataError` if the mask leaves out every token.
+
+        Reads it, in blocks, up to the first that is learned.
+        """
         starts = range(0, self.num_tokens, SCAN_BLOCK)
-        if self.masked and not any(self.learned(start, min(SCAN_BLOCK, self.num_tokens - start)).any() for start in starts):
-            raise DataError(self.prefix + MASK, "leaves out every token, so nothing is learned", "a corpus with answers")
+        if self.masked and not any(
+            self.learned(start, min(SCAN_BLOCK, self.num_tokens - start)).any() for start in starts
+        ):
+            raise DataError(
+                self.prefix + MASK, "leaves out every token, so nothing is learned", "a corpus with answers"
+            )
 
     def check_index(self) -> None:
-        """Raises `DataError` unless sequences and documents follow one another. Reads up to 256 MiB of the index: all of it, or of a
-        larger one as much in evenly spread blocks."""
-        for count, check in ((len(self._pointers), self._check_sequences), (len(self._boundaries), self._check_boundaries)):
+        """Raises `DataError` unless sequences and documents follow one another.
+
+        Reads up to 256 MiB of the index: all of it, or of a larger one as much in evenly spread blocks.
+        """
+        for count, check in (
+            (len(self._pointers), self._check_sequences),
+            (len(self._boundaries), self._check_boundaries),
+        ):
             blocks = -(-count // SCAN_BLOCK)
             most = SCAN_BYTES // (SCAN_BLOCK * 20)  # of a sequence 12 bytes are read, and of a document 8
             for block in np.linspace(0, blocks - 1, num=min(blocks, most), dtype=np.int64).tolist():
                 check(block * SCAN_BLOCK, min((block + 1) * SCAN_BLOCK, count))
 
     def _check_sequences(self, first: int, stop: int) -> None:
-        """Raises `DataError` unless each of the sequences `first` to `stop - 1` ends where the next one begins."""
+        """Raises `DataError` unless each of the sequences `first` to `stop - 1`
+        ends where the next one begins.
+        """
         sizes, begins = self._sizes[first:stop].astype(np.int64), self._pointers[first : stop + 1]
         if stop == len(self._pointers):
             begins = np.append(begins, self.num_tokens * self.dtype.itemsize)
@@ -131,7 +179,10 @@ class IndexedTokens:
             raise self._disorder()
 
     def _sequence_at(self, position: int) -> int:
-        """The number of the sequence with the token at `position`. Raises `DataError` if the index leads elsewhere."""
+        """The number of the sequence with the token at `position`.
+
+        Raises `DataError` if the index leads elsewhere.
+        """
         byte = position * self.dtype.itemsize
         sequence = int(np.searchsorted(self._pointers, byte, side="right") - 1)
         if not 0 <= byte - int(self._pointers[sequence]) < int(self._sizes[sequence]) * self.dtype.itemsize:
@@ -170,7 +221,8 @@ class IndexedTokens:
         return starts[starts >= first]
 
     def documents(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where documents `first` to `stop - 1` begin in the stream, and their tokens: int64 ``[documents]`` both.
+        """Where documents `first` to `stop - 1` begin in the stream, and their
+        tokens: int64 ``[documents]`` both.
 
         Raises:
             DataError: the documents do not follow one another.
@@ -178,14 +230,20 @@ class IndexedTokens:
         sequences, size = len(self._pointers), self.dtype.itemsize
         bounds = self._boundaries[first : stop + 1]
         if 0 <= bounds.min() and bounds.max() <= sequences:
-            ends = np.where(bounds < sequences, self._pointers[np.minimum(bounds, sequences - 1)] // size, self.num_tokens)
+            ends = np.where(
+                bounds < sequences, self._pointers[np.minimum(bounds, sequences - 1)] // size, self.num_tokens
+            )
             lengths = np.diff(ends)
             if 0 <= ends[0] and ends[-1] <= self.num_tokens and lengths.min() >= 0:
                 return ends[:-1], lengths
         raise self._disorder()
 
     def _disorder(self) -> DataError:
-        return DataError(f"{self.prefix}.idx", "its documents do not follow one another", f"an intact index; {PREPARE_AGAIN}")
+        return DataError(
+            f"{self.prefix}.idx",
+            "its documents do not follow one another",
+            f"an intact index; {PREPARE_AGAIN}",
+        )
 
     def document_and_offset(self, position: int) -> tuple[int, int]:
         """The document of the token at `position` of the stream and the token's offset in it, both from 0."""
@@ -194,11 +252,20 @@ class IndexedTokens:
 
 
 def _mapped(path: str, dtype: npt.DTypeLike, offset: int = 0, count: int | None = None) -> np.ndarray:
-    """A file's numbers, read-only and read when they are looked at. Raises `DataError` if the process has no room for them."""
+    """A file's numbers, read-only and read when they are looked at.
+
+    Raises `DataError` if the process has no room for them.
+    """
     try:
-        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=None if count is None else (count,))
+        return np.memmap(
+            path, dtype=dtype, mode="r", offset=offset, shape=None if count is None else (count,)
+        )
     except OSError as error:
-        raise DataError(path, f"cannot be mapped into memory: {error.strerror}", "room for its size in addresses: ulimit -v") from None
+        raise DataError(
+            path,
+            f"cannot be mapped into memory: {error.strerror}",
+            "room for its size in addresses: ulimit -v",
+        ) from None
 
 
 def _size_of(path: str) -> int:

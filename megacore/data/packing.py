@@ -1,8 +1,9 @@
-"""Which tokens of a corpus make each sample: consecutive ones, or whole documents (`data.packing`); and where documents begin in it.
+"""Which tokens of a corpus make each sample: consecutive ones, or whole documents (`data.packing`);
+and where documents begin in it.
 
-A sample is a row of ``seq_len + 1`` tokens, of which the last is a target only. Spans of the corpus's token stream fill it from the
-left, and padding the rest. The documents of a row of n tokens are a tuple: where each begins (0 first), and n. The corpus's index
-tells; no token is looked at.
+A sample is a row of ``seq_len + 1`` tokens, of which the last is a target only. Spans of the corpus's token
+stream fill it from the left, and padding the rest. The documents of a row of n tokens are a tuple: where each
+begins (0 first), and n. The corpus's index tells; no token is looked at.
 """
 
 from bisect import bisect_left, insort
@@ -39,15 +40,17 @@ class Consecutive:
 
 
 class WholeDocuments:
-    """Samples of whole documents, by best-fit-decreasing packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling).
+    """Samples of whole documents, by best-fit-decreasing packing (Ding et al. 2024, Fewer
+    Truncations Improve Language Modeling).
 
-    A document longer than a sample is cut into pieces that are as long as a sample, and a rest. Each piece begins with the last token
-    of the piece before, so that every token of a document but its first is a target once. Documents of one token have no target, and
-    are left out.
+    A document longer than a sample is cut into pieces that are as long as a sample, and a rest. Each piece
+    begins with the last token of the piece before, so that every token of a document but its first is a
+    target once. Documents of one token have no target, and are left out.
 
-    The packing depends on the lengths of the documents and on `seq_len` alone. Every rank computes it when it starts: that takes less
-    time than ranks need to agree on a file, and no file can be of another corpus. `BLOCK` documents are packed at a time. So packing
-    takes some hundred MB at any size of the corpus, and then 12 bytes a piece are held and 8 a sample.
+    The packing depends on the lengths of the documents and on `seq_len` alone. Every rank computes it when it
+    starts: that takes less time than ranks need to agree on a file, and no file can be of another corpus.
+    `BLOCK` documents are packed at a time. So packing takes some hundred MB at any size of the corpus, and
+    then 12 bytes a piece are held and 8 a sample.
 
     Raises:
         DataError: no document has two tokens, or the index is damaged.
@@ -63,7 +66,9 @@ class WholeDocuments:
             self.documents += int((pieces > 0).sum())
             self.cut += int((pieces > 1).sum())
             # Its targets would lie in several samples of consecutive tokens.
-            self.cut_otherwise += int((begins // seq_len != (begins + np.maximum(whole - 2, 0)) // seq_len).sum())
+            self.cut_otherwise += int(
+                (begins // seq_len != (begins + np.maximum(whole - 2, 0)) // seq_len).sum()
+            )
             of = np.repeat(np.arange(len(whole)), pieces)
             offset = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
             length = np.minimum(whole[of] - offset, self.row).astype(np.int32)
@@ -76,7 +81,11 @@ class WholeDocuments:
         self._first = np.append(0, np.cumsum(np.concatenate(sizes)))  # the first piece of each sample
         self.count = len(self._first) - 1
         if not self.count:
-            raise DataError(f"{corpus.prefix}.bin", "has no document of two tokens, so nothing to predict", "longer documents")
+            raise DataError(
+                f"{corpus.prefix}.bin",
+                "has no document of two tokens, so nothing to predict",
+                "longer documents",
+            )
         self.padding = self.count * self.row - int(self._lengths.sum(dtype=np.int64))
 
     def spans(self, sample: int) -> list[Span]:
@@ -87,7 +96,8 @@ class WholeDocuments:
     def __str__(self) -> str:
         padding = self.padding / self.count / self.row
         return (
-            f"{self.corpus.prefix}: {self.documents:,} documents in {self.count:,} samples, {padding:.2%} padding; {self.cut:,} documents "
+            f"{self.corpus.prefix}: {self.documents:,} documents in {self.count:,} samples, {padding:.2%} "
+            f"padding; {self.cut:,} documents "
             f"are longer than a sample and cut (without packing {self.cut_otherwise:,} are cut)"
         )
 
@@ -98,10 +108,10 @@ Cut = Consecutive | WholeDocuments
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The number of the bin ``[n]`` that each item of `lengths` ``[n]``, from 1 to `capacity`, goes into.
 
-    Best fit, longest first: an item goes into the fullest bin that has room for it, of equally full ones into the first, or else into a
-    new one. All items of one length are placed together, into a range of bins with equal room at once. Afterwards these have less than
-    half the room that they had. So there are at most about ``3 · log2(capacity)`` rounds for each length that occurs, however many items
-    there are.
+    Best fit, longest first: an item goes into the fullest bin that has room for it, of equally full ones into
+    the first, or else into a new one. All items of one length are placed together, into a range of bins with
+    equal room at once. Afterwards these have less than half the room that they had. So there are at most
+    about ``3 · log2(capacity)`` rounds for each length that occurs, however many items there are.
     """
     by_length = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), dtype=np.int64)  # of the items by length
@@ -152,7 +162,8 @@ def read_tokens(corpus: IndexedTokens, spans: Sequence[Span], out: np.ndarray) -
 
 
 def learned(corpus: IndexedTokens, spans: Sequence[Span], row: int) -> np.ndarray:
-    """Which of the tokens of some spans, and of the padding behind them, are learned where they are targets, bool ``[row]``.
+    """Which of the tokens of some spans, and of the padding behind them, are learned where
+    they are targets, bool ``[row]``.
 
     The first of a span is not: nothing before it in the row says what it is.
     """
@@ -168,11 +179,15 @@ def learned(corpus: IndexedTokens, spans: Sequence[Span], row: int) -> np.ndarra
 def document_bounds(corpus: IndexedTokens, spans: Sequence[Span], row: int) -> Bounds:
     """The documents in the tokens of some spans of a corpus, which begin a row of `row` tokens.
 
-    A document that began earlier counts from the span's first token. Behind the spans is padding, which is a document too.
+    A document that began earlier counts from the span's first token. Behind the spans is padding, which is a
+    document too.
     """
     begins, at = [], 0
     for start, length in spans:
-        begins += [at, *(int(position) - start + at for position in corpus.document_starts(start + 1, start + length))]
+        begins += [
+            at,
+            *(int(position) - start + at for position in corpus.document_starts(start + 1, start + length)),
+        ]
         at += length
     return (*begins, *([at] if at < row else []), row)
 
@@ -189,5 +204,7 @@ def document_positions(bounds: Bounds) -> np.ndarray:
 
 
 def ignore_across(targets: np.ndarray, bounds: Bounds) -> None:
-    """Sets the targets ``[tokens - 1]`` that begin a document to `IGNORED`: nothing before them in the sample says what they are."""
+    """Sets the targets ``[tokens - 1]`` that begin a document to `IGNORED`: nothing before them in
+    the sample says what they are.
+    """
     targets[[bound - 1 for bound in bounds[1:-1]]] = IGNORED

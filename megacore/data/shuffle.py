@@ -1,7 +1,8 @@
-"""The order of samples: a keyed bijection on [0, n), computed for each index separately; and which of them each data rank reads.
+"""The order of samples: a keyed bijection on [0, n), computed for each index separately; and
+which of them each data rank reads.
 
-A shuffled index would have to be built, stored and shared. A pseudorandom permutation needs none of this: any rank computes the
-position of any index, at any corpus size, and one integer is enough to resume a run.
+A shuffled index would have to be built, stored and shared. A pseudorandom permutation needs none of this: any
+rank computes the position of any index, at any corpus size, and one integer is enough to resume a run.
 """
 
 import numpy as np
@@ -15,9 +16,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads consecut
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     """Where each index goes under the permutation of [0, n) that `key` selects.
 
-    A balanced Feistel network permutes the smallest [0, 4^h) that contains [0, n). An index that lands outside [0, n) goes through it
-    again until it lands inside (cycle walking, Black and Rogaway 2002). The map stays a bijection, and takes fewer than 4 passes on
-    average.
+    A balanced Feistel network permutes the smallest [0, 4^h) that contains [0, n). An index that lands
+    outside [0, n) goes through it again until it lands inside (cycle walking, Black and Rogaway 2002). The
+    map stays a bijection, and takes fewer than 4 passes on average.
 
     Args:
         index: integers in [0, n), any shape.
@@ -38,7 +39,9 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 def derive_key(*parts: int) -> int:
-    """One 64-bit key from several non-negative integers, such as (seed, corpus, epoch); their order matters."""
+    """One 64-bit key from several non-negative integers, such as (seed, corpus, epoch);
+    their order matters.
+    """
     key = np.zeros(1, dtype=np.uint64)
     for part in parts:
         key = _mix(_mix(key + _GOLDEN) ^ np.uint64(part % 2**64))
@@ -46,7 +49,9 @@ def derive_key(*parts: int) -> int:
 
 
 def _feistel(x: np.ndarray, half: int, round_keys: np.ndarray) -> np.ndarray:
-    """A permutation of [0, 4^half): each round swaps the halves and flips bits of one by a keyed function of the other."""
+    """A permutation of [0, 4^half): each round swaps the halves and flips bits of one by
+    a keyed function of the other.
+    """
     mask = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
     left, right = x >> shift, x & mask
@@ -57,17 +62,21 @@ def _feistel(x: np.ndarray, half: int, round_keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele et al. 2014): every input bit flips about half of the output bits."""
+    """The output function of SplitMix64 (Steele et al. 2014): every input bit flips
+    about half of the output bits.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def dealt(steps: range, data_size: int, train: TrainConfig) -> np.ndarray:
-    """The global sample indices that are read in `steps`: int64 ``[steps, data ranks, microbatches, micro_batch_size]``.
+    """The global sample indices that are read in `steps`: int64 ``[steps, data ranks,
+    microbatches, micro_batch_size]``.
 
-    A step takes the next samples, as many in each of these steps (`train.batch_at`), cut into microbatches; microbatch j of data rank d
-    is the step's ``j · data_size + d``. So which samples share a microbatch does not depend on the layout. Steps count from 1.
+    A step takes the next samples, as many in each of these steps (`train.batch_at`), cut into microbatches;
+    microbatch j of data rank d is the step's ``j · data_size + d``. So which samples share a microbatch does
+    not depend on the layout. Steps count from 1.
     """
     first, size = train.samples_through(steps.start - 1), train.batch_at(steps.start)
     assert train.batch_at(steps.stop - 1) == size, f"steps {steps} with batches of several sizes"

@@ -1,35 +1,42 @@
-"""The axes of the mesh as data: their names, their order, and what ranks along each of them do. Standard library only."""
+"""The axes of the mesh as data: their names, their order, and what ranks along each of them do.
+
+Standard library only.
+"""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-TAKEN = ("shard", "replicate", "holders", "world")  # groups that follow from the axes: those of FSDP2, and of all ranks
+# groups that follow from the axes: those of FSDP2, and of all ranks
+TAKEN = ("shard", "replicate", "holders", "world")
 
 
 @dataclass(frozen=True)
 class Axis:
     """One dimension of the mesh.
 
-    `samples` and `tokens` are two questions, because ranks may read the same samples and compute on different tokens of them.
+    `samples` and `tokens` are two questions, because ranks may read the same samples and compute on different
+    tokens of them.
     """
 
     name: str
     title: str  # the key in `parallel` that has its size
     layers: bool = False  # ranks along it hold different layers: nothing is copied
     samples: bool = False  # they read different samples
-    tokens: bool = False  # they compute on different tokens: gradients of parameters that all hold are summed over them
-    splits: bool = False  # although they do, weights may be split over them (experts): there are groups along the other such axes
+    # they compute on different tokens: gradients of parameters that all hold are summed over them
+    tokens: bool = False
+    # although they do, weights may be split over them (experts): there are groups along the other such axes
+    splits: bool = False
     rare: bool = False  # most runs have one rank along it, and are not told so
 
     def __post_init__(self) -> None:
         assert self.name not in TAKEN, f"{self.name} is the name of another group of ranks"
 
 
-# From the outermost, whose neighbours are far apart in rank, to the innermost. Tensor ranks communicate in every layer, so they are
-# neighbours, on one node, where links are fastest; context ranks, which do so once a layer, come next. Pipeline ranks have the least
-# traffic.
+# From the outermost, whose neighbours are far apart in rank, to the innermost. Tensor ranks communicate in
+# every layer, so they are neighbours, on one node, where links are fastest; context ranks, which do so once a
+# layer, come next. Pipeline ranks have the least traffic.
 AXES = (
     Axis("pp", "pipeline", layers=True),
     Axis("dp", "data", samples=True, tokens=True),
@@ -37,7 +44,8 @@ AXES = (
     Axis("tp", "tensor"),
 )
 
-# A second view of a stage's ranks, for experts: ranks along `ep` hold other experts, and those along `etp` parts of the same ones.
+# A second view of a stage's ranks, for experts: ranks along `ep` hold other experts, and those along `etp`
+# parts of the same ones.
 EXPERT_AXES = (
     Axis("pp", "pipeline", layers=True),
     Axis("edp", "expert_data", tokens=True),
@@ -48,18 +56,27 @@ EXPERT_AXES = (
 
 def expert_view(sizes: Mapping[str, int], expert: int, expert_tensor: int) -> dict[str, int]:
     """The sizes of `EXPERT_AXES`, by those of `AXES`."""
-    return {"pp": sizes["pp"], "edp": prod(sizes.values()) // (sizes["pp"] * expert * expert_tensor), "ep": expert, "etp": expert_tensor}
+    return {
+        "pp": sizes["pp"],
+        "edp": prod(sizes.values()) // (sizes["pp"] * expert * expert_tensor),
+        "ep": expert,
+        "etp": expert_tensor,
+    }
 
 
 def sums_of(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
-    """The products of axes over whose ranks gradients may be summed: all that divide tokens, but for those that split a weight."""
+    """The products of axes over whose ranks gradients may be summed: all that divide tokens, but
+    for those that split a weight.
+    """
     splits = [axis.name for axis in axes if axis.splits]
     without = [set(left) for count in range(len(splits) + 1) for left in combinations(splits, count)]
     return [tuple(axis.name for axis in axes if axis.tokens and axis.name not in left) for left in without]
 
 
 def called(product: Sequence[str], axes: Sequence[Axis] = AXES) -> str:
-    """A short name for the ranks along a product of axes: those that sum most gradients are called by the axis of samples."""
+    """A short name for the ranks along a product of axes: those that sum most gradients are
+    called by the axis of samples.
+    """
     if tuple(product) == sums_of(axes)[0]:
         return next(axis.name for axis in axes if axis.samples)
     return "×".join(product)
@@ -78,7 +95,9 @@ def ranks_along(axes: Container[str], rank: int, sizes: Mapping[str, int]) -> tu
     ranks, stride = [0], prod(sizes.values())
     for name, at in coordinates(rank, sizes).items():
         stride //= sizes[name]
-        ranks = [first + stride * i for first in ranks for i in (range(sizes[name]) if name in axes else (at,))]
+        ranks = [
+            first + stride * i for first in ranks for i in (range(sizes[name]) if name in axes else (at,))
+        ]
     return tuple(ranks)
 
 

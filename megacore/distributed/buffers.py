@@ -29,7 +29,9 @@ class ShardedBuffer(nn.Module):
 
     value: Tensor
 
-    def __init__(self, shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum") -> None:
+    def __init__(
+        self, shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum"
+    ) -> None:
         super().__init__()
         self.shard, self.rule, self.reduction = shard, rule, reduction
         self.noted: dict[int, Tensor] = {}
@@ -38,7 +40,9 @@ class ShardedBuffer(nn.Module):
 
     def fill(self, device: torch.device) -> None:
         """Gives it memory on a device, with the value that it starts with."""
-        self.value = torch.full(self.shard.local_shape, self.shard.fill, dtype=self.value.dtype, device=device)
+        self.value = torch.full(
+            self.shard.local_shape, self.shard.fill, dtype=self.value.dtype, device=device
+        )
 
     def note(self, key: int, counts: Tensor) -> None:
         """Notes what this rank counted in the microbatch `key` (`Context.key`), in the shape of the value. It is not noted in validation,
@@ -63,7 +67,9 @@ class ShardedBuffer(nn.Module):
         return self.value, self.shard.box
 
 
-def new_buffer(shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum") -> ShardedBuffer:
+def new_buffer(
+    shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum"
+) -> ShardedBuffer:
     """A buffer that is `shard.fill` at first, and is updated by `rule`; for a layer's constructor. `reduction`: one of `REDUCTIONS`, of
     what is noted; "max" of floating-point numbers."""
     return ShardedBuffer(shard, rule, dtype, device, reduction)
@@ -71,7 +77,12 @@ def new_buffer(shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.devic
 
 def buffers_of(modules: Iterable[nn.Module]) -> dict[str, ShardedBuffer]:
     """The buffers of a rank's stages, by name."""
-    return {name: own for module in modules for name, own in module.named_modules() if isinstance(own, ShardedBuffer)}
+    return {
+        name: own
+        for module in modules
+        for name, own in module.named_modules()
+        if isinstance(own, ShardedBuffer)
+    }
 
 
 @torch.no_grad()
@@ -85,6 +96,10 @@ def update_buffers(buffers: Mapping[str, ShardedBuffer], mesh: Topology, skip: T
         total = torch.cat([counts.flatten() for _, counts in pairs])
         for group in (*over.first, over.levels.within, over.levels.between):
             all_reduce(total, group, REDUCTIONS[reduction])
-        for (buffer, _), part in zip(pairs, total.split([counts.numel() for _, counts in pairs]), strict=True):
+        for (buffer, _), part in zip(
+            pairs, total.split([counts.numel() for _, counts in pairs]), strict=True
+        ):
             after = buffer.rule(buffer.value, part.view_as(buffer.value))
-            buffer.value.copy_(torch.where(torch.as_tensor(skip, device=after.device) == 0, after, buffer.value))
+            buffer.value.copy_(
+                torch.where(torch.as_tensor(skip, device=after.device) == 0, after, buffer.value)
+            )

@@ -1,10 +1,10 @@
 """Collectives over a `Group`, plain and with gradients. Over a group of one rank each is the identity.
 
-Tensors are ``[tokens, …]``. The token dim comes first, so a rank's tokens are contiguous, and gathering or scattering them is one
-collective without a copy.
+Tensors are ``[tokens, …]``. The token dim comes first, so a rank's tokens are contiguous, and gathering or
+scattering them is one collective without a copy.
 
-A compiled block calls a collective as one operation of its graph, `megacore::…`: torch.compile cannot follow one, and would end a
-graph there. Such an operation gets its group's key and runs the same code.
+A compiled block calls a collective as one operation of its graph, `megacore::…`: torch.compile cannot follow
+one, and would end a graph there. Such an operation gets its group's key and runs the same code.
 """
 
 from collections.abc import Sequence
@@ -83,23 +83,37 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_inside(x: Tensor, group: Group) -> Work:
-    """Begins to sum `[size · n]` over the group. This rank's `[n]` of it then holds the sum; the rest is undefined."""
-    return Done() if group.communicator is None else group.communicator.start_reduce_scatter(x, own_part(x, group))
+    """Begins to sum `[size · n]` over the group.
+
+    This rank's `[n]` of it then holds the sum; the rest is undefined.
+    """
+    return (
+        Done()
+        if group.communicator is None
+        else group.communicator.start_reduce_scatter(x, own_part(x, group))
+    )
 
 
 def reduce_scatter_into(x: Tensor, out: Tensor, group: Group) -> Work:
-    """Begins to sum `[size · n]` over the group, of more than one rank; `out`, perhaps of a wider dtype, gets this rank's `[n]` of it."""
+    """Begins to sum `[size · n]` over the group, of more than one rank; `out`, perhaps of a wider
+    dtype, gets this rank's `[n]` of it.
+    """
     assert group.communicator is not None
     return group.communicator.start_reduce_scatter(x, out)
 
 
 def all_gather_inside(x: Tensor, group: Group) -> Work:
     """Begins to fill `[size · n]` with every rank's own `[n]` of it."""
-    return Done() if group.communicator is None else group.communicator.start_all_gather(own_part(x, group), x)
+    return (
+        Done() if group.communicator is None else group.communicator.start_all_gather(own_part(x, group), x)
+    )
 
 
 def own_part(x: Tensor, group: Group) -> Tensor:
-    """This rank's `[n, …]` of a replicated `[size · n, …]` (a view). Raises `ValueError` if it cannot be divided."""
+    """This rank's `[n, …]` of a replicated `[size · n, …]` (a view).
+
+    Raises `ValueError` if it cannot be divided.
+    """
     if len(x) % group.size:
         raise ValueError(f"{len(x)} rows cannot be divided over {group.size} ranks ({group.name})")
     return x if group.size == 1 else x.chunk(group.size)[group.rank]
@@ -155,7 +169,10 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Forward: all tokens, gathered if they are split. Backward: sum of the ranks' gradients, scattered if they are."""
+    """Forward: all tokens, gathered if they are split.
+
+    Backward: sum of the ranks' gradients, scattered if they are.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sequence: bool) -> Tensor:
@@ -164,19 +181,29 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.group) if ctx.sequence else all_reduce(grad.clone(), ctx.group), None, None
+        return (
+            reduce_scatter(grad, ctx.group) if ctx.sequence else all_reduce(grad.clone(), ctx.group),
+            None,
+            None,
+        )
 
 
 def enter_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
-    """All tokens ``[tokens, …]``, for work with each rank's own weights. With `sequence`, `x` holds this rank's tokens and is gathered."""
+    """All tokens ``[tokens, …]``, for work with each rank's own weights.
+
+    With `sequence`, `x` holds this rank's tokens and is gathered.
+    """
     return x if group.size == 1 else _Enter.apply(x, group, sequence)
 
 
 def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
-    """Sums the ranks' partial results ``[tokens, …]``. With `sequence` each rank keeps only its tokens of the sum.
+    """Sums the ranks' partial results ``[tokens, …]``.
 
-    It ends the region in which each rank works on all tokens with its part of the weights. `enter_tensor_parallel` begins that
-    region; in `tensor_parallel.linear.column_linear` its backward overlaps a product.
+    With `sequence` each rank keeps only its tokens of the sum.
+
+    It ends the region in which each rank works on all tokens with its part of the weights.
+    `enter_tensor_parallel` begins that region; in `tensor_parallel.linear.column_linear` its backward
+    overlaps a product.
     `x` is overwritten: it must be a fresh result that nothing else reads.
     """
     if group.size == 1:
@@ -211,8 +238,9 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
-    """Divides ``[tokens, …]`` that all ranks of a group hold among them, for work that each does on its own tokens. If they do not divide,
-    zeros follow them."""
+    """Divides ``[tokens, …]`` that all ranks of a group hold among them, for work that each does on its own
+    tokens. If they do not divide, zeros follow them.
+    """
     missing = -len(x) % group.size  # a pad of none would copy
     return _ScatterTokens.apply(F.pad(x, (0, 0, 0, missing)) if missing else x, group)
 
@@ -231,17 +259,25 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
 
 def broadcast_start(x: Tensor, group: Group, source: int) -> Work:
     """Begins to copy `x` of the group's rank `source` into `x` of every rank."""
-    return Done() if group.communicator is None else group.communicator.start_broadcast(x, group.ranks[source])
+    return (
+        Done() if group.communicator is None else group.communicator.start_broadcast(x, group.ranks[source])
+    )
 
 
 def joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
-    """The elements of several tensors as one flat tensor: `empty` if there is none, and a view of one alone where that is possible."""
+    """The elements of several tensors as one flat tensor: `empty` if there is none, and a view of
+    one alone where that is possible.
+    """
     several = [part.flatten() for part in parts if part.numel()]
     return several[0] if len(several) == 1 else torch.cat(several) if several else empty
 
 
-def exchange_start(parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], group: Group, empty: Tensor) -> tuple[list[Tensor], Work]:
-    """Begins to send the elements of `parts[i]` to rank i, and to receive `sizes[i]` elements from it. The own part does not travel.
+def exchange_start(
+    parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], group: Group, empty: Tensor
+) -> tuple[list[Tensor], Work]:
+    """Begins to send the elements of `parts[i]` to rank i, and to receive `sizes[i]` elements from it.
+
+    The own part does not travel.
 
     Returns a flat tensor from each rank. `empty`: a tensor without elements, of their dtype and device.
     """
@@ -251,19 +287,26 @@ def exchange_start(parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], grou
     others = [[] if i == group.rank else to for i, to in enumerate(parts)]
     received = [0 if i == group.rank else size for i, size in enumerate(sizes)]
     x, out = joined([part for to in others for part in to], empty), empty.new_empty(sum(received))
-    work = group.communicator.start_exchange(x, out, [sum(part.numel() for part in to) for to in others], received)
+    work = group.communicator.start_exchange(
+        x, out, [sum(part.numel() for part in to) for to in others], received
+    )
     found = list(out.split(received))
     found[group.rank] = own
     return found, work
 
 
 def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4096, source: int = 0) -> str:
-    """Returns the `text` of the group's rank `source` on every rank, without pickle. At most `limit` bytes of UTF-8."""
+    """Returns the `text` of the group's rank `source` on every rank, without pickle.
+
+    At most `limit` bytes of UTF-8.
+    """
     if group.communicator is None:
         return text
     encoded = text.encode()
     assert len(encoded) <= limit
     buffer = torch.zeros(limit, dtype=torch.uint8, device=device)
     if group.rank == source:
-        buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else buffer[:0]
+        buffer[: len(encoded)] = (
+            torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else buffer[:0]
+        )
     return bytes(broadcast(buffer, group, source).tolist()).rstrip(b"\0").decode()

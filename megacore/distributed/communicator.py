@@ -56,7 +56,10 @@ class Staged:
     """
 
     def __init__(
-        self, operations: Sequence[Callable[[], Work]], finish: Callable[[], object] = lambda: None, stream: torch.cuda.Stream | None = None
+        self,
+        operations: Sequence[Callable[[], Work]],
+        finish: Callable[[], object] = lambda: None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Begins the first. `finish` makes the result of what the last has brought. `stream`: see `side_stream`."""
         self.held, self.left, self.finish, self.stream = operations, list(operations), finish, stream
@@ -132,7 +135,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def observed(method: Callable[Concatenate["Communicator", P], R]) -> Callable[Concatenate["Communicator", P], R]:
+def observed(
+    method: Callable[Concatenate["Communicator", P], R],
+) -> Callable[Concatenate["Communicator", P], R]:
     """An operation of a communicator, of which observers hear. If nobody watches, it costs a test more."""
     name = method.__name__.removeprefix("start_")
     returns_done = name == method.__name__ not in ("send", "receive")
@@ -142,7 +147,10 @@ def observed(method: Callable[Concatenate["Communicator", P], R]) -> Callable[Co
         observers = self.observers
         if not observers:
             return method(self, *args, **options)
-        tensors, peer = tuple(x for x in args if isinstance(x, Tensor)), next((x for x in args if type(x) is int), -1)
+        tensors, peer = (
+            tuple(x for x in args if isinstance(x, Tensor)),
+            next((x for x in args if type(x) is int), -1),
+        )
         tokens = observers.tell(Observer.collective_begins, Operation(_called[self.key], name, tensors, peer))
         if returns_done:
             observers.tell_back(Observer.collective_begun, tokens)
@@ -159,7 +167,11 @@ class Communicator:
     """The operations of a group of several ranks. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None, observers: Observers | None = None
+        self,
+        process_group: dist.ProcessGroup,
+        size: int,
+        shared: SharedMemory | None = None,
+        observers: Observers | None = None,
     ) -> None:
         self.process_group, self.size, self.shared, self.observers = process_group, size, shared, observers
         self.downward = process_group  # for messages to lower ranks, see `Mesh._connect_stages`
@@ -212,7 +224,9 @@ class Communicator:
     @observed
     def start_exchange(self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         """Begins to send parts of so many elements to each rank, and to fill `out` with parts of so many from each."""
-        return dist.all_to_all_single(out, x, list(received), list(sent), group=self.process_group, async_op=True)
+        return dist.all_to_all_single(
+            out, x, list(received), list(sent), group=self.process_group, async_op=True
+        )
 
     @observed
     def start_broadcast(self, x: Tensor, source: int) -> Work:
@@ -227,7 +241,10 @@ class Communicator:
 
         NCCL must get the two as a batch: one after the other, every rank's send would wait for a receive that stands behind a send.
         """
-        pair = dist.P2POp(dist.isend, x, after, self.process_group), dist.P2POp(dist.irecv, out, before, self.process_group)
+        pair = (
+            dist.P2POp(dist.isend, x, after, self.process_group),
+            dist.P2POp(dist.irecv, out, before, self.process_group),
+        )
         return Together(dist.batch_isend_irecv(list(pair)))
 
     @observed
@@ -286,7 +303,9 @@ class Group:
 
 SOLO = Group("solo", (0,), 0)
 
-_called: WeakValueDictionary[str, Group] = WeakValueDictionary()  # by `Group.key`; whoever was given a group holds it
+_called: WeakValueDictionary[str, Group] = (
+    WeakValueDictionary()
+)  # by `Group.key`; whoever was given a group holds it
 
 
 def group_called(key: str) -> Group:

@@ -1,4 +1,6 @@
-"""Divides ranks that sum gradients by their hosts: sums within a host come first, so that links between hosts carry less."""
+"""Divides ranks that sum gradients by their hosts: sums within a host come first, so that
+links between hosts carry less.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from megacore.distributed.communicator import Group
 class Levels:
     """The ranks that sum gradients, as the product of two groups. In one level `within` is this rank alone.
 
-    Under the fsdp engine they are the ranks that hold the shards of one copy, and those that hold copies of one shard.
+    Under the fsdp engine they are the ranks that hold the shards of one copy, and those that hold copies of
+    one shard.
     """
 
     within: Group  # on this host
@@ -23,24 +26,37 @@ class Levels:
 
     @property
     def owners(self) -> Group:
-        """The ranks in the order of their parts, without a wire: the parts of those on one place of all hosts are neighbours."""
-        return Group("owners", tuple(range(self.size)), self.within.rank * self.between.size + self.between.rank)
+        """The ranks in the order of their parts, without a wire: the parts of those on one
+        place of all hosts are neighbours.
+        """
+        return Group(
+            "owners", tuple(range(self.size)), self.within.rank * self.between.size + self.between.rank
+        )
 
 
 @dataclass(frozen=True)
 class GradientSum:
-    """Over which ranks a gradient is summed, by the placement of its parameter. Buckets hold parameters of one sum."""
+    """Over which ranks a gradient is summed, by the placement of its parameter.
 
-    tokens: tuple[str, ...]  # the axes whose ranks see other tokens of what it was applied to; they may divide the optimizer's state
+    Buckets hold parameters of one sum.
+    """
+
+    # the axes whose ranks see other tokens of what it was applied to; they may divide the optimizer's state
+    tokens: tuple[str, ...]
     levels: Levels  # the ranks along `tokens`
     first: tuple[Group, ...]  # along each other axis, over which gradients are partial: summed before
-    last: Group | None  # ranks of other stages that use the parameter too: summed when the plan says so, each such parameter by itself
+    # ranks of other stages that use the parameter too: summed when the plan says so, each such parameter by
+    # itself
+    last: Group | None
 
 
-def by_host(ranks: Sequence[int], hosts: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def by_host(
+    ranks: Sequence[int], hosts: Sequence[int], rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The ranks of `ranks`, ascending, on this `rank`'s host, and those that have its place on each host.
 
-    `hosts` has a number for each rank of the world; a host's ranks need not be neighbours. None if two levels are no use or not
+    `hosts` has a number for each rank of the world; a host's ranks need not be neighbours. None if two levels
+    are no use or not
     possible: there is one host, or one rank on each, or they have unequal numbers of ranks.
     """
     on: dict[int, list[int]] = {}

@@ -54,18 +54,26 @@ def check_source(config: Config, mesh: Mesh) -> None:
     other = torch.tensor(size if own == first else mesh.world.rank, device=mesh.device)
     if (lowest := int(all_reduce(other, mesh.world, dist.ReduceOp.MIN))) < size:
         wrong = f"rank {lowest} on {host_name()} has a file of the digest {own}, and rank 0 one of {first}"
-        raise ConfigError(KEY, broadcast_text(wrong, mesh.world, mesh.device, source=lowest), "the same file on all machines")
+        raise ConfigError(
+            KEY,
+            broadcast_text(wrong, mesh.world, mesh.device, source=lowest),
+            "the same file on all machines",
+        )
 
 
 @contextmanager
-def joined(config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None) -> Iterator[Mesh]:
+def joined(
+    config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None
+) -> Iterator[Mesh]:
     """A context with the mesh, for a process that is set up (`tools.machine`). `guard`: who looks after this rank meanwhile."""
     guard = guard or Guard()
     mesh, parallel = None, config.parallel
     try:
         if device.type == "cuda":
             keep_triton_local()
-        patience = None if parallel.hang_seconds is None else timedelta(seconds=START_UP * parallel.hang_seconds)
+        patience = (
+            None if parallel.hang_seconds is None else timedelta(seconds=START_UP * parallel.hang_seconds)
+        )
         store = meet(place, timedelta(seconds=parallel.timeout_seconds), patience)
         if store is not None:
             guard.met(store)

@@ -26,7 +26,10 @@ from megacore.pipeline.partition import placement_of
 
 
 class Unconnected(Communicator):
-    """Stands for the wire of ranks that never communicate with each other. A communicator would cost memory and start-up time."""
+    """Stands for the wire of ranks that never communicate with each other.
+
+    A communicator would cost memory and start-up time.
+    """
 
     def __init__(self, name: str) -> None:
         self.key = name
@@ -39,16 +42,20 @@ class Unconnected(Communicator):
 
 
 def prioritised(backend: str) -> Any:
-    """Options that let the device prefer a communicator's work to what it computes meanwhile. Else a large product that was begun first
-    holds up a transfer, and overlap depends on luck. None for backends without such streams."""
+    """Options that let the device prefer a communicator's work to what it computes meanwhile.
+
+    Else a large product that was begun first holds up a transfer, and overlap depends on luck. None for
+    backends without such streams.
+    """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 
 class Mesh(Topology):
     """The process groups of one rank, and its coordinates.
 
-    All groups of equal ranks have one communicator. `_used` lists the products along which a config communicates, by the axes alone.
-    Only these are made, before there is a parameter, in one order on every rank.
+    All groups of equal ranks have one communicator. `_used` lists the products along which a config
+    communicates, by the axes alone. Only these are made, before there is a parameter, in one order on every
+    rank.
     """
 
     def __init__(
@@ -66,9 +73,10 @@ class Mesh(Topology):
     ) -> None:
         """Joins the ranks; collective. `config` must be checked against the world size.
 
-        If you add to `axes` or `views`, give the `sizes` that `config.parallel` does not have. `used`: further products of axes, for
-        layers that communicate along more than one axis at once.
-        `store`: in which the ranks have met, if they have (`rendezvous.meet`). `backend`: one that no config can name.
+        If you add to `axes` or `views`, give the `sizes` that `config.parallel` does not have. `used`:
+        further products of axes, for layers that communicate along more than one axis at once.
+        `store`: in which the ranks have met, if they have (`rendezvous.meet`). `backend`: one that no config
+        can name.
         `observers`: those who watch this rank, from here on if there are some already.
         """
         p = config.parallel
@@ -79,7 +87,8 @@ class Mesh(Topology):
         self.backend = backend or usual
         self.store = meet(place, self.timeout) if store is None else store  # in which the ranks have met
         if self.store is not None:
-            # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
+            # No device_id: with it NCCL would split each group off the world, which needs every rank at every
+            # split.
             dist.init_process_group(
                 self.backend,
                 store=self.store,
@@ -102,22 +111,29 @@ class Mesh(Topology):
             self._share_memory(config)
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank along a product of axes. Its ranks can communicate if `_used` lists the product."""
+        """The group of this rank along a product of axes.
+
+        Its ranks can communicate if `_used` lists the product.
+        """
         axes = self._several(axes)
         if axes not in self.groups:
             name, ranks = "×".join(axes), self._ranks_along(axes)
             if len(ranks) > 1 and ranks not in self.communicators:
-                return self.silent.setdefault(axes, Group(name, ranks, ranks.index(self.rank), Unconnected(name)))
+                return self.silent.setdefault(
+                    axes, Group(name, ranks, ranks.index(self.rank), Unconnected(name))
+                )
             self.groups[axes] = self._create(name, ranks)
         return self.groups[axes]
 
     def _create_groups(self, config: Config) -> None:
-        everyone, self.made = tuple(range(self.place.world_size)), 0  # communicators that this process has made
+        # communicators that this process has made
+        everyone, self.made = tuple(range(self.place.world_size)), 0
         self.communicators[everyone] = dist.group.WORLD if len(everyone) > 1 else None
         self.world = self._create("world", everyone)
         for product in map(self._several, (*self._used(config), *self.used)):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
-        for ranks in dict.fromkeys(self._holders(config).values()):  # a rank that is in some takes its place among those of the others
+        # a rank that is in some takes its place among those of the others
+        for ranks in dict.fromkeys(self._holders(config).values()):
             if self.rank in ranks:
                 self._create("tied", ranks)
             else:
@@ -125,38 +141,56 @@ class Mesh(Topology):
         super()._create_groups(config)
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
-        """The products of axes along which a config has collectives. The pipeline's ranks only send messages, see `_connect_stages`."""
+        """The products of axes along which a config has collectives.
+
+        The pipeline's ranks only send messages, see `_connect_stages`.
+        """
         for view, sizes in zip(self.views, self.sizes_of_views, strict=True):
             for axis in reversed(view):  # layers communicate along it
                 if sizes[axis.name] > 1 and (axis.splits or not (axis.layers or axis.samples)):
                     yield (axis.name,)
             for product in sums_of(view):
-                yield from fsdp_products(product, self.token_axes) if config.engine.kind == "fsdp" else (product,)
-                if any(group.rule.whole for group in ParameterGroups(config.optim).every):  # its matrices go to owners
+                yield from (
+                    fsdp_products(product, self.token_axes) if config.engine.kind == "fsdp" else (product,)
+                )
+                # its matrices go to owners
+                if any(group.rule.whole for group in ParameterGroups(config.optim).every):
                     beside = tuple(axis.name for axis in view if not axis.layers and axis.name not in product)
                     divided = config.engine.shard_optimizer
                     yield (
-                        fsdp_holders(product, self.token_axes) if config.engine.kind == "fsdp" else (*(product if divided else ()), *beside)
+                        fsdp_holders(product, self.token_axes)
+                        if config.engine.kind == "fsdp"
+                        else (*(product if divided else ()), *beside)
                     )
         if config.model.num_experts is not None:
-            yield from (("ep", "etp"), ("cp", "tp"))  # tokens go to parts of experts; a sequence's tokens are counted
+            # tokens go to parts of experts; a sequence's tokens are counted
+            yield from (("ep", "etp"), ("cp", "tp"))
         if config.engine.kind == "deepspeed":
             yield tuple(axis.name for axis in self.axes if not axis.tokens)
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Makes a group. It makes a communicator only if none has the same ranks: each costs memory and start-up time."""
-        connected = len(ranks) > 1 or name.startswith("shard×")  # FSDP2 takes no weight without a communicator
+        """Makes a group.
+
+        It makes a communicator only if none has the same ranks: each costs memory and start-up time.
+        """
+        # FSDP2 takes no weight without a communicator
+        connected = len(ranks) > 1 or name.startswith("shard×")
         if connected and ranks not in self.communicators:
             self.communicators[ranks] = self._communicator(name, ranks)
         process_group = self.communicators[ranks] if connected else None
-        wire = None if process_group is None else Communicator(process_group, len(ranks), observers=self.observers)
+        wire = (
+            None
+            if process_group is None
+            else Communicator(process_group, len(ranks), observers=self.observers)
+        )
         return Group(name, ranks, ranks.index(self.rank), wire)
 
     def _communicator(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Makes a communicator, which only its ranks meet to do: a rank makes its own few, and not those of the whole cluster.
+        """Makes a communicator, which only its ranks meet to do: a rank makes its own few, and
+        not those of the whole cluster.
 
-        Its members find each other by a name that PyTorch makes of the ranks and of how many groups this process has. So every rank
-        makes equally many, in one order.
+        Its members find each other by a name that PyTorch makes of the ranks and of how many groups this
+        process has. So every rank makes equally many, in one order.
         """
         self.made += 1
         return dist.new_group(
@@ -184,8 +218,11 @@ class Mesh(Topology):
         return self.levels_along(*self.token_axes)
 
     def levels_along(self, *axes: str) -> Levels:
-        """See `Topology`. There are two levels if `engine.reduce_levels` asks for them and hosts allow them, and under the
-        fsdp engine: the ranks that hold the shards of one copy, and those that hold copies of one shard."""
+        """See `Topology`.
+
+        There are two levels if `engine.reduce_levels` asks for them and hosts allow them, and under the fsdp
+        engine: the ranks that hold the shards of one copy, and those that hold copies of one shard.
+        """
         if axes and self.divides:
             shard, replicate = fsdp_products(axes, self.token_axes)
             return Levels(self.group(*shard), self.group(*replicate))
@@ -193,7 +230,9 @@ class Mesh(Topology):
         return self.levels_of.get(one.between.ranks, one)
 
     def _divide_by_host(self) -> None:
-        """Makes the groups of two levels for each product of axes, if the hosts of all ranks that sum along it have as many of them."""
+        """Makes the groups of two levels for each product of axes, if the hosts of all ranks that sum
+        along it have as many of them.
+        """
         self.host_of = hosts = [host for host, _ in self.hosts()]
         for view, sizes in zip(self.views, self.sizes_of_views, strict=True):
             for product in sums_of(view):
@@ -203,11 +242,16 @@ class Mesh(Topology):
                     continue
                 found = by_host(own, hosts, self.rank)
                 assert found is not None
-                names = f"{called(product, self.axes)} within a host", f"{called(product, self.axes)} between hosts"
+                names = (
+                    f"{called(product, self.axes)} within a host",
+                    f"{called(product, self.axes)} between hosts",
+                )
                 made = self.made
                 groups = [self._create(name, ranks) for name, ranks in zip(names, found, strict=True)]
-                while self.made < made + len(names):  # where a level is a group that is there already, which may be so on some ranks alone
-                    self._communicator("no level", (self.rank,))  # unused: it keeps the number of groups equal
+                # where a level is a group that is there already, which may be so on some ranks alone
+                while self.made < made + len(names):
+                    # unused: it keeps the number of groups equal
+                    self._communicator("no level", (self.rank,))
                 self.groups |= {(group.name,): group for group in groups}
                 self.levels_of[own] = Levels(*groups)
 
@@ -228,10 +272,14 @@ class Mesh(Topology):
         assert self.store is not None
         size = config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[train.precision]
         key = "shared/" + "-".join(map(str, tp.ranks))
-        tp.communicator.shared = join(tp.communicator.process_group, key, tp.rank, tp.size, size, self.store, timeout=timeout)
+        tp.communicator.shared = join(
+            tp.communicator.process_group, key, tp.rank, tp.size, size, self.store, timeout=timeout
+        )
 
     def _connect(self) -> None:
-        """Sets up the communicators now, in one order on every rank: NCCL does so at the first operation, for which it needs all ranks."""
+        """Sets up the communicators now, in one order on every rank: NCCL does so at the first
+        operation, for which it needs all ranks.
+        """
         for communicator in self.communicators.values():
             if communicator is not None:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=communicator)
@@ -239,11 +287,15 @@ class Mesh(Topology):
     def _connect_stages(self, config: Config) -> None:
         """Gives each direction between two ranks of the pipeline a stream of its own, and sets them up now.
 
-        Operations of one communicator run one after the other, so a receive that is posted ahead would hold up every send behind it.
-        On NCCL, PyTorch makes a communicator for each pair of ranks that send and receive one by one, in each process group: with a
-        second group, for messages to lower ranks, there are two. Setting one up takes both ranks, which is no part of the plan's order.
+        Operations of one communicator run one after the other, so a receive that is posted ahead would hold
+        up every send behind it. On NCCL, PyTorch makes a communicator for each pair of ranks that send and
+        receive one by one, in each process group: with a second group, for messages to lower ranks, there are
+        two. Setting one up takes both ranks, which is no part of the plan's order.
         """
-        pp, place = self.pp, {stage: rank for rank, stages in enumerate(placement_of(config)) for stage in stages}
+        pp, place = (
+            self.pp,
+            {stage: rank for rank, stages in enumerate(placement_of(config)) for stage in stages},
+        )
         if pp.communicator is None:
             return
         pp.communicator.downward = self._communicator("pp downward", pp.ranks)
@@ -267,11 +319,25 @@ class Mesh(Topology):
             dist.destroy_process_group()
 
     def describe(self) -> str:
-        """One line: the axes and their sizes, what ranks communicate by, and on a CPU how many threads each has."""
-        memory = " and shared memory" if self.tp.communicator is not None and self.tp.communicator.shared else ""
-        ranks = f"{self.place.world_size} ranks, {self.backend}{memory}" if self.place.world_size > 1 else "1 rank"
+        """One line: the axes and their sizes, what ranks communicate by, and on a
+        CPU how many threads each has.
+        """
+        memory = (
+            " and shared memory" if self.tp.communicator is not None and self.tp.communicator.shared else ""
+        )
+        ranks = (
+            f"{self.place.world_size} ranks, {self.backend}{memory}"
+            if self.place.world_size > 1
+            else "1 rank"
+        )
         if (levels := self.levels_of.get(self.gradient_group.ranks)) is not None:
-            ranks += f", gradients summed within hosts ({levels.within.size} ranks) and between them ({levels.between.size})"
+            ranks += (
+                f", gradients summed within hosts ({levels.within.size} ranks) and between them "
+                f"({levels.between.size})"
+            )
         threads = f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
-        views = "".join(f", also {describe(v, sizes)}" for v, sizes in zip(self.views[1:], self.sizes_of_views[1:], strict=True))
+        views = "".join(
+            f", also {describe(v, sizes)}"
+            for v, sizes in zip(self.views[1:], self.sizes_of_views[1:], strict=True)
+        )
         return f"{describe(self.axes, self.sizes)} = {ranks}{views}{threads}"

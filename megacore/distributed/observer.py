@@ -1,7 +1,8 @@
 """What a run tells those who watch it: hang diagnosis, proofs, dry runs and measurements are observers.
 
-A mesh has the list of its run's observers. It is empty unless whoever starts the run adds some (`mesh.observers.append`), and then all
-that is left of it in a step is a test of an empty list. Communicators, runtime, loader and trainer tell the list what they do.
+A mesh has the list of its run's observers. It is empty unless whoever starts the run adds some
+(`mesh.observers.append`), and then all that is left of it in a step is a test of an empty list.
+Communicators, runtime, loader and trainer tell the list what they do.
 """
 
 import sys
@@ -27,23 +28,30 @@ class Operation:
     """What a rank begins over a group. `peer`: the other rank of the world, where there is only one."""
 
     group: "Group"
-    name: str  # all_reduce, all_gather, reduce_scatter, all_to_all, exchange, shift, broadcast, barrier, send or receive
-    tensors: tuple[Tensor, ...]  # what is given, and then where the result comes, if elsewhere; an observer must not keep them
+    # all_reduce, all_gather, reduce_scatter, all_to_all, exchange, shift, broadcast, barrier, send or receive
+    name: str
+    # what is given, and then where the result comes, if elsewhere; an observer must not keep them
+    tensors: tuple[Tensor, ...]
     peer: int = -1
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that a rank has waited since this was asked last, validations and saves left out; 0 where nobody knows."""
+    """Seconds that a rank has waited since this was asked last, validations and saves
+    left out; 0 where nobody knows.
+    """
 
     for_ranks: float = 0.0
-    by_group: Mapping[str, float] = field(default_factory=dict)  # of the host, by the name of a group, and for "data"
+    # of the host, by the name of a group, and for "data"
+    by_group: Mapping[str, float] = field(default_factory=dict)
     device_worked: float = 0.0  # seconds that its GPU took for forwards and backwards
     device_by_group: Mapping[str, float] = field(default_factory=dict)  # of its GPU, in the last logged step
 
 
 class Slow(NamedTuple):
-    """Of a rank that holds up the others: seconds of its own work in a step, the median of those of its like, and whose seconds."""
+    """Of a rank that holds up the others: seconds of its own work in a step, the median of those
+    of its like, and whose seconds.
+    """
 
     seconds: float
     usual: float
@@ -51,10 +59,13 @@ class Slow(NamedTuple):
 
 
 class Observer:
-    """Hears what one rank does. A tool overrides the methods that it needs; they run in the middle of a step, and wait for nothing.
+    """Hears what one rank does.
 
-    What an observer raises does not end the run, nor keeps anything from the others: it is said once. If an observer's answer would then
-    be wrong, as a proof's, it is `vital`: what it raises is raised where it was told.
+    A tool overrides the methods that it needs; they run in the middle of a step, and wait for nothing.
+
+    What an observer raises does not end the run, nor keeps anything from the others: it is said once. If an
+    observer's answer would then be wrong, as a proof's, it is `vital`: what it raises is raised where it was
+    told.
     """
 
     vital = False
@@ -64,7 +75,9 @@ class Observer:
         """`logged`: whether the host waits for the step's figures in any case."""
 
     def phase_begins(self, phase: str) -> None:
-        """What the rank does from here on, other than the plan's actions, such as "data" or "optimizer step"."""
+        """What the rank does from here on, other than the plan's actions, such as
+        "data" or "optimizer step".
+        """
 
     def aside_begins(self, phase: str) -> None:
         """Begins what does not count as a step's time: "validation" or "saving"."""
@@ -79,7 +92,10 @@ class Observer:
         """The runtime has done it. A GPU may only have been given it."""
 
     def collective_begins(self, operation: Operation) -> Any:
-        """The rank begins its part of an operation. What this returns, the observer is given back at what follows of it."""
+        """The rank begins its part of an operation.
+
+        What this returns, the observer is given back at what follows of it.
+        """
 
     def collective_begun(self, token: Any) -> None:
         """The operation is under way."""
@@ -99,15 +115,20 @@ class Observer:
     def waits(self) -> Waits | None:
         """Asked at each report: what it knows of how long the rank has waited."""
 
-    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, Slow] | None:
-        """Asked at each report with every rank's seconds a step, those that it worked itself and those of its device: the ranks that
-        hold up the others."""
+    def stragglers(
+        self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float
+    ) -> dict[int, Slow] | None:
+        """Asked at each report with every rank's seconds a step, those that it worked itself and those of its
+        device: the ranks that hold up the others.
+        """
 
 
 class Observers(list[Observer]):
     """All who watch one rank."""
 
-    def tell(self, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs) -> list[tuple[Observer, T]]:
+    def tell(
+        self, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
+    ) -> list[tuple[Observer, T]]:
         """Calls a method of `Observer` on each, and returns who answered what."""
         return [(observer, self._call(observer, event, *args, **options)) for observer in tuple(self)]
 
@@ -133,12 +154,16 @@ class Observers(list[Observer]):
         """What the first who knows answers."""
         return next((waits for _, waits in self.tell(Observer.waits) if waits is not None), Waits())
 
-    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, Slow]:
+    def stragglers(
+        self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float
+    ) -> dict[int, Slow]:
         """What the first who knows answers."""
         answers = self.tell(Observer.stragglers, busy, device_busy, step_seconds)
         return next((found for _, found in answers if found is not None), {})
 
-    def _call(self, observer: Observer, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs) -> T:
+    def _call(
+        self, observer: Observer, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
+    ) -> T:
         try:
             return getattr(observer, event.__name__)(*args, **options)  # type: ignore[no-any-return]
         except Exception as error:
@@ -146,6 +171,9 @@ class Observers(list[Observer]):
                 raise
             if not observer.failed:  # it is told on: a watchdog takes silence for a hang
                 report = "".join(traceback.format_exception(error))
-                sys.stderr.write(f"{report}WARNING: {type(observer).__name__} failed, and may see less from here on; the run goes on\n")
+                sys.stderr.write(
+                    f"{report}WARNING: {type(observer).__name__} failed, and may see less from here on; "
+                    "the run goes on\n"
+                )
             observer.failed = True
             return None  # type: ignore[return-value]

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from math import floor
 from pathlib import Path
 
-ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states: ended, though its parent may not have noticed; stopped by a signal, or traced
+# states: ended, though its parent may not have noticed; stopped by a signal, or traced
+ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """Of ``/proc/<pid>/stat``, from the process's state on. What stands before, a name in parentheses, may hold anything.
+    """Of ``/proc/<pid>/stat``, from the process's state on.
+
+    What stands before, a name in parentheses, may hold anything.
 
     Raises:
         OSError: there is no such process (any more), or the system is not Linux.
@@ -28,13 +31,18 @@ def process_state(pid: int) -> str:
 
 
 def available_cores(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that this process may use, at least 1: its affinity's, or as many as its control groups' quotas pay for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
+    """The cores that this process may use, at least 1: its affinity's, or as many as its
+    control groups' quotas pay for.
+    """
+    # macOS has no affinity
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, floor(min([cores, *quotas(groups, mount)])))
 
 
 def quotas(groups: Path, mount: Path) -> list[float]:
-    """The cores that each control group above this process is allowed, where any is limited (Linux; containers are such groups)."""
+    """The cores that each control group above this process is allowed, where any is limited
+    (Linux; containers are such groups).
+    """
     found = []
     for folder, first_version in control_groups("cpu", groups, mount):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if first_version else ("cpu.max",)
@@ -45,7 +53,9 @@ def quotas(groups: Path, mount: Path) -> list[float]:
 
 
 def control_groups(controller: str, groups: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
-    """The folder of each control group above this process that may limit what `controller` counts, and whether it is one of version 1."""
+    """The folder of each control group above this process that may limit what `controller` counts, and
+    whether it is one of version 1.
+    """
     for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, own = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -1,4 +1,7 @@
-"""The place of a process among all ranks of a run. Standard library only: it is read before torch is imported."""
+"""The place of a process among all ranks of a run.
+
+Standard library only: it is read before torch is imported.
+"""
 
 import os
 import socket
@@ -19,5 +22,7 @@ class RankInfo:
 
 
 def host_name() -> str:
-    """The name of this machine; MEGACORE_HOST gives another, where several have one name or one stands for several."""
+    """The name of this machine; MEGACORE_HOST gives another, where several have one
+    name or one stands for several.
+    """
     return os.environ.get("MEGACORE_HOST") or socket.gethostname()

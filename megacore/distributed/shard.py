@@ -47,7 +47,9 @@ class TensorSlice:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The piece, as an index into its logical tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local_shape, strict=True))
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offset, self.local_shape, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,19 @@ class LogicalMatrix:
     batch: tuple[int, ...] = ()  # along them there are maps of their own, such as heads
     rows: tuple[int, ...] = (0,)  # of a map's outputs
     columns: tuple[int, ...] = (1,)  # of its inputs
-    heads: tuple[int, ...] = ()  # of `batch`, those along which the maps are heads, which together are one map too
+    heads: tuple[
+        int, ...
+    ] = ()  # of `batch`, those along which the maps are heads, which together are one map too
 
     @property
     def joined(self) -> "LogicalMatrix":
         """The same with all heads as rows of one map."""
-        return replace(self, batch=tuple(dim for dim in self.batch if dim not in self.heads), rows=(*self.heads, *self.rows), heads=())
+        return replace(
+            self,
+            batch=tuple(dim for dim in self.batch if dim not in self.heads),
+            rows=(*self.heads, *self.rows),
+            heads=(),
+        )
 
     def view(self, weight: Tensor) -> Tensor:
         """The maps ``[batch, rows, columns]`` within the whole weight, or within a piece that is not split along an indexed dim. It is
@@ -80,8 +89,13 @@ class LogicalMatrix:
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """How many maps, rows and columns there are in a weight of this shape, or within its index."""
-        inside = [len(range(size)[at]) for size, at in zip(shape, (*self.index, *[slice(None)] * len(shape)), strict=False)]
-        batch, rows, columns = (prod(inside[dim] for dim in dims) for dims in (self.batch, self.rows, self.columns))
+        inside = [
+            len(range(size)[at])
+            for size, at in zip(shape, (*self.index, *[slice(None)] * len(shape)), strict=False)
+        ]
+        batch, rows, columns = (
+            prod(inside[dim] for dim in dims) for dims in (self.batch, self.rows, self.columns)
+        )
         return batch, rows, columns
 
 
@@ -97,7 +111,9 @@ class Shard:
     global_shape: tuple[int, ...]
     along: tuple[AxisPlacement, ...] = ()
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
-    init_std: float | None = None  # drawn from a normal distribution with this deviation; None: filled with `fill`
+    init_std: float | None = (
+        None  # drawn from a normal distribution with this deviation; None: filled with `fill`
+    )
     fill: float = 0.0
     matrices: tuple[LogicalMatrix, ...] = ()  # which logical matrices it has, if it is not one itself
     table: bool = False  # a row for each token or position: no map between hidden states
@@ -120,7 +136,10 @@ class Shard:
         for along in self.along:
             if along.dim == dim:
                 piece = -(-(stop - start) // along.count)
-                start, stop = min(start + along.index * piece, stop), min(start + (along.index + 1) * piece, stop)
+                start, stop = (
+                    min(start + along.index * piece, stop),
+                    min(start + (along.index + 1) * piece, stop),
+                )
         return start, stop
 
     @property
@@ -154,7 +173,9 @@ class Shard:
 
     def copied_along(self, but: Container[str] = ()) -> tuple[AxisPlacement, ...]:
         """The axes, `but` some, along which other ranks hold this piece too."""
-        return tuple(along for along in self.along if along.dim is None and along.count > 1 and along.axis not in but)
+        return tuple(
+            along for along in self.along if along.dim is None and along.count > 1 and along.axis not in but
+        )
 
     @property
     def copied(self) -> tuple[AxisPlacement, ...]:
@@ -283,5 +304,7 @@ def materialise(parameters: Iterable[nn.Parameter], device: torch.device) -> Non
 def shard_of(parameter: Tensor) -> Shard:
     """The `Shard` record of a parameter. Every parameter of a megacore model has one."""
     shard = getattr(parameter, "shard", None)
-    assert shard is not None, "parameter without a shard record: create it with distributed.shard.new_parameter"
+    assert shard is not None, (
+        "parameter without a shard record: create it with distributed.shard.new_parameter"
+    )
     return shard

@@ -1,4 +1,7 @@
-"""Where a rank stands among the named axes, and who is in its groups. Nothing is connected here: `mesh.Mesh` does that."""
+"""Where a rank stands among the named axes, and who is in its groups.
+
+Nothing is connected here: `mesh.Mesh` does that.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +15,14 @@ from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.pipeline.partition import placement_of, shared_parameters
 
 
-def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
+def sizes_of(
+    config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """How many ranks each axis has. `others` has the sizes of axes that `config.parallel` does not have."""
-    return {axis.name: (others or {}).get(axis.name) or (config.expert_sizes | config.sizes)[axis.name] for axis in axes}
+    return {
+        axis.name: (others or {}).get(axis.name) or (config.expert_sizes | config.sizes)[axis.name]
+        for axis in axes
+    }
 
 
 def views_of(config: Config) -> tuple[Sequence[Axis], ...]:
@@ -23,10 +31,14 @@ def views_of(config: Config) -> tuple[Sequence[Axis], ...]:
 
 
 class Topology:
-    """A rank's coordinates along the axes, and its groups. It is all that layers need to be built, on one process for any rank.
+    """A rank's coordinates along the axes, and its groups.
 
-    `group("dp", "tp")` is the group along a product of axes. The ranks of a stage may be seen in several ways, such as dp × cp × tp and
-    edp × ep × etp: each view has its axes, and a parameter is placed, copied and summed along those of one view.
+    It is all that layers need to be built, on one process for any rank.
+
+    `group("dp", "tp")` is the group along a product of axes. The ranks of a stage may be seen in several
+    ways, such as dp × cp × tp and
+    edp × ep × etp: each view has its axes, and a parameter is placed, copied and summed along those of one
+    view.
     """
 
     def __init__(
@@ -37,14 +49,21 @@ class Topology:
         sizes: Mapping[str, int] | None = None,
         views: Sequence[Sequence[Axis]] = (),
     ) -> None:
-        """`axes`: those of most layers, and of data. `views`: further ones of the same ranks, besides `views_of`.
+        """`axes`: those of most layers, and of data.
 
-        `sizes`: see `sizes_of`."""
+        `views`: further ones of the same ranks, besides `views_of`.
+
+        `sizes`: see `sizes_of`.
+        """
         self.rank, self.axes, self.views = rank, axes, (axes, *views_of(config), *views)
         self.sizes_of_views = [sizes_of(config, view, sizes) for view in self.views]
         self.sizes = self.sizes_of_views[0]
-        assert len({prod(sizes.values()) for sizes in self.sizes_of_views}) == 1, "every view must have all ranks"
-        self.coordinates = {name: at for sizes in self.sizes_of_views for name, at in coordinates(rank, sizes).items()}
+        assert len({prod(sizes.values()) for sizes in self.sizes_of_views}) == 1, (
+            "every view must have all ranks"
+        )
+        self.coordinates = {
+            name: at for sizes in self.sizes_of_views for name, at in coordinates(rank, sizes).items()
+        }
         self.shard_size = config.shard_size
         self.groups: dict[tuple[str, ...], Group] = {}
         self._create_groups(config)
@@ -78,7 +97,9 @@ class Topology:
 
     @property
     def gradient_group(self) -> Group:
-        """The ranks that hold copies of the same parameters, compute on different tokens, and sum gradients."""
+        """The ranks that hold copies of the same parameters, compute on different
+        tokens, and sum gradients.
+        """
         return self.group(*self.token_axes)
 
     @property
@@ -97,8 +118,9 @@ class Topology:
         return self.counts()
 
     def counts(self, *divided: str) -> bool:
-        """Whether this rank's part of a sum over all ranks counts: of those that compute the same, only one does. `divided`: the axes
-        along which they compute parts, besides those of tokens and layers."""
+        """Whether this rank's part of a sum over all ranks counts: of those that compute the same, only one
+        does. `divided`: the axes along which they compute parts, besides those of tokens and layers.
+        """
         alike = (axis.name for axis in self.axes if not (axis.tokens or axis.layers or axis.name in divided))
         return not any(self.coordinates[name] for name in alike)
 
@@ -108,36 +130,56 @@ class Topology:
         return place_text(self.rank, self.sizes, self.axes)
 
     def placed(self, shard: Shard, name: str | None = None) -> Shard:
-        """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
-        a part of a sum. So it is along the ranks whose stages share the parameter of this `name`: its name stands for an axis."""
+        """Completes a layer's record: along all other axes the parameter is a copy, and along those that
+        divide tokens its gradient is a part of a sum. So it is along the ranks whose stages share the
+        parameter of this `name`: its name stands for an axis.
+        """
         if name in self.shared and name not in {along.axis for along in shard.along}:
             holders = self.shared[name]
-            shard = replace(shard, along=(*shard.along, AxisPlacement(name, holders.rank, holders.size, partial=True)))
+            shard = replace(
+                shard, along=(*shard.along, AxisPlacement(name, holders.rank, holders.size, partial=True))
+            )
         stated = {along.axis for along in shard.along}
         view = self._view(stated)
         sizes = self.sizes_of_views[view]
-        copied = [axis for axis in self.views[view] if axis.name not in stated and not axis.layers and sizes[axis.name] > 1]
-        states = (AxisPlacement(a.name, self.coordinates[a.name], sizes[a.name], partial=a.tokens) for a in copied)
+        copied = [
+            axis
+            for axis in self.views[view]
+            if axis.name not in stated and not axis.layers and sizes[axis.name] > 1
+        ]
+        states = (
+            AxisPlacement(a.name, self.coordinates[a.name], sizes[a.name], partial=a.tokens) for a in copied
+        )
         return replace(shard, along=(*shard.along, *states))
 
     def gradient_sum(self, shard: Shard) -> GradientSum:
         """Over which ranks the gradient of a parameter with this completed record is summed."""
         view = self.views[self._view(along.axis for along in shard.along)]
-        whole = {along.axis for along in shard.along if not along.partial}  # each rank has the gradient of what it holds
+        # each rank has the gradient of what it holds
+        whole = {along.axis for along in shard.along if not along.partial}
         tokens = tuple(axis.name for axis in view if axis.tokens and axis.name not in whole)
-        first = tuple(self.group(axis.name) for axis in view if axis.name in shard.partial_over and not axis.tokens)
+        first = tuple(
+            self.group(axis.name) for axis in view if axis.name in shard.partial_over and not axis.tokens
+        )
         last = next((self.shared[name] for name in shard.partial_over if name in self.shared), None)
         return GradientSum(tokens, self.levels_along(*tokens), first, last)
 
     def axes_beside(self, shard: Shard) -> tuple[str, ...]:
-        """The axes of a stage's ranks along which the gradient of a parameter with this completed record is not summed over tokens."""
-        view, tokens = self.views[self._view(along.axis for along in shard.along)], self.gradient_sum(shard).tokens
+        """The axes of a stage's ranks along which the gradient of a parameter with this completed
+        record is not summed over tokens.
+        """
+        view, tokens = (
+            self.views[self._view(along.axis for along in shard.along)],
+            self.gradient_sum(shard).tokens,
+        )
         return tuple(axis.name for axis in view if not axis.layers and axis.name not in tokens)
 
     def shard_at(self, shard: Shard, rank: int) -> Shard:
         """The completed record of the same parameter on another rank of the stage."""
         at = {name: i for sizes in self.sizes_of_views for name, i in coordinates(rank, sizes).items()}
-        return replace(shard, along=tuple(replace(along, index=at.get(along.axis, along.index)) for along in shard.along))
+        return replace(
+            shard, along=tuple(replace(along, index=at.get(along.axis, along.index)) for along in shard.along)
+        )
 
     def owner_index(self, rank: int, axes: Sequence[str]) -> int:
         """Which part of what the ranks along `axes` divide a rank owns (`Levels.owners`)."""
@@ -155,20 +197,33 @@ class Topology:
         return found[0]
 
     def _several(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of a product that have several ranks, or else its first: groups of the same ranks are one, with one name."""
+        """The axes of a product that have several ranks, or else its first: groups of the
+        same ranks are one, with one name.
+        """
         if axes[0] in ("shard", "replicate", "holders"):
             return axes
         sizes = self.sizes_of_views[self._view(axes)]
         return tuple(axis for axis in axes if sizes.get(axis) != 1) or axes[:1]
 
     def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks along some axes. The fsdp engine divides the ranks of a sum into `shard` and `replicate`: neighbours, which are on one
-        node, hold shards of one copy, so frequent gathers stay within a node."""
+        """The ranks along some axes.
+
+        The fsdp engine divides the ranks of a sum into `shard` and `replicate`: neighbours, which are on one
+        node, hold shards of one copy, so frequent gathers stay within a node.
+        """
         if axes[0] in ("shard", "replicate"):
             ranks = self._ranks_along(axes[1:] or self.token_axes)
-            at, size = ranks.index(self.rank), self.shard_size if len(ranks) % self.shard_size == 0 else len(ranks)
-            return ranks[at - at % size : at - at % size + size] if axes[0] == "shard" else ranks[at % size :: size]
-        if axes[0] == "holders":  # the ranks that together hold a copy: the shards of all ranks along the axes that divide no tokens
+            at, size = (
+                ranks.index(self.rank),
+                self.shard_size if len(ranks) % self.shard_size == 0 else len(ranks),
+            )
+            return (
+                ranks[at - at % size : at - at % size + size]
+                if axes[0] == "shard"
+                else ranks[at % size :: size]
+            )
+        # the ranks that together hold a copy: the shards of all ranks along the axes that divide no tokens
+        if axes[0] == "holders":
             product = axes[1:] or self.token_axes
             view = self._view(product)
             beside = [axis.name for axis in self.views[view] if not axis.layers and axis.name not in product]
@@ -181,28 +236,43 @@ class Topology:
         return Group(name, ranks, ranks.index(self.rank))
 
     def _holders(self, config: Config) -> dict[str, tuple[int, ...]]:
-        """The ranks of this pipeline that hold a parameter which stages share, by its name, where they are several; in one order."""
+        """The ranks of this pipeline that hold a parameter which stages share, by its name, where
+        they are several; in one order.
+        """
         pipeline = self._ranks_along(("pp",))
         if len(pipeline) == 1:
             return {}
-        where = {stage: pipeline[rank] for rank, stages in enumerate(placement_of(config)) for stage in stages}
-        found = {name: tuple(sorted({where[stage] for stage in stages})) for name, stages in shared_parameters(config).items()}
+        where = {
+            stage: pipeline[rank] for rank, stages in enumerate(placement_of(config)) for stage in stages
+        }
+        found = {
+            name: tuple(sorted({where[stage] for stage in stages}))
+            for name, stages in shared_parameters(config).items()
+        }
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
     def _create_groups(self, config: Config) -> None:
         """Makes the groups that do not wait until somebody asks for them."""
         holders = self._holders(config)
-        self.shared = {name: self._create(f"tied {name}", ranks) for name, ranks in holders.items() if self.rank in ranks}
+        self.shared = {
+            name: self._create(f"tied {name}", ranks) for name, ranks in holders.items() if self.rank in ranks
+        }
 
 
-def fsdp_products(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the groups into which the fsdp engine divides the ranks of a sum; those of the `usual` sum are short."""
+def fsdp_products(
+    product: tuple[str, ...], usual: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the groups into which the fsdp engine divides the ranks of a sum;
+    those of the `usual` sum are short.
+    """
     which = () if product == usual else product
     return ("shard", *which), ("replicate", *which)
 
 
 def fsdp_holders(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
-    """The name of the group of the ranks that together hold one copy of a parameter with that sum, under the fsdp engine."""
+    """The name of the group of the ranks that together hold one copy of a parameter with
+    that sum, under the fsdp engine.
+    """
     return "holders", *(() if product == usual else product)
 
 

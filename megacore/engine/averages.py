@@ -1,4 +1,6 @@
-"""Means of the weights, which evaluate in place of those that are trained: by a rule of their own, or by `optim.ema`."""
+"""Means of the weights, which evaluate in place of those that are trained: by a rule
+of their own, or by `optim.ema`.
+"""
 
 import torch
 from torch import Tensor
@@ -18,9 +20,11 @@ class WeightAverages:
 
     @torch.no_grad()
     def update(self, updates: Tensor, skip: Tensor) -> None:
-        """Takes the weights of a step into the mean, unless it was skipped; `updates` counts those that were not.
+        """Takes the weights of a step into the mean, unless it was skipped;
+        `updates` counts those that were not.
 
-        The first weights have no part in it: of t steps the last has ``(1 - ema) / (1 - ema^t)``, as Adam's moments without their bias.
+        The first weights have no part in it: of t steps the last has ``(1 - ema) / (1 - ema^t)``, as Adam's
+        moments without their bias.
         """
         if self.ema is None:
             return

@@ -13,17 +13,23 @@ from megacore.model.layers import Layers, sharing
 from megacore.model.stage import Stage, share_by_name
 from megacore.pipeline.partition import layer_ranges, placement_of, shared_parameters, stages_of
 
-ATTACHED: dict[str, Callable[[Config, Sequence[Stage], Mesh], Engine]] = {}  # by `engine.kind`: engines that are no part of the core
+# by `engine.kind`: engines that are no part of the core
+ATTACHED: dict[str, Callable[[Config, Sequence[Stage], Mesh], Engine]] = {}
 
 
 def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> list[Stage]:
-    """Builds this rank's stages of a model, by default the config's, with parameters on `meta`: the engine, or whoever loads weights,
-    makes what the rank keeps of them."""
+    """Builds this rank's stages of a model, by default the config's, with parameters on `meta`: the engine,
+    or whoever loads weights, makes what the rank keeps of them.
+    """
     ranges, layers = layer_ranges(config), layers_of(config) if layers is None else layers
     shared = {name: stages_of(users, ranges) for name, users in sharing(layers, config).items()}
     if mesh.pp.size > 1 and shared != (known := shared_parameters(config)):
-        raise ValueError(f"stages share {shared}, and the config's own layers {known}: for others nobody sums gradients")
-    stages = [Stage(config, ranges[stage], mesh, "meta", layers) for stage in placement_of(config)[mesh.pp.rank]]
+        raise ValueError(
+            f"stages share {shared}, and the config's own layers {known}: for others nobody sums gradients"
+        )
+    stages = [
+        Stage(config, ranges[stage], mesh, "meta", layers) for stage in placement_of(config)[mesh.pp.rank]
+    ]
     share_by_name(stages)
     for buffer in buffers_of(stages).values():
         buffer.shard = mesh.placed(buffer.shard)
@@ -43,9 +49,13 @@ def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
     if kind in ATTACHED:
         return ATTACHED[kind](config, stages, mesh)
     if kind not in ("native", "fsdp"):
-        raise RuntimeError(f"nobody has attached the engine {kind}: whoever starts a run imports megacore.tools.{kind}.engine")
+        raise RuntimeError(
+            f"nobody has attached the engine {kind}: whoever starts a run imports "
+            f"megacore.tools.{kind}.engine"
+        )
     if kind == "fsdp" and config.token_ranks != 1:  # one has nothing to divide
-        from megacore.engine.fsdp import FSDPEngine  # it imports DTensor, for seconds that no other run should wait
+        # it imports DTensor, for seconds that no other run should wait
+        from megacore.engine.fsdp import FSDPEngine
 
         return FSDPEngine(config, stages, mesh)
     return NativeEngine(config, stages, mesh)

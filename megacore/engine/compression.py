@@ -1,7 +1,8 @@
 """Sums buckets of gradients that travel compressed: in 8 bits, or as matrices of low rank (`low_rank.py`).
 
-What compression loses of a rank's gradient is not lost: it is the rank's *residual*, and is added to its gradient in the next step
-(error feedback; Seide et al. 2014, Karimireddy et al. 2019). A skipped step leaves the residual as it was. All ranks get the same bits.
+What compression loses of a rank's gradient is not lost: it is the rank's *residual*, and is added to its
+gradient in the next step (error feedback; Seide et al. 2014, Karimireddy et al. 2019). A skipped step leaves
+the residual as it was. All ranks get the same bits.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,8 @@ class Residual:
     """What compression has lost of some of a bucket's elements, without the loss scale."""
 
     start: int  # the first of them, in the buffer
-    number: int  # among those that ranks have of the same elements: all of them together are what the sum lacks
+    # among those that ranks have of the same elements: all of them together are what the sum lacks
+    number: int
     kept: Tensor  # before the step
     coming: Tensor  # behind it, if it is not skipped; while the sum is under way, what is to be sent
 
@@ -68,8 +70,9 @@ class CompressedBucket(ABC):
         return ((residual.kept, residual.coming) for residual in self.residuals)
 
     def tensors(self, found: dict[str, tuple[Tensor, TensorSlice]]) -> None:
-        """Adds this rank's pieces of the state, see `Engine.tensors`: of each parameter all residuals are one tensor
-        ``[count, …]``. Where stages share the parameter, the ranks of each have their own."""
+        """Adds this rank's pieces of the state, see `Engine.tensors`: of each parameter all residuals are one
+        tensor ``[count, …]``. Where stages share the parameter, the ranks of each have their own.
+        """
         last = self.buffer.sum.last
         holders, holder = (1, 0) if last is None else (last.size, last.rank)
         for residual in self.residuals:
@@ -77,7 +80,9 @@ class CompressedBucket(ABC):
                 number = holder * self.count + residual.number
                 copied = slot.shard.copied_along(but=(*self.buffer.sum.tokens, slot.name))
                 shape, offset = (holders * self.count, *box.global_shape), (number, *box.offset)
-                placed = replace(box, global_shape=shape, offset=offset, local_shape=(1, *box.local_shape), copied=copied)
+                placed = replace(
+                    box, global_shape=shape, offset=offset, local_shape=(1, *box.local_shape), copied=copied
+                )
                 found[piece_key(f"{RESIDUAL}{slot.name}", found)] = (view.unsqueeze(0), placed)
 
 
@@ -85,7 +90,9 @@ class GradientCompression:
     """All buckets of a rank that are summed over several ranks."""
 
     def __init__(self, settings: Compression, buffers: Sequence[FlatBuffer]) -> None:
-        summed = [(buffer, bucket) for buffer in buffers if buffer.sum.levels.size > 1 for bucket in buffer.buckets]
+        summed = [
+            (buffer, bucket) for buffer in buffers if buffer.sum.levels.size > 1 for bucket in buffer.buckets
+        ]
         self.buckets = {id(bucket): compressed(settings, buffer, bucket) for buffer, bucket in summed}
 
     def scaled_by(self, loss_scale: Tensor) -> None:
@@ -113,7 +120,9 @@ class Blocks:
 
     LARGEST = 127  # of a code
 
-    def __init__(self, rows: int, numbers: int, settings: Int8Compression, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, numbers: int, settings: Int8Compression, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """`numbers`: of a row. `dtype`: that of the numbers, and of the scales."""
         blocks, code = numbers // settings.block, torch.int8 if settings.rounding == "nearest" else dtype
         codes = numbers * code.itemsize
@@ -122,7 +131,8 @@ class Blocks:
         self.scales = self.bytes[:, codes:].view(dtype).unsqueeze(-1)
 
     def encode(self, x: Tensor, scratch: Tensor, rows: slice) -> None:
-        """Takes over the numbers of some rows; both arguments have as many elements, and what `scratch` had is lost.
+        """Takes over the numbers of some rows; both arguments have as many elements,
+        and what `scratch` had is lost.
 
         A number that is not finite makes its block's scale so, and with it every number of the block.
         """
@@ -142,11 +152,14 @@ class Int8Bucket(CompressedBucket):
     """Sums a bucket whose numbers travel in blocks of 8 bits (`Blocks`), within a host in their own dtype.
 
     within     reduce-scatter: a rank sums its part of the host's gradients
-    between    encodes its part, exchanges parts of it with each host, adds up in the order of hosts what it decodes
-    between    encodes the sum, gathers it from all hosts, decodes it, its own too (with a sharded optimizer it keeps the sum)
+    between    encodes its part, exchanges parts of it with each host, adds up in the order of hosts what it
+               decodes
+    between    encodes the sum, gathers it from all hosts, decodes it, its own too (with a sharded optimizer
+               it keeps the sum)
     within     all-gather
 
-    What is lost in the second and the third is a residual each. Nearest rounding loses at most 1/254 of the largest number of a block.
+    What is lost in the second and the third is a residual each. Nearest rounding loses at most 1/254 of the
+    largest number of a block.
     """
 
     def __init__(self, settings: Int8Compression, buffer: FlatBuffer, bucket: Bucket) -> None:
@@ -172,7 +185,11 @@ class Int8Bucket(CompressedBucket):
         hosts = [self._exchange, self._gather] if self.whole else [self._exchange]
         if within.size == 1:
             return hosts
-        return [lambda: reduce_scatter_inside(self.gradients, within), *hosts, *([self._gather_within] if self.whole else [])]
+        return [
+            lambda: reduce_scatter_inside(self.gradients, within),
+            *hosts,
+            *([self._gather_within] if self.whole else []),
+        ]
 
     def _exchange(self) -> Work:
         communicator = self.levels.between.communicator
@@ -198,7 +215,8 @@ class Int8Bucket(CompressedBucket):
             self.own.copy_(self.of_sum.coming)
         elif self.levels.within.size == 1:
             self.sent.decode(self.part, slice(None))
-        for gap in self.gaps:  # a block that is not finite fills them, and no gradient is ever written over that
+        # a block that is not finite fills them, and no gradient is ever written over that
+        for gap in self.gaps:
             gap.zero_()
 
     def _encode(self, residual: Residual, rows: slice, scratch: Tensor) -> None:

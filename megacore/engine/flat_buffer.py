@@ -1,4 +1,6 @@
-"""Flat buffers: parameters, gradients and masters end to end in one tensor each, as engines reduce and update them."""
+"""Flat buffers: parameters, gradients and masters end to end in one tensor each, as
+engines reduce and update them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +29,8 @@ class ParameterRange:
     parameter: nn.Parameter
     start: int
     position: int  # in the order in which backward completes gradients
-    chunks: tuple[int, ...]  # those that use it: its gradient is complete when the last backward of each is done
+    # those that use it: its gradient is complete when the last backward of each is done
+    chunks: tuple[int, ...]
 
     @property
     def shard(self) -> Shard:
@@ -56,9 +59,9 @@ class Bucket:
 class FlatBuffer:
     """Parameters that are treated alike, laid end to end, so that a step is a few operations on long tensors.
 
-    The model's parameters become views of `values` (compute dtype). Gradients accumulate in `gradients` (fp32 or fp64). The optimizer
-    updates `masters` for the `ranges` that this rank owns: the whole buffer, or with a sharded optimizer its part of every bucket.
-    If `values` are exact enough, they are the masters.
+    The model's parameters become views of `values` (compute dtype). Gradients accumulate in `gradients` (fp32
+    or fp64). The optimizer updates `masters` for the `ranges` that this rank owns: the whole buffer, or with
+    a sharded optimizer its part of every bucket. If `values` are exact enough, they are the masters.
     """
 
     chunk: int  # the first that uses its parameters
@@ -103,20 +106,35 @@ class FlatBuffer:
         return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
 
     def laid_out_at(self, at: Callable[[Shard], Shard]) -> dict[str, tuple[int, int, int]]:
-        """The same buffer on another rank; `at` gives a placement there. Of each parameter: where its bucket begins, from its own first
-        element on, how many elements of the bucket each owner has, and how many it has itself."""
+        """The same buffer on another rank; `at` gives a placement there.
+
+        Of each parameter: where its bucket begins, from its own first element on, how many elements of the
+        bucket each owner has, and how many it has itself.
+        """
         there = replace(self, slots=[], buckets=[], size=0)
         for slot in self.slots:
-            there.add(slot.name, new_parameter(at(slot.shard), slot.parameter.dtype, "meta"), slot.position, slot.chunks)
+            there.add(
+                slot.name,
+                new_parameter(at(slot.shard), slot.parameter.dtype, "meta"),
+                slot.position,
+                slot.chunks,
+            )
         there.close()
         return {
-            slot.name: (bucket.start - slot.start, (bucket.stop - bucket.start) // self.owners.size, slot.parameter.numel())
+            slot.name: (
+                bucket.start - slot.start,
+                (bucket.stop - bucket.start) // self.owners.size,
+                slot.parameter.numel(),
+            )
             for bucket in there.buckets
             for slot in bucket.slots
         }
 
     def allocate(self) -> None:
-        """Moves the parameters into the buffer, where those on `meta` are zeros. The gaps between them stay zero."""
+        """Moves the parameters into the buffer, where those on `meta` are zeros.
+
+        The gaps between them stay zero.
+        """
         first = self.slots[0].parameter
         dtype = accumulation_dtype(first)
         self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device)
@@ -125,7 +143,9 @@ class FlatBuffer:
             if not slot.parameter.is_meta:
                 slot.view(self.values).copy_(slot.parameter.detach())
             hold(slot.parameter, slot.view(self.values))
-        self.ranges = [slice(0, self.size)] if self.owners.size == 1 else [self.part(bucket) for bucket in self.buckets]
+        self.ranges = (
+            [slice(0, self.size)] if self.owners.size == 1 else [self.part(bucket) for bucket in self.buckets]
+        )
         self.rounds = first.dtype != dtype  # whether the parameters are a rounded copy of the masters
         # Masters are made from the rounded weights, so they are exact, and a resumed run would see the same.
         self.masters = [self.values[r].to(dtype) if self.rounds else self.values[r] for r in self.ranges]
@@ -158,10 +178,16 @@ class FlatBuffer:
         """The ranges that this rank updates, each with its weights in the norm."""
         copies = self.own_values if self.rounds else [None] * len(self.ranges)
         columns = zip(self.masters, self.own_gradients, row_weights, copies, strict=True)
-        return [MasterRange(master, gradient, weights, self.group, self.decay, copy) for master, gradient, weights, copy in columns]
+        return [
+            MasterRange(master, gradient, weights, self.group, self.decay, copy)
+            for master, gradient, weights, copy in columns
+        ]
 
-    def pieces(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
-        """Every parameter's pieces of `tensors`, which have an element for each of `ranges`, or are None: (slot, view, position).
+    def pieces(
+        self, tensors: Sequence[Tensor | None]
+    ) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
+        """Every parameter's pieces of `tensors`, which have an element for each of `ranges`, or
+        are None: (slot, view, position).
 
         A parameter that this rank owns whole is one piece.
         """
@@ -170,8 +196,12 @@ class FlatBuffer:
                 yield from pieces_of_range(self.slots, own.start, tensor)
 
 
-def pieces_of_range(slots: Sequence[ParameterRange], start: int, tensor: Tensor) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
-    """The parameters' pieces of a flat tensor whose first element is number `start` of the buffer: (slot, view, position)."""
+def pieces_of_range(
+    slots: Sequence[ParameterRange], start: int, tensor: Tensor
+) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
+    """The parameters' pieces of a flat tensor whose first element is number `start` of the
+    buffer: (slot, view, position).
+    """
     for slot in slots:
         first, last = max(start, slot.start), min(start + tensor.numel(), slot.start + slot.parameter.numel())
         if first < last:
@@ -184,8 +214,13 @@ class PartsOfBuffers:
     """What each rank of a stage holds of parameters that lie in buffers."""
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Topology, shards: Mapping[str, Shard]) -> None:
-        self.buffers, self.mesh, self.shards = {slot.name: buffer for buffer in buffers for slot in buffer.slots}, mesh, shards
-        self._elsewhere: dict[tuple[object, ...], dict[str, tuple[int, int, int]]] = {}  # alike for all ranks that divide a buffer
+        self.buffers, self.mesh, self.shards = (
+            {slot.name: buffer for buffer in buffers for slot in buffer.slots},
+            mesh,
+            shards,
+        )
+        # alike for all ranks that divide a buffer
+        self._elsewhere: dict[tuple[object, ...], dict[str, tuple[int, int, int]]] = {}
 
     def __call__(self, name: str, rank: int) -> Part:
         """Of a parameter, on a rank of the world."""
@@ -208,7 +243,9 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def travelling_unit(engine: EngineConfig) -> int:
-    """If ranks add up parts of a bucket each for itself, the elements of which a part is a multiple; else 0."""
+    """If ranks add up parts of a bucket each for itself, the elements of which a part
+    is a multiple; else 0.
+    """
     if isinstance(engine.compression, Int8Compression):
         return engine.compression.block
     return 0 if engine.reduce_dtype == "fp32" else ALIGNMENT
@@ -223,12 +260,14 @@ def fill_buffers(
     sharded: bool = False,
     travelling: int = 0,
 ) -> list[FlatBuffer]:
-    """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
+    """Sorts the parameters of a rank's stages into buffers, the last parameter
+    first, as backward completes them.
 
-    What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay it out alike; so has each
-    parameter that other ranks' stages share too (`GradientSum.last`). `sharded`: the ranks of a sum divide the optimizer's state.
-    `travelling`: see `travelling_unit`. A parameter that two stages of the rank share belongs to the first of them. Frozen ones, which
-    need no gradient, are in none.
+    What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay
+    it out alike; so has each parameter that other ranks' stages share too (`GradientSum.last`). `sharded`:
+    the ranks of a sum divide the optimizer's state.
+    `travelling`: see `travelling_unit`. A parameter that two stages of the rank share belongs to the first of
+    them. Frozen ones, which need no gradient, are in none.
     """
     owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):
@@ -237,7 +276,9 @@ def fill_buffers(
             if parameter.requires_grad:
                 owned[parameter] = first, (*chunks, chunk)
     listed = [(name, parameter, shard_of(parameter), chunks) for parameter, (name, chunks) in owned.items()]
-    buffers = lay_out(listed, groups, bucket_mib, mesh, stages[0].device, sharded=sharded, travelling=travelling)
+    buffers = lay_out(
+        listed, groups, bucket_mib, mesh, stages[0].device, sharded=sharded, travelling=travelling
+    )
     for buffer in buffers:
         buffer.allocate()
     return buffers
@@ -255,8 +296,8 @@ def lay_out(
 ) -> list[FlatBuffer]:
     """`fill_buffers` without memory, which is all that a plan needs.
 
-    `owned`: name, parameter, its completed record, and the chunks that use it, in the order of the stages; layers that are alike may be
-    one parameter under many names.
+    `owned`: name, parameter, its completed record, and the chunks that use it, in the order of the stages;
+    layers that are alike may be one parameter under many names.
     """
     sums: dict[nn.Parameter, GradientSum] = {}
     buffers: dict[tuple[int, ParameterGroup, bool, GradientSum], FlatBuffer] = {}

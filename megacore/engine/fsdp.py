@@ -1,8 +1,10 @@
-"""PyTorch's FSDP2 as an engine: it divides parameters, gradients and optimizer state among the data ranks (ZeRO stage 3).
+"""PyTorch's FSDP2 as an engine: it divides parameters, gradients and optimizer state among
+the data ranks (ZeRO stage 3).
 
-`fully_shard` (Zhao et al. 2023) replaces every parameter by this rank's rows of it in fp32, the masters. Its hooks gather a block in
-the compute dtype before the block runs, and sum its gradients in fp32 after its backward. Each tensor rank and each stage has its
-own data ranks, for which its piece of a tensor is simply a tensor.
+`fully_shard` (Zhao et al. 2023) replaces every parameter by this rank's rows of it in fp32, the masters. Its
+hooks gather a block in the compute dtype before the block runs, and sum its gradients in fp32 after its
+backward. Each tensor rank and each stage has its own data ranks, for which its piece of a tensor is simply a
+tensor.
 """
 
 from collections import Counter
@@ -15,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from megacore.config import Config
@@ -54,7 +62,9 @@ class ShardRows:
     def norm_weights(self) -> Tensor:
         """The weight in the norm of each row of `ROW` elements of the gradient (see `SumOfSquares`)."""
         weight = 1.0 / (self.shard.copies(but=self.sum.tokens) * self.replicate.size)
-        return torch.full((-(-self.gradient.numel() // ROW),), weight, dtype=torch.float64, device=self.gradient.device)
+        return torch.full(
+            (-(-self.gradient.numel() // ROW),), weight, dtype=torch.float64, device=self.gradient.device
+        )
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[Tensor, TensorSlice]]:
         """The boxes of `tensor`, which has an element for each of `master`."""
@@ -71,7 +81,8 @@ class FSDPEngine(OptimizerStep):
         self.mesh = mesh
         self.reshard = reshards(config)
         self.offloads = config.engine.cpu_offload
-        self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
+        # modules that are gathered as a whole: each block, and a stage with its other parameters
+        self.units: list[FSDPModule] = []
         self.rows: list[ShardRows] = []
         self.untrained: list[ShardRows] = []  # without gradients
         mesh.observers.phase("dividing parameters")
@@ -82,7 +93,13 @@ class FSDPEngine(OptimizerStep):
         super().__init__(config, mesh, stages, [self._range(rows) for rows in self.rows])
 
     def _range(self, rows: ShardRows) -> MasterRange:
-        return MasterRange(rows.master, rows.gradient, rows.norm_weights(), self.groups.of(rows.name, rows.shard), rows.shard.decay)
+        return MasterRange(
+            rows.master,
+            rows.gradient,
+            rows.norm_weights(),
+            self.groups.of(rows.name, rows.shard),
+            rows.shard.decay,
+        )
 
     def holders(self, shard: Shard) -> Holders:
         return divided_holders(self.mesh, shard)
@@ -93,13 +110,18 @@ class FSDPEngine(OptimizerStep):
         def part(name: str, rank: int) -> Part:
             rows, number = by_name[name], self.mesh.owner_index(rank, by_name[name].sum.tokens)
             shards = rows.sum.levels.within.size
-            return part_of_rows(self.mesh.shard_at(rows.shard, rank), rows.parameter.dim(), shards, number % shards)
+            return part_of_rows(
+                self.mesh.shard_at(rows.shard, rank), rows.parameter.dim(), shards, number % shards
+            )
 
         return part
 
     @torch.no_grad()
     def _divide(self, stage: Stage, config: Config) -> None:
-        """Gives a stage on `meta` to FSDP2, block by block. Then only this rank's part of each parameter gets memory."""
+        """Gives a stage on `meta` to FSDP2, block by block.
+
+        Then only this rank's part of each parameter gets memory.
+        """
         shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
         sums = {name: self.mesh.gradient_sum(shard) for name, shard in shards.items()}
         units = self._units(stage, sums)
@@ -113,17 +135,21 @@ class FSDPEngine(OptimizerStep):
             unit = fully_shard(
                 module,
                 mesh=self._device_mesh(over),
-                # The stage's own parameters stay until the last backward: the loss needs them, outside the stage's forward.
+                # The stage's own parameters stay until the last backward: the loss needs them, outside the
+                # stage's forward.
                 reshard_after_forward=self.reshard and module is not stage,
                 mp_policy=MixedPrecisionPolicy(compute, master, cast_forward_inputs=False),
-                offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device.type == "cuda") if offload else OffloadPolicy(),
+                offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device.type == "cuda")
+                if offload
+                else OffloadPolicy(),
             )
             # The loss is weighted for the mean over the global batch, so data ranks add up.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             if not self.reshard:
-                # Nothing to fetch ahead for a backward. FSDP2 would fetch, in vain, what the last backward has just given back: it goes
-                # by the order of forwards, of which a pipeline has several under way.
+                # Nothing to fetch ahead for a backward. FSDP2 would fetch, in vain, what the last backward
+                # has just given back: it goes by the order of forwards, of which a pipeline has several under
+                # way.
                 unit.set_modules_to_backward_prefetch([unit])
             self.units.append(unit)
         stage.to_empty(device=torch.device("cpu") if offload else self.mesh.device)
@@ -142,32 +168,59 @@ class FSDPEngine(OptimizerStep):
                 parameter.grad = gradient
             start = first * prod(parameter.shape[1:])
             (self.rows if parameter.requires_grad else self.untrained).append(
-                ShardRows(name, shards[name], sums[name], replicate, parameter, parameter.to_local(), gradient.to_local(), start)
+                ShardRows(
+                    name,
+                    shards[name],
+                    sums[name],
+                    replicate,
+                    parameter,
+                    parameter.to_local(),
+                    gradient.to_local(),
+                    start,
+                )
             )
 
     def _units(self, stage: Stage, sums: Mapping[str, GradientSum]) -> dict[nn.Module, GradientSum]:
-        """The modules that FSDP2 gathers, inner ones first, and over which ranks each sums its gradients: every block, the stage with
-        its other parameters, and each module whose weights are summed over others. Raises `ConfigError` if a module has both.
+        """The modules that FSDP2 gathers, inner ones first, and over which ranks each sums its gradients:
+        every block, the stage with its other parameters, and each module whose weights are summed over
+        others. Raises `ConfigError` if a module has both.
 
-        A block that shares a parameter with another layer of the stage is gathered with the stage: FSDP2 divides it once."""
+        A block that shares a parameter with another layer of the stage is gathered with the stage: FSDP2
+        divides it once.
+        """
         units: dict[nn.Module, GradientSum] = {}
         usual = self.mesh.token_axes
         for name, module in reversed(list(stage.named_modules())):
-            own = [stage.logical_name(f"{name}.{p}") for p, _ in module.named_parameters(recurse=False)] if module is not stage else []
+            own = (
+                [stage.logical_name(f"{name}.{p}") for p, _ in module.named_parameters(recurse=False)]
+                if module is not stage
+                else []
+            )
             over = {sums[parameter].tokens: sums[parameter] for parameter in own}
             if len(over) > 1:
                 right = "a module of its own for what is summed over other ranks, or engine.kind=native"
-                raise ConfigError("engine.kind", f"fsdp sums the gradients of a module as one, and those of {name} differ", right)
+                raise ConfigError(
+                    "engine.kind",
+                    f"fsdp sums the gradients of a module as one, and those of {name} differ",
+                    right,
+                )
             if over and usual not in over:
                 if module in stage.inner:
-                    right = "a module within the layer for what is summed over other ranks, or engine.kind=native"
+                    right = (
+                        "a module within the layer for what is summed over other ranks, or engine.kind=native"
+                    )
                     raise ConfigError(
-                        "engine.kind", f"fsdp sums the gradients of a layer with its neighbours', and those of {name} differ", right
+                        "engine.kind",
+                        f"fsdp sums the gradients of a layer with its neighbours', and those of {name} "
+                        "differ",
+                        right,
                     )
                 units |= {module: next(iter(over.values()))}
         first = next(over for over in sums.values() if over.tokens == usual)
         uses = Counter(parameter for layer in stage.layers for parameter in layer.parameters())
-        alone = [layer for layer in stage.inner if all(uses[parameter] == 1 for parameter in layer.parameters())]
+        alone = [
+            layer for layer in stage.inner if all(uses[parameter] == 1 for parameter in layer.parameters())
+        ]
         return units | dict.fromkeys((*alone, stage), first)
 
     def _device_mesh(self, over: GradientSum) -> DeviceMesh:
@@ -180,7 +233,9 @@ class FSDPEngine(OptimizerStep):
         groups = [replicate.process_group, shard.process_group]
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
-    def backward(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
+    def backward(
+        self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
         stage: Any = self.stages[chunk]  # its methods reach every unit in it
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or self.reshard)
@@ -195,11 +250,17 @@ class FSDPEngine(OptimizerStep):
             self._take_gradients()
         # Of two axes with the same ranks the sums are one.
         for ranks, group in {group.ranks: group for rows in self.rows for group in rows.sum.first}.items():
-            self._sum([rows.gradient for rows in self.rows if any(own.ranks == ranks for own in rows.sum.first)], group)
+            self._sum(
+                [rows.gradient for rows in self.rows if any(own.ranks == ranks for own in rows.sum.first)],
+                group,
+            )
 
     def _take_gradients(self) -> None:
-        """Takes over what FSDP2 has brought to host memory. With a gradient there to add to, the host would have waited for every
-        block's on its way, and added them up itself."""
+        """Takes over what FSDP2 has brought to host memory.
+
+        With a gradient there to add to, the host would have waited for every block's on its way, and added
+        them up itself.
+        """
         for rows in self.rows:
             found = rows.parameter.grad
             taken: Tensor = found.to_local() if isinstance(found, DTensor) else torch.zeros_like(rows.master)
@@ -213,7 +274,9 @@ class FSDPEngine(OptimizerStep):
             self._sum([rows.gradient for rows in self.rows if rows.sum.last == group], group)
 
     def _sum(self, gradients: Sequence[Tensor], group: Group) -> None:
-        """Sums gradients over the group's ranks as one tensor, on the device even if they rest in host memory."""
+        """Sums gradients over the group's ranks as one tensor, on the device even
+        if they rest in host memory.
+        """
         if group.size == 1 or not gradients:
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(self.mesh.device)
@@ -246,7 +309,9 @@ class FSDPEngine(OptimizerStep):
         return pieces_of(prefix, self.rows, tensors)
 
 
-def pieces_of(prefix: str, every: Sequence[ShardRows], tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
+def pieces_of(
+    prefix: str, every: Sequence[ShardRows], tensors: Sequence[Tensor | None]
+) -> dict[str, tuple[Tensor, TensorSlice]]:
     """The pieces of `tensors`, one for each parameter's rows or None, by prefix and name."""
     found: dict[str, tuple[Tensor, TensorSlice]] = {}
     for rows, tensor in zip(every, tensors, strict=True):

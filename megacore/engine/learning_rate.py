@@ -9,13 +9,18 @@ from megacore.config.schema import resolved
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """The learning rate of `step` (from 1) of `steps`: warmup from `warmup_lr`, then the schedule.
 
-    Warmup is linear, or as log(1 + step) / log(warmup_steps). cosine and linear fall to `min_lr` at `decay_steps` and stay there;
-    wsd holds `lr` and falls linearly over the last `decay_steps` (Hu et al. 2024, MiniCPM); constant holds.
+    Warmup is linear, or as log(1 + step) / log(warmup_steps). cosine and linear fall to `min_lr` at
+    `decay_steps` and stay there; wsd holds `lr` and falls linearly over the last `decay_steps` (Hu et al.
+    2024, MiniCPM); constant holds.
     """
     decay_steps, warmup = resolved(optim.decay_steps), optim.warmup_steps
     at, step = (max(0, step - lag) for lag in optim.lag)
     if max(at, step) <= warmup and warmup:
-        done, whole = (at, warmup) if optim.warmup == "linear" else (math.log(min(at + 1, max(2, warmup))), math.log(max(2, warmup)))
+        done, whole = (
+            (at, warmup)
+            if optim.warmup == "linear"
+            else (math.log(min(at + 1, max(2, warmup))), math.log(max(2, warmup)))
+        )
         return optim.warmup_lr + (optim.lr - optim.warmup_lr) * done / whole
     if optim.schedule == "constant":
         return optim.lr

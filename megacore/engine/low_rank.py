@@ -1,11 +1,14 @@
-"""Sums buckets of gradients as matrices of low rank (PowerSGD; Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727).
+"""Sums buckets of gradients as matrices of low rank (PowerSGD; Vogels, Karimireddy and
+Jaggi 2019, arXiv 1905.13727).
 
-The sum M of all ranks' matrices ``[n, m]``, n ≤ m, is replaced by P Qᵀ with r columns each, which are what travels:
+The sum M of all ranks' matrices ``[n, m]``, n ≤ m, is replaced by P Qᵀ with r columns each, which are what
+travels:
 
     P = M Q, of the Q of the step before, summed over ranks; made orthonormal on each of them
     Q = Mᵀ P, summed over ranks
 
-Both are linear in M, so ranks compute them from their own gradients. With r = n, P Pᵀ is the identity and the sum is M.
+Both are linear in M, so ranks compute them from their own gradients. With r = n, P Pᵀ is the identity and the
+sum is M.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ import torch
 from torch import Tensor
 
 from megacore.config.engine import LowRankCompression
-from megacore.distributed.collectives import all_gather_inside, all_reduce_start, own_part, reduce_scatter_inside
+from megacore.distributed.collectives import (
+    all_gather_inside,
+    all_reduce_start,
+    own_part,
+    reduce_scatter_inside,
+)
 from megacore.distributed.communicator import Work
 from megacore.distributed.hierarchical_reduce import Levels
 from megacore.distributed.shard import LogicalMatrix, TensorSlice
@@ -42,11 +50,15 @@ class Factors:
 
     def p_of(self, message: Tensor) -> Tensor:
         """P."""
-        return message[self.p : self.p + self.batch * self.short * self.rank].view(self.batch, self.short, self.rank)
+        return message[self.p : self.p + self.batch * self.short * self.rank].view(
+            self.batch, self.short, self.rank
+        )
 
     def q_of(self, message: Tensor) -> Tensor:
         """Q."""
-        return message[self.q : self.q + self.batch * self.long * self.rank].view(self.batch, self.long, self.rank)
+        return message[self.q : self.q + self.batch * self.long * self.rank].view(
+            self.batch, self.long, self.rank
+        )
 
     def of(self, weight: Tensor) -> Tensor:
         """The matrices ``[batch, n, m]`` in a tensor of the parameter's shape."""
@@ -60,7 +72,9 @@ class Factors:
 
 
 class Messages:
-    """What the two sums of a bucket carry: factors, and behind them in the first the parameters that are not compressed."""
+    """What the two sums of a bucket carry: factors, and behind them in the first the
+    parameters that are not compressed.
+    """
 
     def __init__(self, slots: list[ParameterRange], rank: int | None, parts: int) -> None:
         """`rank`: None for that of the matrices. `parts`: into which the messages can be divided."""
@@ -84,9 +98,12 @@ class Messages:
 
 
 class LowRankBucket(CompressedBucket):
-    """Sums a bucket by the factors of its matrices. What P Qᵀ lacks of a rank's own matrices, with its own Q, is its residual.
+    """Sums a bucket by the factors of its matrices.
 
-    A tensor rank's piece of a matrix is a matrix by itself. Parameters that are no matrices, or would not become smaller, travel whole.
+    What P Qᵀ lacks of a rank's own matrices, with its own Q, is its residual.
+
+    A tensor rank's piece of a matrix is a matrix by itself. Parameters that are no matrices, or would not
+    become smaller, travel whole.
     """
 
     def __init__(self, settings: LowRankCompression, buffer: FlatBuffer, bucket: Bucket) -> None:
@@ -96,10 +113,13 @@ class LowRankBucket(CompressedBucket):
         self.first, self.second = (self.gradients.new_zeros(size) for size in messages.sizes)
         self.residual = Residual.of(self.gradients, self.levels.owners.rank)
         self.residuals = [self.residual]
-        self.basis = torch.zeros_like(self.second)  # every Q of the step before, the same on all ranks of the sum
+        # every Q of the step before, the same on all ranks of the sum
+        self.basis = torch.zeros_like(self.second)
         for factors in self.factors:
             q = factors.q_of(self.basis)
-            for start, run in normal_runs((BASIS, factors.slot.name, factors.matrix.name), q.numel(), 1.0, q.numel()):
+            for start, run in normal_runs(
+                (BASIS, factors.slot.name, factors.matrix.name), q.numel(), 1.0, q.numel()
+            ):
                 q.view(-1)[start : start + run.numel()] = run.to(q)
 
     @property
@@ -107,7 +127,10 @@ class LowRankBucket(CompressedBucket):
         return self.levels.size
 
     def operations(self) -> list[Callable[[], Work]]:
-        return [*behind(self._project, self.first, self.levels), *behind(self._factor, self.second, self.levels)]
+        return [
+            *behind(self._project, self.first, self.levels),
+            *behind(self._factor, self.second, self.levels),
+        ]
 
     def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from super().updates()
@@ -118,9 +141,14 @@ class LowRankBucket(CompressedBucket):
         for slot in {id(factors.slot): factors.slot for factors in self.factors}.values():
             own = [factors for factors in self.factors if factors.slot is slot]
             held = self.basis[own[0].q : own[-1].q + own[-1].batch * own[-1].long * own[-1].rank]
-            apart = [a for a in slot.shard.along if a.count > 1 and (a.dim is not None or a.axis == slot.name)]
+            apart = [
+                a for a in slot.shard.along if a.count > 1 and (a.dim is not None or a.axis == slot.name)
+            ]
             place, shape = ", ".join(f"{a.axis} {a.index} of {a.count}" for a in apart), (held.numel(),)
-            found[f"{BASIS}{slot.name} {place}".rstrip()] = held, TensorSlice(shape, (0,), shape, slot.shard.copied_along(but=(slot.name,)))
+            found[f"{BASIS}{slot.name} {place}".rstrip()] = (
+                held,
+                TensorSlice(shape, (0,), shape, slot.shard.copied_along(but=(slot.name,))),
+            )
 
     def _in(self, flat: Tensor, slot: ParameterRange) -> Tensor:
         """A parameter's part of a tensor of the bucket's size, in its shape."""
@@ -130,7 +158,11 @@ class LowRankBucket(CompressedBucket):
     def _project(self) -> None:
         sent = torch.addcmul(self.gradients, self.residual.kept, self.loss_scale, out=self.residual.coming)
         for factors in self.factors:
-            torch.bmm(factors.of(self._in(sent, factors.slot)), factors.q_of(self.basis), out=factors.p_of(self.first))
+            torch.bmm(
+                factors.of(self._in(sent, factors.slot)),
+                factors.q_of(self.basis),
+                out=factors.p_of(self.first),
+            )
         for slot, start in self.plain:
             self.first[start : start + slot.parameter.numel()].copy_(self._in(sent, slot).view(-1))
 
@@ -161,7 +193,11 @@ def behind(prepare: Callable[[], None], x: Tensor, levels: Levels) -> list[Calla
     part = own_part(x, within)
     operations: list[Callable[[], Work]] = [lambda: all_reduce_start(part, between)]
     if within.size > 1:
-        operations = [lambda: reduce_scatter_inside(x, within), *operations, lambda: all_gather_inside(x, within)]
+        operations = [
+            lambda: reduce_scatter_inside(x, within),
+            *operations,
+            lambda: all_gather_inside(x, within),
+        ]
     first = operations[0]
 
     def begin() -> Work:

@@ -1,7 +1,8 @@
 """The native engine sums gradients in fp32. Every data rank has the whole optimizer state, or a part of it.
 
-With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) gradients are reduce-scattered while backward runs, each rank
-updates its part, and the parameters are gathered while the next forward runs. A step moves as many bytes as without.
+With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) gradients are reduce-scattered while
+backward runs, each rank updates its part, and the parameters are gathered while the next forward runs. A step
+moves as many bytes as without.
 """
 
 from collections import Counter
@@ -36,7 +37,9 @@ class NativeEngine(OptimizerStep):
         narrow = torch.bfloat16 if config.engine.reduce_dtype == "bf16" else None
         bucket_mib, self.sharded = resolved(config.engine.bucket_mib), config.engine.shard_optimizer
         travelling = travelling_unit(config.engine)
-        self.buffers = fill_buffers(stages, bucket_mib, self.groups, mesh, sharded=self.sharded, travelling=travelling)
+        self.buffers = fill_buffers(
+            stages, bucket_mib, self.groups, mesh, sharded=self.sharded, travelling=travelling
+        )
         every = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         self.untrained = {name: parameter for name, parameter in every.items() if not parameter.requires_grad}
         materialise(self.untrained.values(), stages[0].device)
@@ -45,9 +48,20 @@ class NativeEngine(OptimizerStep):
             from megacore.engine.compression import GradientCompression  # which only such runs load
 
             self.compression = GradientCompression(config.engine.compression, self.buffers)
-        self.reducer = GradientReducer(self.buffers, narrow, {} if self.compression is None else self.compression.buckets)
-        self.gatherer = ParameterGatherer(stages, self.buffers) if any(buffer.divided for buffer in self.buffers) else None
-        super().__init__(config, mesh, stages, [own for buffer in self.buffers for own in buffer.master_ranges(self.row_weights(buffer))])
+        self.reducer = GradientReducer(
+            self.buffers, narrow, {} if self.compression is None else self.compression.buckets
+        )
+        self.gatherer = (
+            ParameterGatherer(stages, self.buffers)
+            if any(buffer.divided for buffer in self.buffers)
+            else None
+        )
+        super().__init__(
+            config,
+            mesh,
+            stages,
+            [own for buffer in self.buffers for own in buffer.master_ranges(self.row_weights(buffer))],
+        )
         if self.compression is not None:
             self.compression.scaled_by(self.loss_scale.value)
 
@@ -58,16 +72,23 @@ class NativeEngine(OptimizerStep):
         return PartsOfBuffers(self.buffers, self.mesh, shards)
 
     def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
-        """The weight of each row of a buffer's ranges in the gradient norm. Ranks that hold the same row each count a part of it, so all
-        notice a row that is wrong on one of them."""
+        """The weight of each row of a buffer's ranges in the gradient norm.
+
+        Ranks that hold the same row each count a part of it, so all notice a row that is wrong on one of
+        them.
+        """
         rows = buffer.row_weights(lambda shard: 1.0 / shard.copies(but=buffer.divided))
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
-    def backward(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
+    def backward(
+        self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
         with self.reducer.completing(last):
             torch.autograd.backward(root, gradients)
 
-    def backward_input(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor]) -> list[WeightGradPart]:
+    def backward_input(
+        self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor]
+    ) -> list[WeightGradPart]:
         with self.reducer.deferral.collect() as parts:
             torch.autograd.backward(root, gradients)
         return parts
@@ -97,7 +118,10 @@ class NativeEngine(OptimizerStep):
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
 
     def behind_step(self, skip: Tensor) -> None:
-        """See `OptimizerStep`. The update has already rounded the masters into this rank's part of the parameters."""
+        """See `OptimizerStep`.
+
+        The update has already rounded the masters into this rank's part of the parameters.
+        """
         if self.compression is not None:
             self.compression.keep(skip)
         if self.gatherer is not None:

@@ -1,4 +1,7 @@
-"""Which rank computes the update of which whole parameter, and what of each parameter every rank holds. From placements alone."""
+"""Which rank computes the update of which whole parameter, and what of each parameter every rank holds.
+
+From placements alone.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +17,15 @@ from megacore.distributed.topology import Topology, fsdp_holders, fsdp_products
 from megacore.engine.whole_matrices import matrices_of
 from megacore.optimizers.rule import Rule
 
-TOGETHER = 2**20  # elements: so many smaller parameters of an owner are exchanged at once as have about so many
+# elements: so many smaller parameters of an owner are exchanged at once as have about so many
+TOGETHER = 2**20
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a parameter: of its piece, the elements from `start` up to `stop`, row after row."""
+    """What a rank holds of a parameter: of its piece, the elements from `start` up to
+    `stop`, row after row.
+    """
 
     shard: Shard
     start: int
@@ -38,11 +44,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold a parameter. Those `within` hold all of it together; those `between` hold the same part as this rank."""
+    """The ranks that hold a parameter.
+
+    Those `within` hold all of it together; those `between` hold the same part as this rank.
+    """
 
     within: Group
     between: Group
-    axes: tuple[str, ...]  # of `within` but those along which an engine divides: along some of them ranks may hold the same part
+    # of `within` but those along which an engine divides: along some of them ranks may hold the same part
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -55,17 +65,27 @@ class Task:
 
 
 class Dealing:
-    """Deals parameters with the same holders to all of these, the costliest first, each to whoever has least to do so far.
+    """Deals parameters with the same holders to all of these, the costliest first, each to
+    whoever has least to do so far.
 
     Attributes:
         rounds: the tasks that are exchanged together. A rank owns some in each, while it has any left.
     """
 
     def __init__(
-        self, shards: Mapping[str, Shard], costs: Mapping[str, float], holders: Holders, part_at: Callable[[str, int], Part]
+        self,
+        shards: Mapping[str, Shard],
+        costs: Mapping[str, float],
+        holders: Holders,
+        part_at: Callable[[str, int], Part],
     ) -> None:
         """`costs`: of each parameter's update. `part_at`: what a rank of the world holds of a parameter."""
-        self.within, self.between, self.axes, self.part_at = holders.within, holders.between, holders.axes, part_at
+        self.within, self.between, self.axes, self.part_at = (
+            holders.within,
+            holders.between,
+            holders.axes,
+            part_at,
+        )
         together = max(1, TOGETHER // max(prod(shard.global_shape) for shard in shards.values()))
         loads = [(0.0, place) for place in range(self.within.size * self.between.size)]
         heapify(loads)
@@ -87,12 +107,19 @@ class Dealing:
         return self._parts[name, place]
 
     def sends(self, task: Task, place: int) -> bool:
-        """Whether the owner has its part from this place. Where several hold it, from the one that is as the owner is otherwise."""
+        """Whether the owner has its part from this place.
+
+        Where several hold it, from the one that is as the owner is otherwise.
+        """
         return self._copy(task.name, place) == self._copy(task.name, task.owner)
 
     def senders(self, task: Task) -> Iterator[tuple[int, Part]]:
         """The places from which the owner has the parts that make up the parameter, and these."""
-        return ((place, self.part(task.name, place)) for place in range(self.within.size) if self.sends(task, place))
+        return (
+            (place, self.part(task.name, place))
+            for place in range(self.within.size)
+            if self.sends(task, place)
+        )
 
     def here(self, tasks: list[Task]) -> list[Task]:
         """Those whose owner is of this rank's copy."""
@@ -103,19 +130,31 @@ class Dealing:
         return [task for task in self.here(tasks) if task.owner == self.within.rank]
 
     def _copy(self, name: str, place: int) -> list[int]:
-        return [along.index for along in self.part(name, place).shard.along if along.dim is None and along.axis in self.axes]
+        return [
+            along.index
+            for along in self.part(name, place).shard.along
+            if along.dim is None and along.axis in self.axes
+        ]
 
 
 def dealings_of(
-    shards: Mapping[str, Shard], groups: ParameterGroups, holders: Callable[[Shard], Holders], part_at: Callable[[str, int], Part]
+    shards: Mapping[str, Shard],
+    groups: ParameterGroups,
+    holders: Callable[[Shard], Holders],
+    part_at: Callable[[str, int], Part],
 ) -> dict[ParameterGroup, list[Dealing]]:
-    """The dealings of each group whose rule needs whole matrices: one for all parameters with the same holders."""
+    """The dealings of each group whose rule needs whole matrices: one for all
+    parameters with the same holders.
+    """
     found: dict[ParameterGroup, dict[Holders, dict[str, Shard]]] = {}
     for name, shard in shards.items():
         if (group := groups.of(name, shard)).rule.whole:
             found.setdefault(group, {}).setdefault(holders(shard), {})[name] = shard
     return {
-        group: [Dealing(own, {n: cost_of(group.rule, s) for n, s in own.items()}, held_by, part_at) for held_by, own in by_holders.items()]
+        group: [
+            Dealing(own, {n: cost_of(group.rule, s) for n, s in own.items()}, held_by, part_at)
+            for held_by, own in by_holders.items()
+        ]
         for group, by_holders in found.items()
     }
 
@@ -135,11 +174,17 @@ def native_holders(mesh: Topology, shard: Shard, sharded: bool) -> Holders:
 def divided_holders(mesh: Topology, shard: Shard) -> Holders:
     """The same under the fsdp engine."""
     tokens, usual = mesh.gradient_sum(shard).tokens, mesh.token_axes
-    return Holders(mesh.group(*fsdp_holders(tokens, usual)), mesh.group(*fsdp_products(tokens, usual)[1]), mesh.axes_beside(shard))
+    return Holders(
+        mesh.group(*fsdp_holders(tokens, usual)),
+        mesh.group(*fsdp_products(tokens, usual)[1]),
+        mesh.axes_beside(shard),
+    )
 
 
 def part_of_rows(shard: Shard, dims: int, shards: int, index: int) -> Part:
-    """What FSDP2 gives to rank `index` of `shards` of a parameter that it sees in so many dims: the first of its own are rows there."""
+    """What FSDP2 gives to rank `index` of `shards` of a parameter that it sees in so many dims: the
+    first of its own are rows there.
+    """
     lead = len(shard.local_shape) - dims + 1
     rows, row = prod(shard.local_shape[:lead]), prod(shard.local_shape[lead:])
     each = -(-rows // shards)

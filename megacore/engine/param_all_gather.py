@@ -14,7 +14,9 @@ from megacore.model.stage import Stage
 
 
 class ParameterGatherer:
-    """Gathers every divided bucket after a step, in the order in which forward needs them. A module waits for its buckets before it runs.
+    """Gathers every divided bucket after a step, in the order in which forward needs them.
+
+    A module waits for its buckets before it runs.
 
     Every layer waits for its own parameters; where layers are compiled, the stage does.
     """
@@ -54,10 +56,15 @@ class ParameterGatherer:
 
 
 def start_gather(x: Tensor, levels: Levels) -> Work:
-    """Begins to fill `x` ``[levels.size · n]`` with every rank's own ``[n]`` of it (`hierarchical_reduce.Levels.owners`): between hosts
-    first, so that each link between hosts carries a part once."""
+    """Begins to fill `x` ``[levels.size · n]`` with every rank's own ``[n]`` of it
+    (`hierarchical_reduce.Levels.owners`): between hosts first, so that each link
+    between hosts carries a part once.
+    """
     within, between = levels.within, levels.between
     if within.size == 1:
         return all_gather_inside(x, between)
-    operations = [lambda: all_gather_inside(own_part(x, within), between), lambda: all_gather_inside(x, within)]
+    operations = [
+        lambda: all_gather_inside(own_part(x, within), between),
+        lambda: all_gather_inside(x, within),
+    ]
     return Staged(operations, stream=side_stream(x.device))

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 
 class GradientReducer:
-    """Accumulates each parameter's gradient in fp32. Sums each bucket over its own ranks (`FlatBuffer.sum`) as soon as it is complete.
+    """Accumulates each parameter's gradient in fp32.
 
-    Collectives must match, so buckets start in one order on every rank: the order in which backward completes them, because a late
-    bucket must not hold up others. Buckets that are summed over further axes (tensor ranks) are summed over these first, and go last.
-    With a sharded optimizer a bucket is reduce-scattered: a rank then has only the sum of the part that it updates.
+    Sums each bucket over its own ranks (`FlatBuffer.sum`) as soon as it is complete.
+
+    Collectives must match, so buckets start in one order on every rank: the order in which backward completes
+    them, because a late bucket must not hold up others. Buckets that are summed over further axes (tensor
+    ranks) are summed over these first, and go last. With a sharded optimizer a bucket is reduce-scattered: a
+    rank then has only the sum of the part that it updates.
     """
 
     def __init__(
@@ -41,12 +44,15 @@ class GradientReducer:
         narrow: torch.dtype | None = None,
         compressed: Mapping[int, "CompressedBucket"] = MappingProxyType({}),
     ) -> None:
-        """`narrow`: the dtype in which gradients travel, if not their own (see `start_sum`). `compressed`: by identity, the buckets that
-        have a sum of their own kind."""
+        """`narrow`: the dtype in which gradients travel, if not their own (see `start_sum`).
+
+        `compressed`: by identity, the buckets that have a sum of their own kind.
+        """
         self.buffers, self.narrow, self.compressed = buffers, narrow, compressed
         self.buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.buckets.sort(key=lambda pair: (bool(pair[0].sum.first), pair[1].completes))
-        self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
+        # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
+        self.waiting_for: dict[int, int] = {}
         self.in_last = False  # whether the last backward of a chunk is running
         self.deferral = WeightGradQueue()
         self.places: dict[Tensor, tuple[ParameterRange, Bucket]] = {}  # by the tensor that holds the sum
@@ -72,19 +78,25 @@ class GradientReducer:
             if self.in_last:
                 self.complete([main.total])
 
-        # What ends a parameter's part of every graph. It runs once a backward pass, behind all that gives a part of the gradient, also
-        # if all of them added theirs to the main gradient and it is given nothing. Autograd itself holds it weakly.
+        # What ends a parameter's part of every graph. It runs once a backward pass, behind all that gives a
+        # part of the gradient, also if all of them added theirs to the main gradient and it is given nothing.
+        # Autograd itself holds it weakly.
         node = get_gradient_edge(parameter).node
         self.nodes.append(node)
         self.hooks.append(node.register_hook(accumulated))
 
     def _rearm(self) -> None:
         self.next = 0
-        self.waiting_for = {id(bucket): sum(len(slot.chunks) for slot in bucket.slots) for _, bucket in self.buckets}
+        self.waiting_for = {
+            id(bucket): sum(len(slot.chunks) for slot in bucket.slots) for _, bucket in self.buckets
+        }
 
     @contextmanager
     def completing(self, last: bool) -> Iterator[None]:
-        """A context for a backward pass. If it is the `last` of its chunk, every gradient that it adds to is then complete in the chunk."""
+        """A context for a backward pass.
+
+        If it is the `last` of its chunk, every gradient that it adds to is then complete in the chunk.
+        """
         self.in_last = last
         yield
         self.in_last = False
@@ -94,7 +106,9 @@ class GradientReducer:
         return [total for total, (slot, _) in self.places.items() if chunk in slot.chunks]
 
     def complete(self, totals: Iterable[Tensor]) -> None:
-        """Declares that a chunk adds no more to these sums in this step, and starts the buckets that wait for nothing else."""
+        """Declares that a chunk adds no more to these sums in this step, and starts the
+        buckets that wait for nothing else.
+        """
         for total in totals:
             self.waiting_for[id(self.places[total][1])] -= 1
         self._start_ready()
@@ -114,14 +128,21 @@ class GradientReducer:
         whole, levels = buffer.owners.size == 1, buffer.sum.levels
         compressed = self.compressed.get(id(bucket))
         if compressed is None and levels.within.size == 1 and (self.narrow is None or levels.size == 1):
-            self.work.append((all_reduce_start if whole else reduce_scatter_inside)(gradients, levels.between))
+            self.work.append(
+                (all_reduce_start if whole else reduce_scatter_inside)(gradients, levels.between)
+            )
             return
-        # Buckets start in one order on every rank, so this order of their later operations is the same everywhere too. By now the
-        # operation of an earlier bucket, for which the next one waits, has usually ended. Only a CPU's host waits here.
+        # Buckets start in one order on every rank, so this order of their later operations is the same
+        # everywhere too. By now the operation of an earlier bucket, for which the next one waits, has usually
+        # ended. Only a CPU's host waits here.
         for work in self.work:
             if isinstance(work, Staged):
                 work.advance()
-        self.work.append(start_sum(gradients, levels, self.narrow, whole=whole) if compressed is None else compressed.start_sum())
+        self.work.append(
+            start_sum(gradients, levels, self.narrow, whole=whole)
+            if compressed is None
+            else compressed.start_sum()
+        )
 
     def finish(self) -> None:
         """Starts the remaining buckets, and waits until every gradient is the global sum."""
@@ -130,7 +151,8 @@ class GradientReducer:
         for buffer, bucket in self.buckets[self.next :]:
             self._start(buffer, bucket)
         staged = [work for work in self.work if isinstance(work, Staged)]
-        while any(bucket_sum.left for bucket_sum in staged):  # in turn, so that one bucket travels while another is added up
+        # in turn, so that one bucket travels while another is added up
+        while any(bucket_sum.left for bucket_sum in staged):
             for bucket_sum in staged:
                 bucket_sum.advance()
         for work in self.work:
@@ -139,7 +161,9 @@ class GradientReducer:
         self._rearm()
 
     def close(self) -> None:
-        """Removes the hooks from the parameters: Python cannot free a cycle through hooks that PyTorch holds."""
+        """Removes the hooks from the parameters: Python cannot free a cycle through
+        hooks that PyTorch holds.
+        """
         for hook in self.hooks:
             hook.remove()
         for _, parameter in self.sums:
@@ -152,17 +176,20 @@ class GradientReducer:
 
 
 def start_sum(x: Tensor, levels: Levels, narrow: torch.dtype | None, *, whole: bool) -> Staged:
-    """Begins to sum `x` ``[levels.size · n]`` over all ranks of `levels`. Afterwards `x` holds the sum, or with `whole` false this rank's
-    ``[n]`` of it (`hierarchical_reduce.Levels.owners`); the rest is undefined. All ranks get the same bits.
+    """Begins to sum `x` ``[levels.size · n]`` over all ranks of `levels`.
+
+    Afterwards `x` holds the sum, or with `whole` false this rank's ``[n]`` of it
+    (`hierarchical_reduce.Levels.owners`); the rest is undefined. All ranks get the same bits.
 
     within     reduce-scatter: a rank sums its part of the host's gradients
     between    sum of that part over hosts
     within     all-gather, if `whole`
 
-    With `narrow`, a 16-bit dtype, numbers travel between hosts (in one level: between all ranks) rounded to it: their parts are
-    exchanged and added up in the dtype of `x`, and if `whole` the sums are rounded and gathered. With a unit roundoff u (2^-8 in
-    bf16) each element of the sum of parts p errs by at most u·Σ|p|·(2 + u), however many ranks there are. In a sum that is itself
-    in 16 bits, each addition would round once more.
+    With `narrow`, a 16-bit dtype, numbers travel between hosts (in one level: between all ranks) rounded to
+    it: their parts are exchanged and added up in the dtype of `x`, and if `whole` the sums are rounded and
+    gathered. With a unit roundoff u (2^-8 in bf16) each element of the sum of parts p errs by at most
+    u·Σ|p|·(2 + u), however many ranks there are. In a sum that is itself in 16 bits, each addition would
+    round once more.
     """
     within, between = levels.within, levels.between
     part, arrived = own_part(x, within), x

@@ -6,14 +6,17 @@ from torch import Tensor
 WINDOW = 128  # norms remembered
 ENOUGH = 16  # norms needed before any norm is called a spike
 SCALE = 1.4826  # standard deviation / median absolute deviation of a normal distribution
-LEAST = 0.01  # a deviation counts as at least this part of the median: norms that hardly vary must not make spikes of each other
+# a deviation counts as at least this part of the median: norms that hardly vary must not make spikes of each
+# other
+LEAST = 0.01
 
 
 class SpikeGuard:
-    """Calls a norm a spike if it exceeds the median of recent ones by more than `threshold` robust deviations (Leys et al. 2013).
+    """Calls a norm a spike if it exceeds the median of recent ones by more than `threshold` robust
+    deviations (Leys et al. 2013).
 
-    Median and deviation (1.4826 × the median absolute deviation) are taken over norms of steps that were taken, so a spike does not
-    raise the bar for the next. All of it happens on the device.
+    Median and deviation (1.4826 × the median absolute deviation) are taken over norms of steps that were
+    taken, so a spike does not raise the bar for the next. All of it happens on the device.
     """
 
     def __init__(self, threshold: float, device: torch.device) -> None:
@@ -38,7 +41,11 @@ class SpikeGuard:
         """The norms remembered, oldest first. Reads the device."""
         known = int(self.known)
         values = self.recent.tolist()
-        return values[: min(known, WINDOW)] if known < WINDOW else values[known % WINDOW :] + values[: known % WINDOW]
+        return (
+            values[: min(known, WINDOW)]
+            if known < WINDOW
+            else values[known % WINDOW :] + values[: known % WINDOW]
+        )
 
     def load_state(self, norms: list[float]) -> None:
         """Restores `state()`."""
@@ -48,7 +55,9 @@ class SpikeGuard:
 
 
 def median_of_known(values: Tensor) -> Tensor:
-    """The lower median of those of `values` ``[n]`` that are not NaN; NaN if none is. `torch.nanmedian` asks a GPU how many there are,
-    and waits for the answer."""
+    """The lower median of those of `values` ``[n]`` that are not NaN; NaN if none is.
+
+    `torch.nanmedian` asks a GPU how many there are, and waits for the answer.
+    """
     middle = ((~values.isnan()).sum() - 1).clamp(min=0) // 2
     return values.sort().values.gather(0, middle.view(1)).squeeze(0)

@@ -1,7 +1,9 @@
-"""The import name of the repository's `kernels/` folder: `from megacore.kernels.softmax import causal_softmax`.
+"""The import name of the repository's `kernels/` folder:
+`from megacore.kernels.softmax import causal_softmax`.
 
-`kernels/` itself is no package, because it would shadow the package of that name on PyPI. A wheel puts its modules
-in place of this file (setup.py); in a checkout, also one installed in editable mode, this file finds them.
+`kernels/` itself is no package, because it would shadow the package of that name on PyPI. A wheel puts its
+modules in place of this file (setup.py); in a checkout, also one installed in editable mode, this file finds
+them.
 """
 
 from pathlib import Path

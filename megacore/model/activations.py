@@ -10,7 +10,9 @@ SHARPNESS, LIMIT = 1.702, 7.0  # of gpt-oss's gate
 
 
 def swiglu_clamped(x: Tensor, *, implementation: Implementation = "auto") -> Tensor:
-    """``gate · sigmoid(1.702 · gate) · (up + 1)`` of ``[..., 2 · features]``, of which neither gets beyond 7 (gpt-oss)."""
+    """``gate · sigmoid(1.702 · gate) · (up + 1)`` of ``[..., 2 · features]``, of which
+    neither gets beyond 7 (gpt-oss).
+    """
     gate, up = x.chunk(2, -1)
     gate = gate.clamp(max=LIMIT)
     return gate * torch.sigmoid(SHARPNESS * gate) * (up.clamp(-LIMIT, LIMIT) + 1)

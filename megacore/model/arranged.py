@@ -1,4 +1,6 @@
-"""A GPT block of the same layers whose norms or branches stand otherwise: `model.norm_place` and `model.branches`."""
+"""A GPT block of the same layers whose norms or branches stand otherwise:
+`model.norm_place` and `model.branches`.
+"""
 
 from functools import partial
 
@@ -13,12 +15,15 @@ from megacore.model.norm import Norm
 
 
 class ArrangedBlock(Block):
-    """``x + post(attention(pre(x)))``, then ``x + post(feed_forward(pre(x)))``, of which the config leaves out pre or post.
+    """``x + post(attention(pre(x)))``, then ``x + post(feed_forward(pre(x)))``, of which the
+    config leaves out pre or post.
 
     With parallel branches both read the same x, by a norm each, or by the same one.
     """
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         place, self.branches = config.model.norm_place, config.model.branches
         norm = partial(Norm, config.model, mesh.tp, config.parallel.sequence, dtype, device)
@@ -35,4 +40,6 @@ class ArrangedBlock(Block):
         after = context.add(x, branch, self.scale, self.index, "attention")
         if self.branches != "shared_norm":
             normed = self.norm2(after if self.branches == "serial" else x)
-        return context.add(after, self.post_norm2(self.feed_forward(normed)), self.scale, self.index, "feed_forward")
+        return context.add(
+            after, self.post_norm2(self.feed_forward(normed)), self.scale, self.index, "feed_forward"
+        )

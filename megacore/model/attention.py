@@ -38,10 +38,14 @@ class CausalAttention(nn.Module):
         self.queries, self.scale = queries, resolved(model.attention_scale)
         self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
         self.windowed, self.index, self.model = window is not None, index, model
-        self.scoring = None if window is None and model.attention_cap is None else Scoring(window, model.attention_cap)
+        self.scoring = (
+            None if window is None and model.attention_cap is None else Scoring(window, model.attention_cap)
+        )
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         self.sinks: Tensor | None = None
-        if compiles(config):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
+        if compiles(
+            config
+        ):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
             self.attend_parts = torch.compiler.disable(self.attend_parts)  # type: ignore[method-assign]
 
     def at_step(self, step: int) -> None:
@@ -55,7 +59,9 @@ class CausalAttention(nn.Module):
             return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
         kind = self.kind(q)
         if kind == "sdpa":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.queries > 1)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.queries > 1
+            )
         if self.queries > 1:
             k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
         if kind == "fused":
@@ -102,20 +108,42 @@ class Attention(CausalAttention):
     (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
     """
 
-    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, index: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        output_std: float,
+        index: int = 0,
+    ) -> None:
         model = config.model
         super().__init__(config, model.num_heads // config.kv_heads, index)
         self.head_size, self.rotates = config.head_size, model.rotates(index)
-        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
+        where: dict[str, Any] = {
+            "group": group,
+            "sequence": config.parallel.sequence,
+            "dtype": dtype,
+            "device": device,
+        }
         heads = (config.kv_heads, self.queries + 2, config.head_size)
-        named = (("q", 0, self.queries), ("k", self.queries, self.queries + 1), ("v", self.queries + 1, self.queries + 2))
+        named = (
+            ("q", 0, self.queries),
+            ("k", self.queries, self.queries + 1),
+            ("v", self.queries + 1, self.queries + 2),
+        )
         dims: dict[str, Any] = {"batch": (0, 1), "rows": (2,), "columns": (3,), "heads": (0, 1)}
         matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), **dims) for n, *at in named)
         width = model.num_heads * config.head_size
         gates = width if model.attention_gate == "elementwise" else model.num_heads
         self.gated = model.attention_gate is not None
         self.qkv: Any = (partial(GatedColumnLinear, gates=gates) if self.gated else ColumnLinear)(
-            model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
+            model.hidden_size,
+            heads,
+            bias=resolved(model.qkv_bias),
+            init_std=model.init_std,
+            matrices=matrices,
+            **where,
         )
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         each = model.qk_norm and model.qk_norm_heads == "each"
@@ -133,7 +161,9 @@ class Attention(CausalAttention):
         qkv, gates = self.qkv.both(x) if self.gated else (self.qkv(x), None)
         qkv = qkv.view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
         tables = ((context.window_rope if self.windowed else None) or context.rope) if self.rotates else None
-        if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
+        if (
+            context.sequences is not None and context.sequences.documents is not None
+        ):  # positions differ between sequences
             q, k, v = (
                 x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
                 for x in self.heads(qkv.flatten(0, 1)[None], tables)
@@ -161,11 +191,18 @@ class Attention(CausalAttention):
         """
         if tables is not None and self.query_norm is None and self.heads_norm is None:
             return rope_qkv(qkv, *tables, implementation=self.kernels)
-        if tables is not None and self.folds and self.heads_norm is None and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0]):
+        if (
+            tables is not None
+            and self.folds
+            and self.heads_norm is None
+            and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0])
+        ):
             assert self.query_norm is not None and self.key_norm is not None
             norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
             return rope_qkv(qkv, *tables, norms=norms, implementation=self.kernels)
-        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
+        q, k, v = (
+            t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3)
+        )  # [batch, seq, heads, head]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.heads_norm is not None:

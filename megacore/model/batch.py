@@ -1,4 +1,6 @@
-"""The batch as every pipeline stage has it: named fields, each made from whole samples before context ranks divide them."""
+"""The batch as every pipeline stage has it: named fields, each made from whole samples
+before context ranks divide them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,17 +20,18 @@ class Samples:
     documents: Documents | None = None  # if attention stays within them: where they begin in each sample
 
 
-# A field's values, ``[batch, seq, …]``, of which context ranks get those of their tokens; of any other length they all get all. A source
-# of `targets` takes the place of those that samples have.
+# A field's values, ``[batch, seq, …]``, of which context ranks get those of their tokens; of any other length
+# they all get all. A source of `targets` takes the place of those that samples have.
 FieldSource = Callable[[Samples], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch(Mapping[str, Tensor]):
-    """A microbatch's fields ``[batch, tokens of this rank]`` by name, on the device, and the key of its random numbers.
+    """A microbatch's fields ``[batch, tokens of this rank]`` by name, on the device, and
+    the key of its random numbers.
 
-    Every batch has `tokens`, and `targets` but where text is generated; `positions` only if attention stays within documents, each
-    token's in its own. Layers may declare others (`Layer.fields`).
+    Every batch has `tokens`, and `targets` but where text is generated; `positions` only if attention stays
+    within documents, each token's in its own. Layers may declare others (`Layer.fields`).
     """
 
     tokens: Tensor

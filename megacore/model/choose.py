@@ -26,11 +26,17 @@ def layers_of(config: Config) -> Layers:
     with source.blamed(", layers"):
         layers = source.layers(config) if source.layers else gpt(config, source.block)
         if len(layers) != config.model.num_layers + 2:
-            raise ValueError(f"{len(layers)} of them; model.num_layers={config.model.num_layers} counts all but the first and the last")
+            raise ValueError(
+                f"{len(layers)} of them; model.num_layers={config.model.num_layers} counts all but the first and the last"
+            )
         check(layers)
-    if config.model.z_loss is not None and Z_LOSS not in losses_of(layers):  # a head of its own would ignore it, and nothing would say so
+    if config.model.z_loss is not None and Z_LOSS not in losses_of(
+        layers
+    ):  # a head of its own would ignore it, and nothing would say so
         wrong = f"no layer of {source.path} declares the loss {Z_LOSS}"
-        raise ConfigError(f"model.{Z_LOSS}", wrong, "null, or a head whose class megacore.model.z_loss.head_of gives")
+        raise ConfigError(
+            f"model.{Z_LOSS}", wrong, "null, or a head whose class megacore.model.z_loss.head_of gives"
+        )
     return [SourceSpec(spec.name, spec.kind, spec.arguments, source=source) for spec in layers]
 
 

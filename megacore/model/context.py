@@ -55,7 +55,9 @@ class Context:
 
     batch_size: int
     seq_len: int  # tokens of each sequence that are here
-    rope: tuple[Tensor, Tensor] | None  # cos, sin: of every token of a sequence, or within documents of every token
+    rope: (
+        tuple[Tensor, Tensor] | None
+    )  # cos, sin: of every token of a sequence, or within documents of every token
     group: Group  # the tensor ranks
     sequence: bool  # whether activations between parallel regions hold only this rank's tokens
     dropout: float  # 0 in validation
@@ -65,10 +67,16 @@ class Context:
     kernels: Implementation = "auto"
     sequences: Sequences | None = None  # if they are divided among context ranks, or into documents
     positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on
-    window_rope: tuple[Tensor, Tensor] | None = field(kw_only=True, default=None)  # as `rope`, of blocks with a window, if it is another
+    window_rope: tuple[Tensor, Tensor] | None = field(
+        kw_only=True, default=None
+    )  # as `rope`, of blocks with a window, if it is another
     batch: Microbatch = field(kw_only=True)  # all fields of the microbatch, on every stage
-    gradients: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)  # by loss: what backward will start with, if it is known
-    watch: "Watch | None" = field(kw_only=True, default=None)  # outside of compiled blocks, which would be compiled again for it
+    gradients: Mapping[str, Tensor] = field(
+        kw_only=True, default_factory=dict
+    )  # by loss: what backward will start with, if it is known
+    watch: "Watch | None" = field(
+        kw_only=True, default=None
+    )  # outside of compiled blocks, which would be compiled again for it
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
         """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in every layout and recomputation."""
@@ -76,7 +84,9 @@ class Context:
 
     def add(self, residual: Tensor, x: Tensor, scale: float, *site: object) -> Tensor:
         """``residual + scale · drop(x)``, in one pass."""
-        return residual.add(x, alpha=scale) if self.dropout == 0.0 else self._dropped(x, residual, scale, site)
+        return (
+            residual.add(x, alpha=scale) if self.dropout == 0.0 else self._dropped(x, residual, scale, site)
+        )
 
     def _dropped(self, x: Tensor, residual: Tensor | None, scale: float, site: tuple[object, ...]) -> Tensor:
         # An element's mask depends on its position in the whole microbatch, so a rank that holds some tokens begins at an offset.
@@ -85,7 +95,11 @@ class Context:
         for here, first in self.runs(offset, len(x)):
             branch, rest = x[here], None if residual is None else residual[here]
             at = first * x.shape[1]
-            out.append(bias_dropout_residual(branch, None, rest, self.dropout, key, first=at, scale=scale, implementation=self.kernels))
+            out.append(
+                bias_dropout_residual(
+                    branch, None, rest, self.dropout, key, first=at, scale=scale, implementation=self.kernels
+                )
+            )
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def places(self, offset: int, tokens: int, device: torch.device) -> Tensor:

@@ -14,7 +14,9 @@ from megacore.model.norm import Norm
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 
 
-def vocabulary(config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> VocabParallelEmbedding:
+def vocabulary(
+    config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+) -> VocabParallelEmbedding:
     """A vector for each token: of the embedding, or of the LM head, which are one if they are tied."""
     model = config.model
     return VocabParallelEmbedding(
@@ -38,11 +40,16 @@ class Embedding(Layer):
         super().__init__()
         model, group = config.model, mesh.tp
         self.scale = model.embedding_scale
-        shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=config.parallel.sequence),)
+        shape, along = (
+            (config.max_positions, model.hidden_size),
+            (replicated(group, partial=config.parallel.sequence),),
+        )
         table = Shard(shape, along, decay=True, init_std=model.init_std, table=True)
         self.position = new_parameter(table, dtype, device) if model.position == "learned" else None
         self.embedding = vocabulary(config, mesh, dtype, device)
-        self.embedding_norm = Norm(model, group, config.parallel.sequence, dtype, device) if model.embedding_norm else None
+        self.embedding_norm = (
+            Norm(model, group, config.parallel.sequence, dtype, device) if model.embedding_norm else None
+        )
 
     def forward(self, context: Context) -> Tensor:
         """→ ``[batch · seq, hidden]`` (with sequence parallelism this rank's tokens)."""
@@ -51,7 +58,9 @@ class Embedding(Layer):
             x = x * self.scale
         if self.position is not None:
             if context.positions is None:
-                positions = self.position[context.start : context.start + context.seq_len].repeat(context.batch_size, 1)
+                positions = self.position[context.start : context.start + context.seq_len].repeat(
+                    context.batch_size, 1
+                )
             else:
                 positions = F.embedding(context.positions.flatten(), self.position)
             x = x + (own_part(positions, context.group) if context.sequence else positions)

@@ -1,4 +1,6 @@
-"""A GPT block whose feed-forward layer is a mixture of experts (Shazeer et al. 2017): each token goes through a few of them."""
+"""A GPT block whose feed-forward layer is a mixture of experts (Shazeer et al. 2017): each
+token goes through a few of them.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +15,17 @@ from megacore.config.schema import resolved
 from megacore.distributed.collectives import gather_tokens, leave_tensor_parallel, scatter_tokens
 from megacore.distributed.topology import Topology
 from megacore.expert_parallel.capacity import within_capacity
-from megacore.expert_parallel.dispatch import Expected, Route, arrange, evenly, give_back, own_rows, routes_of, send, sum_of
+from megacore.expert_parallel.dispatch import (
+    Expected,
+    Route,
+    arrange,
+    evenly,
+    give_back,
+    own_rows,
+    routes_of,
+    send,
+    sum_of,
+)
 from megacore.expert_parallel.experts import Experts
 from megacore.expert_parallel.router import Router, Scored, losses_of
 from megacore.kernels.permute import combine, spread
@@ -22,15 +34,20 @@ from megacore.model.context import Context
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, experts, and those that all tokens share. With a capacity a token may lose some of its experts while the model is trained.
+    """Router, experts, and those that all tokens share.
+
+    With a capacity a token may lose some of its experts while the model is trained.
 
     Tensor ranks that hold the same tokens divide them here, so that each rank has tokens of its own.
     """
 
-    def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
+    def __init__(
+        self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float
+    ) -> None:
         super().__init__()
         model = config.model
-        if compiles(config):  # the graph ends around it: how many tokens an expert has differs from step to step
+        # the graph ends around it: how many tokens an expert has differs from step to step
+        if compiles(config):
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
         self.tp, self.group, self.parts = mesh.tp, mesh.group("ep", "etp"), mesh.group("etp").size
         self.divides = mesh.tp.size > 1 and not config.parallel.sequence
@@ -40,7 +57,11 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, mesh, dtype, device, output_std, activation)
         ffn = model.shared_experts * (model.expert_ffn_size or 0)
         self.shared = FeedForward(config, mesh.tp, dtype, device, output_std, ffn) if ffn else None
-        self.capacity, self.halves = model.capacity_factor, config.parallel.expert_halves and self.group.size > 1  # else no row travels
+        # else no row travels
+        self.capacity, self.halves = (
+            model.capacity_factor,
+            config.parallel.expert_halves and self.group.size > 1,
+        )
         # Who proves a layout replaces choices by others, and which rows are dropped.
         self.decide: Callable[[Context, int, Tensor, Tensor], Tensor] | None = None
         self.decide_drops: Callable[[Context, int, Tensor, Tensor, Tensor], Tensor] | None = None
@@ -49,17 +70,22 @@ class MixtureOfExperts(nn.Module):
         self.kept: dict[int, list[Route]] = {}  # by microbatch, for the backward that runs the layer again
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens), and the sums of `losses_of`."""
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's
+        tokens), and the sums of `losses_of`.
+        """
         own = scatter_tokens(x, self.tp) if self.divides else x
         scored = self.router.score(own)
         first = self.tp.rank * len(own)  # of this rank's tokens, among those of its context rank
         routes = self._route(scored, context, first)
         chosen, how = joined([route.chosen for route in routes]), self.kernels
-        there = [send(spread(part, route.slots, implementation=how), route) for part, route in divided(own, routes)]
+        there = [
+            send(spread(part, route.slots, implementation=how), route) for part, route in divided(own, routes)
+        ]
         shared = None if self.shared is None else self.shared(x)  # while rows travel
         # Of two halves one travels while the experts compute the other.
         back = [
-            give_back(self.experts(arrange(rows.arrive(), route), route.ends), route) for rows, route in zip(there, routes, strict=True)
+            give_back(self.experts(arrange(rows.arrive(), route), route.ends), route)
+            for rows, route in zip(there, routes, strict=True)
         ]
         weights = divided(self.router.weights(scored.scores, chosen), routes)
         parts = [
@@ -93,7 +119,9 @@ class MixtureOfExperts(nn.Module):
         if self.decide is not None and self.training:
             chosen = self.decide(context, first, ranked, chosen)
         fits = self._fits(scored, chosen, context, first) if self.capacity and self.training else None
-        routes = routes_of(chosen, self.router.experts, self.group, self.parts, fits, self.halves, self.expected)
+        routes = routes_of(
+            chosen, self.router.experts, self.group, self.parts, fits, self.halves, self.expected
+        )
         self.router.note(key, sum_of([route.counts for route in routes]))
         if fits is not None:
             self.router.note_drops(fits)
@@ -102,8 +130,14 @@ class MixtureOfExperts(nn.Module):
         return routes
 
     def _fits(self, scored: Scored, chosen: Tensor, context: Context, first: int) -> Tensor:
-        """Which rows are not dropped. The weights of a token's others stay as they are (as in Switch and Megatron)."""
-        weights, places = self.router.weights(scored.scores.detach(), chosen), context.places(first, len(chosen), chosen.device)
+        """Which rows are not dropped.
+
+        The weights of a token's others stay as they are (as in Switch and Megatron).
+        """
+        weights, places = (
+            self.router.weights(scored.scores.detach(), chosen),
+            context.places(first, len(chosen), chosen.device),
+        )
         experts, ranks = self.router.experts, self.router.sequence_ranks
         fits = within_capacity(weights, chosen, experts, resolved(self.capacity), places, ranks)
         return fits if self.decide_drops is None else self.decide_drops(context, first, weights, chosen, fits)
@@ -128,7 +162,9 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 class ExpertBlock(Block):
     """A `Block` with a `MixtureOfExperts`."""
 
-    def make_feed_forward(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float) -> nn.Module:
+    def make_feed_forward(
+        self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device, output_std: float
+    ) -> nn.Module:
         """See `Block`."""
         return MixtureOfExperts(config, mesh, dtype, device, output_std)
 

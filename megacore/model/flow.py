@@ -30,7 +30,13 @@ class Flow:
         batch = config.train.micro_batch_size if batch is None else batch
         if seq is None:
             seq = config.train.seq_len // (parallel.context if self.cp else 1)
-        sizes = {"batch": batch, "seq": seq, "tokens": batch * seq, "hidden": model.hidden_size, "head": config.head_size}
+        sizes = {
+            "batch": batch,
+            "seq": seq,
+            "tokens": batch * seq,
+            "hidden": model.hidden_size,
+            "head": config.head_size,
+        }
         sizes |= {"heads": model.num_heads, "kv_heads": config.kv_heads}
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in self.dims]
         if self.sp and parallel.sequence:
@@ -51,7 +57,9 @@ class Loss:
     name: str
     over: str = "tokens"
     coefficient: float = 1.0
-    sp: bool = True  # under `parallel.sequence` a tensor rank's sum is over its own tokens; else all give the same
+    sp: bool = (
+        True  # under `parallel.sequence` a tensor rank's sum is over its own tokens; else all give the same
+    )
 
 
 CROSS_ENTROPY = Loss("cross_entropy", over="targets", sp=False)

@@ -1,4 +1,7 @@
-"""The GPT as a list of layers. Kinds may differ from layer to layer; a pipeline cuts the list wherever it is cheapest."""
+"""The GPT as a list of layers.
+
+Kinds may differ from layer to layer; a pipeline cuts the list wherever it is cheapest.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +18,15 @@ BLOCKS: dict[str, Callable[..., Any]] = {"gpt": Block}  # by `model.block`
 
 
 def gpt(config: Config, block: Callable[..., Any] | None = None) -> Layers:
-    """Embedding, blocks (of a class, or the config's kind; those with experts are `ExpertBlock`s), and head with the loss."""
+    """Embedding, blocks (of a class, or the config's kind; those with experts are
+    `ExpertBlock`s), and head with the loss.
+    """
     if block is not None and config.model.num_experts is not None:
         raise ValueError("the file's Block is that of all blocks, and model.num_experts asks for others")
-    block, with_experts = block or (ArrangedBlock if config.model.arranged else BLOCKS[config.model.block]), expert_block(config)
+    block, with_experts = (
+        block or (ArrangedBlock if config.model.arranged else BLOCKS[config.model.block]),
+        expert_block(config),
+    )
     kinds = (with_experts if config.model.has_experts(i) else block for i in range(config.model.num_layers))
     blocks = [LayerSpec(f"blocks.{i}", kind, (i,)) for i, kind in enumerate(kinds)]
     return [LayerSpec("embedding", Embedding), *blocks, LayerSpec("head", head_of(config))]

@@ -15,12 +15,18 @@ from megacore.model.embedding import vocabulary
 from megacore.model.flow import CROSS_ENTROPY, Flow
 from megacore.model.layers import Layer
 from megacore.model.norm import Norm
-from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from megacore.tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from megacore.tensor_parallel.linear import column_linear, row_stride
 
 
 class Head(Layer):
-    """Hidden states to the loss; to logits where text is generated. Its weight is the embedding's if they are tied."""
+    """Hidden states to the loss; to logits where text is generated.
+
+    Its weight is the embedding's if they are tied.
+    """
 
     writes: ClassVar[Mapping[str, Flow]] = {}
     losses = (CROSS_ENTROPY,)
@@ -32,7 +38,11 @@ class Head(Layer):
         self.sequence = config.parallel.sequence and mesh.tp.size > 1
         self.norm = Norm(config.model, mesh.tp, self.sequence, dtype, device)
         self.head = vocabulary(config, mesh, dtype, device)  # this rank's rows
-        bias = new_parameter(Shard((config.model.vocab_size,), (split(mesh.tp, 0),)), dtype, device) if config.model.head_bias else None
+        bias = (
+            new_parameter(Shard((config.model.vocab_size,), (split(mesh.tp, 0),)), dtype, device)
+            if config.model.head_bias
+            else None
+        )
         self.head.bias = bias
 
     @classmethod
@@ -46,20 +56,30 @@ class Head(Layer):
         return self.loss(x, context.batch.targets, context.gradients.get(CROSS_ENTROPY.name))
 
     def loss(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least.
+        """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in
+        nats; a scalar, in fp32 at least.
 
-        `gradient`: what backward will start with, if it is known: forward then writes the gradient of the logits.
+        `gradient`: what backward will start with, if it is known: forward then writes the gradient of the
+        logits.
         """
         return self.sums(x, targets, gradient)[0]
 
-    def sums(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None) -> tuple[Tensor, ...]:
-        """See `loss`; with a `z_loss` also the sum of the squares of the log-sum-exp, see `kernels.cross_entropy`."""
+    def sums(
+        self, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None
+    ) -> tuple[Tensor, ...]:
+        """See `loss`; with a `z_loss` also the sum of the squares of the
+        log-sum-exp, see `kernels.cross_entropy`.
+        """
         model, flat, first_row = self.model, targets.flatten(), self.head.first_row
         if model.chunked_loss:
             where = self.group, self.sequence, first_row, model.kernels
-            found = vocab_parallel_linear_cross_entropy(self.scaled_norm(x), self.head.weight, flat, *where, z_loss)
+            found = vocab_parallel_linear_cross_entropy(
+                self.scaled_norm(x), self.head.weight, flat, *where, z_loss
+            )
             return (found,) if z_loss is None else found
-        found = vocab_parallel_cross_entropy(self.logits(x), flat, self.group, first_row, model.kernels, gradient, z_loss)
+        found = vocab_parallel_cross_entropy(
+            self.logits(x), flat, self.group, first_row, model.kernels, gradient, z_loss
+        )
         return (found.sum(),) if z_loss is None else tuple(part.sum() for part in found)
 
     def logits(self, x: Tensor) -> Tensor:

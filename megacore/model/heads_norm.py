@@ -13,7 +13,9 @@ from megacore.model.norm import plus_one
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks, which each of them uses for other features: so its gradient is a sum over the ranks too."""
+    """The sum over the ranks, which each of them uses for other features: so its
+    gradient is a sum over the ranks too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -26,16 +28,24 @@ class _Summed(torch.autograd.Function):
 
 
 class AllHeadsNorm(nn.Module):
-    """RMS norms of a token's queries and of its keys, each over the features of all heads, with a weight for each feature.
+    """RMS norms of a token's queries and of its keys, each over the features of all heads,
+    with a weight for each feature.
 
     A tensor rank norms its own heads. Sums of squares go over the ranks: two numbers a token, in one message.
     """
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.group, self.eps, self.offset, self.sizes = group, config.model.norm_eps, config.model.norm_offset, config.attention_sizes
+        self.group, self.eps, self.offset, self.sizes = (
+            group,
+            config.model.norm_eps,
+            config.model.norm_offset,
+            config.attention_sizes,
+        )
         fill = 0.0 if self.offset else 1.0
-        self.query, self.key = (new_parameter(Shard((n,), (split(group, 0),), fill=fill), dtype, device) for n in self.sizes)
+        self.query, self.key = (
+            new_parameter(Shard((n,), (split(group, 0),), fill=fill), dtype, device) for n in self.sizes
+        )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """``[…, heads of this rank, head]`` → the same shapes."""

@@ -39,14 +39,18 @@ def initialise(
         step = -(-shard.global_shape[dim] // BLOCKS)
         start, stop = box.offset[dim], box.offset[dim] + box.local_shape[dim]
         for first in range(start - start % step, stop if tensor.numel() else start, step):
-            jobs.append(partial(draw_block, tensor, box, (seed, name, first), shard.init_std, dim, first, step, dtype))
+            jobs.append(
+                partial(draw_block, tensor, box, (seed, name, first), shard.init_std, dim, first, step, dtype)
+            )
     if threads == 1 or not jobs:
         for job in jobs:
             job()
             note()
         return
     device = next(iter(held.values()))[0].device
-    with ThreadPoolExecutor(threads, thread_name_prefix="weights", initializer=use_device, initargs=(device,)) as executor:
+    with ThreadPoolExecutor(
+        threads, thread_name_prefix="weights", initializer=use_device, initargs=(device,)
+    ) as executor:
         for done in as_completed([executor.submit(job) for job in jobs]):
             done.result()
             note()
@@ -54,7 +58,14 @@ def initialise(
 
 @torch.no_grad()
 def draw_block(
-    out: Tensor, box: TensorSlice | Shard, key: tuple[object, ...], std: float, dim: int, first: int, step: int, dtype: torch.dtype
+    out: Tensor,
+    box: TensorSlice | Shard,
+    key: tuple[object, ...],
+    std: float,
+    dim: int,
+    first: int,
+    step: int,
+    dtype: torch.dtype,
 ) -> None:
     """Draws what a block and a piece `out`, which is `box` of its logical tensor, share.
 

@@ -1,9 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2 and V3, 2024): keys and values of all heads are made from one small vector of each token.
+"""Multi-head latent attention (DeepSeek-V2 and V3, 2024): keys and values of all heads are made from
+one small vector of each token.
 
-A token's hidden states are pressed into a latent for its queries and one for its keys and values. Both are normed, and each tensor rank
-makes its own heads from them. Positions stand apart: a part of each head's query turns by its position, and so does one key that all
-heads share. While a text is written, the latent and that key are all that is kept of a token: the matrices that would make its keys and
-values are multiplied into queries and outputs instead.
+A token's hidden states are pressed into a latent for its queries and one for its keys and values. Both are
+normed, and each tensor rank makes its own heads from them. Positions stand apart: a part of each head's query
+turns by its position, and so does one key that all heads share. While a text is written, the latent and that
+key are all that is kept of a token: the matrices that would make its keys and values are multiplied into
+queries and outputs instead.
 """
 
 from typing import Any
@@ -32,16 +34,24 @@ def per_head(name: str, start: int, stop: int) -> LogicalMatrix:
 class Latent(nn.Module):
     """A matrix to a latent, which is normed, and to features `beside` it, which are not.
 
-    Every tensor rank has all of it. With sequence parallelism it makes the latents of its own tokens, and the gradient is partial.
+    Every tensor rank has all of it. With sequence parallelism it makes the latents of its own tokens, and the
+    gradient is partial.
     """
 
     def __init__(self, config: Config, rank: int, beside: int, where: dict[str, Any]) -> None:
         super().__init__()
         model, along = config.model, (replicated(where["group"], partial=where["sequence"]),)
         self.sizes, self.eps, self.kernels = [rank, beside], model.norm_eps, model.kernels
-        maps = tuple(LogicalMatrix(*part) for part in (("latent", (slice(rank),)), ("beside", (slice(rank, None),)))[: 1 + bool(beside)])
-        down = Shard((rank + beside, model.hidden_size), along, decay=True, init_std=model.init_std, matrices=maps)
-        self.weight, self.norm = (new_parameter(s, where["dtype"], where["device"]) for s in (down, Shard((rank,), along, fill=1.0)))
+        maps = tuple(
+            LogicalMatrix(*part)
+            for part in (("latent", (slice(rank),)), ("beside", (slice(rank, None),)))[: 1 + bool(beside)]
+        )
+        down = Shard(
+            (rank + beside, model.hidden_size), along, decay=True, init_std=model.init_std, matrices=maps
+        )
+        self.weight, self.norm = (
+            new_parameter(s, where["dtype"], where["device"]) for s in (down, Shard((rank,), along, fill=1.0))
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``[tokens, hidden]`` → ``[tokens, rank]``, ``[tokens, beside]``."""
@@ -50,19 +60,41 @@ class Latent(nn.Module):
 
 
 class LatentAttention(CausalAttention):
-    """Causal attention of heads that share a latent of each token's keys and values, and the part of a key that turns."""
+    """Causal attention of heads that share a latent of each token's keys and values,
+    and the part of a key that turns.
+    """
 
-    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, index: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        output_std: float,
+        index: int = 0,
+    ) -> None:
         super().__init__(config, 1, index)
-        model, turned, rank, heads = config.model, config.head_size, config.model.kv_rank, config.model.num_heads
+        model, turned, rank, heads = (
+            config.model,
+            config.head_size,
+            config.model.kv_rank,
+            config.model.num_heads,
+        )
         assert rank is not None
         plain, value = model.plain_size, model.value_size
         self.query_sizes, self.key_value_sizes = [plain, turned], [plain, value]
-        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
+        where: dict[str, Any] = {
+            "group": group,
+            "sequence": config.parallel.sequence,
+            "dtype": dtype,
+            "device": device,
+        }
         made: dict[str, Any] = {"bias": False, "init_std": model.init_std, **where}
         self.query_latent = None if model.q_rank is None else Latent(config, model.q_rank, 0, where)
         whole = (per_head("q", 0, plain + turned),)
-        self.query = ColumnLinear(model.q_rank or model.hidden_size, (heads, plain + turned), matrices=whole, **made)
+        self.query = ColumnLinear(
+            model.q_rank or model.hidden_size, (heads, plain + turned), matrices=whole, **made
+        )
         self.latent = Latent(config, rank, turned, where)
         both = per_head("k", 0, plain), per_head("v", plain, plain + value)
         self.key_value = ColumnLinear(rank, (heads, plain + value), matrices=both, **made)
@@ -72,11 +104,15 @@ class LatentAttention(CausalAttention):
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
 
         def heads(x: Tensor, features: int) -> Tensor:
-            return x.view(context.batch_size, context.seq_len, -1, features).transpose(1, 2)  # [batch, heads, tokens, features]
+            # [batch, heads, tokens, features]
+            return x.view(context.batch_size, context.seq_len, -1, features).transpose(1, 2)
 
         latent, shared = self.latent(x)
         # All ranks' heads read the shared key, and each gives a part of its gradient.
-        shared = rotated(heads(enter_tensor_parallel(shared, context.group, context.sequence), self.query_sizes[1]), context)
+        shared = rotated(
+            heads(enter_tensor_parallel(shared, context.group, context.sequence), self.query_sizes[1]),
+            context,
+        )
         queries = self.query(x if self.query_latent is None else self.query_latent(x)[0])
         q, turned = heads(queries, sum(self.query_sizes)).split(self.query_sizes, -1)
         turned = rotated(turned, context)
@@ -92,7 +128,9 @@ class LatentAttention(CausalAttention):
         return self.output(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def attend_padded(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Attention to keys and values of their own, all padded to one size, which kernels that keep no scores ask for."""
+        """Attention to keys and values of their own, all padded to one size, which
+        kernels that keep no scores ask for.
+        """
         if context.watch is not None:
             context.watch.attends(self, q, k, context)
         size, value = max(q.shape[-1], v.shape[-1]), v.shape[-1]
@@ -105,8 +143,12 @@ class LatentAttention(CausalAttention):
         return self.attend(q, k, v)[..., :value]
 
     def absorbed(self, q: Tensor, turned: Tensor, latents: Tensor, shared: Tensor, behind: Tensor) -> Tensor:
-        """Attention to latents ``[batch, 1, all tokens, rank]``, as if they were keys and values of one head that all queries share."""
+        """Attention to latents ``[batch, 1, all tokens, rank]``, as if they were keys and values of
+        one head that all queries share.
+        """
         to_key, to_value = self.key_value.weight.split(self.key_value_sizes, 1)  # [heads, features, rank]
         q, k = torch.cat((q @ to_key, turned), -1), torch.cat((latents, shared), -1)
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, latents))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=behind >= 0, scale=self.scale) @ to_value.transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=behind >= 0, scale=self.scale
+        ) @ to_value.transpose(1, 2)

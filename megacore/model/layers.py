@@ -137,9 +137,13 @@ def check(layers: Layers) -> None:
         raise ValueError("no layer gives a loss")
     for loss in losses.values():
         if loss.over not in ("tokens", "targets", *fields):
-            raise ValueError(f"the loss {loss.name} is over {loss.over}, a field of the batch that no layer declares")
+            raise ValueError(
+                f"the loss {loss.name} is over {loss.over}, a field of the batch that no layer declares"
+            )
         if loss.name in FIGURES:
-            raise ValueError(f"a loss is called {loss.name}, as a figure of every record is: give it another name")
+            raise ValueError(
+                f"a loss is called {loss.name}, as a figure of every record is: give it another name"
+            )
     names = Counter(spec.name for spec in layers)
     if twice := sorted(name for name, count in names.items() if count > 1):
         raise ValueError(f"two layers are named {twice[0]}")

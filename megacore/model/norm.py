@@ -1,4 +1,7 @@
-"""Layer and RMS norms, over features and over attention's heads. Statistics are fp32 for bf16 and fp16 (PyTorch's kernels too)."""
+"""Layer and RMS norms, over features and over attention's heads.
+
+Statistics are fp32 for bf16 and fp16 (PyTorch's kernels too).
+"""
 
 from typing import Any
 
@@ -13,9 +16,13 @@ from megacore.kernels.layernorm import layer_norm, rms_norm
 
 
 class Norm(nn.Module):
-    """`model.norm` over the features (Ba et al. 2016, layernorm; Zhang and Sennrich 2019, rmsnorm); ``[tokens, hidden]``."""
+    """`model.norm` over the features (Ba et al. 2016, layernorm; Zhang and Sennrich 2019,
+    rmsnorm); ``[tokens, hidden]``.
+    """
 
-    def __init__(self, model: ModelConfig, group: Group, sequence: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelConfig, group: Group, sequence: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         shape = (model.hidden_size,)
         self.rms, self.eps, self.implementation = model.norm == "rmsnorm", model.norm_eps, model.kernels
@@ -26,23 +33,35 @@ class Norm(nn.Module):
         self.bias = new_parameter(Shard(shape, along), dtype, device) if has_bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """``[tokens, hidden]`` → the same shape; with a residual (norm(x + residual), x + residual), in one pass."""
+        """``[tokens, hidden]`` → the same shape; with a residual (norm(x +
+        residual), x + residual), in one pass.
+        """
         weight = plus_one(self.weight) if self.offset else self.weight
         if self.rms:
             return rms_norm(x, weight, self.eps, residual=residual, implementation=self.implementation)
-        return layer_norm(x, weight, self.bias, self.eps, residual=residual, implementation=self.implementation)
+        return layer_norm(
+            x, weight, self.bias, self.eps, residual=residual, implementation=self.implementation
+        )
 
 
 class HeadNorm(nn.Module):
-    """RMS norm of every head's features, ``[…, head]``, with one weight for all heads (Dehghani et al. 2023, query-key norm).
+    """RMS norm of every head's features, ``[…, head]``, with one weight for all heads
+    (Dehghani et al. 2023, query-key norm).
 
-    A tensor rank applies the weight to its own heads, so its gradient is partial, with and without sequence parallelism.
+    A tensor rank applies the weight to its own heads, so its gradient is partial, with and without sequence
+    parallelism.
     """
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.eps, self.implementation, self.offset = config.model.norm_eps, config.model.kernels, config.model.norm_offset
-        shard = Shard((config.head_size,), (replicated(group, partial=True),), fill=0.0 if self.offset else 1.0)
+        self.eps, self.implementation, self.offset = (
+            config.model.norm_eps,
+            config.model.kernels,
+            config.model.norm_offset,
+        )
+        shard = Shard(
+            (config.head_size,), (replicated(group, partial=True),), fill=0.0 if self.offset else 1.0
+        )
         self.weight = new_parameter(shard, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Keeps activations in host memory until their backward, and copies them while the device computes.
 
-A separate stream copies each tensor that autograd saves to the host after the operation that made it. Its memory on the device is
-then free. Backward needs the tensors in about the reverse order, so the next few are copied back ahead of their use.
+A separate stream copies each tensor that autograd saves to the host after the operation that made it. Its
+memory on the device is then free. Backward needs the tensors in about the reverse order, so the next few are
+copied back ahead of their use.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ class Away:
 
 
 class ActivationOffload:
-    """A device's copy streams, and the hooks that use them around a forward pass. On a CPU it only makes useless copies."""
+    """A device's copy streams, and the hooks that use them around a forward pass.
+
+    On a CPU it only makes useless copies.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)

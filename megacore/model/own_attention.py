@@ -1,4 +1,6 @@
-"""For an attention of one's own, in every layout: rotary positions, the keys and values of other tokens, and which a token sees."""
+"""For an attention of one's own, in every layout: rotary positions, the keys and values of other
+tokens, and which a token sees.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +11,27 @@ from megacore.model.context import Context
 
 
 def rotated(x: Tensor, context: Context) -> Tensor:
-    """Queries or keys ``[batch, heads, tokens, head]``, turned by their tokens' positions if `model.position` is rope."""
+    """Queries or keys ``[batch, heads, tokens, head]``, turned by their tokens'
+    positions if `model.position` is rope.
+    """
     if context.rope is None:
         return x
     if context.sequences is None or context.sequences.documents is None:
         return rope(x, *context.rope, implementation=context.kernels)
     rows = x.transpose(0, 1).flatten(1, 2)[None]  # positions differ between sequences
-    return rope(rows, *context.rope, implementation=context.kernels)[0].unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
+    return (
+        rope(rows, *context.rope, implementation=context.kernels)[0]
+        .unflatten(1, (x.shape[0], x.shape[2]))
+        .transpose(0, 1)
+    )
 
 
-def keys_and_values(layer: nn.Module, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's keys and values ``[batch, heads, tokens, head]`` → those of all tokens, and how far each of this rank's tokens stands
-    behind each of them, ``[batch or 1, 1, tokens, all tokens]``. Below 0 it must not see it: the token is ahead, or in another document.
+def keys_and_values(
+    layer: nn.Module, k: Tensor, v: Tensor, context: Context
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's keys and values ``[batch, heads, tokens, head]`` → those of all tokens, and how far each of
+    this rank's tokens stands behind each of them, ``[batch or 1, 1, tokens, all tokens]``. Below 0 it must
+    not see it: the token is ahead, or in another document.
 
     Context ranks give theirs (collective). When text is generated, `layer` keeps them for the tokens to come.
     """

@@ -1,7 +1,9 @@
-"""The maximal update parametrization (muP; Yang et al. 2022): first weights and rates by how a parameter grows with the model's width.
+"""The maximal update parametrization (muP; Yang et al. 2022): first weights and rates by how a
+parameter grows with the model's width.
 
-The layers are built a second time at `model.base_width`, without content. What is larger now is what grows, in a user's own layers too.
-Everything is said of logical matrices, so it is the same in every layout. docs/mup.md has the rules.
+The layers are built a second time at `model.base_width`, without content. What is larger now is what grows,
+in a user's own layers too. Everything is said of logical matrices, so it is the same in every layout.
+docs/mup.md has the rules.
 """
 
 from collections.abc import Iterable
@@ -23,7 +25,10 @@ KEY = "model.parametrization"
 
 
 def scale_by_width(config: Config, layers: Iterable[tuple[int, nn.Module]]) -> None:
-    """Completes the records of the parameters of some layers, each with its number in the model. Raises `ConfigError` if it cannot."""
+    """Completes the records of the parameters of some layers, each with its number in the model.
+
+    Raises `ConfigError` if it cannot.
+    """
     base = base_of(config)
     specs, how = layers_of(base), (base, alone(base), DTYPES[config.train.precision], torch.device("meta"))
     for number, layer in layers:
@@ -31,21 +36,32 @@ def scale_by_width(config: Config, layers: Iterable[tuple[int, nn.Module]]) -> N
         for name, parameter in layer.named_parameters():
             called = f"{specs[number].name}.{name}"
             if name not in small:
-                raise ConfigError(KEY, f"{called} is not there at model.base_width {config.model.base_width}", "the same parameters")
+                raise ConfigError(
+                    KEY,
+                    f"{called} is not there at model.base_width {config.model.base_width}",
+                    "the same parameters",
+                )
             parameter.shard = scaled(called, shard_of(parameter), shard_of(small[name]))  # type: ignore[attr-defined]
 
 
 def scaled(name: str, shard: Shard, base: Shard) -> Shard:
-    """A parameter's record, given the one at the base width. A hidden matrix is drawn with a variance in proportion to 1 / fan-in, all else
-    as it is at the base width."""
+    """A parameter's record, given the one at the base width.
+
+    A hidden matrix is drawn with a variance in proportion to 1 / fan-in, all else as it is at the base width.
+    """
     if shard.table or not shard.decay:
         return replace(shard, width=prod(shard.global_shape) / prod(base.global_shape))
     found = {own / other for own, other in zip(fan_ins(shard), fan_ins(base), strict=True)}
     if len(found) != 1:
-        wrong = f"{name} {'has matrices whose fan-ins do not grow alike' if found else 'does not say which matrices it has'}"
+        wrong = (
+            f"{name} "
+            f"{'has matrices whose fan-ins do not grow alike' if found else 'does not say which matrices it has'}"  # noqa: E501
+        )
         raise ConfigError(KEY, wrong, "two dims, or `matrices` of one fan-in (docs/blocks.md); or standard")
     (width,) = found
-    return replace(shard, width=width, init_std=None if shard.init_std is None else shard.init_std / sqrt(width))
+    return replace(
+        shard, width=width, init_std=None if shard.init_std is None else shard.init_std / sqrt(width)
+    )
 
 
 def fan_ins(shard: Shard) -> list[int]:

@@ -1,4 +1,6 @@
-"""The tables of rotary positions (Su et al. 2021), and how their frequencies are stretched for longer texts."""
+"""The tables of rotary positions (Su et al. 2021), and how their frequencies are
+stretched for longer texts.
+"""
 
 import math
 
@@ -19,7 +21,9 @@ def rope_tables(
     scaling: RopeScaling | None = None,
     share: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[positions, head]`` of rotary positions; feature i is paired with i + head/2. The first `share` of the pairs turn.
+    """cos and sin ``[positions, head]`` of rotary positions; feature i is paired with i + head/2.
+
+    The first `share` of the pairs turn.
 
     Computed in fp64: at long contexts fp32 angles are off by more than bf16 resolves.
     """
@@ -29,7 +33,8 @@ def rope_tables(
     turning = frequencies(int(head_size * share), theta, scaling)
     still = head_size // 2 - len(turning)
     angles = torch.outer(torch.from_numpy(positions).double(), F.pad(turning, (0, still))).repeat(1, 2)
-    # YaRN multiplies queries and keys by one factor, and their rotation is linear: so the tables can carry it.
+    # YaRN multiplies queries and keys by one factor, and their rotation is linear: so the tables can carry
+    # it.
     factor = attention_factor(scaling) if isinstance(scaling, YarnRope) else 1.0
     factors = F.pad(torch.full_like(turning, factor), (0, still), value=1.0).repeat(2)
     return (factors * angles.cos()).to(device, dtype), (factors * angles.sin()).to(device, dtype)
@@ -44,17 +49,23 @@ def frequencies(head_size: int, theta: float, scaling: RopeScaling | None = None
         return plain / scaling.factor
     if isinstance(scaling, Llama3Rope):
         turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
-        kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+        kept = (
+            (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        ).clamp(0.0, 1.0)
         return plain * (kept + (1.0 - kept) / scaling.factor)
     if isinstance(scaling, YarnRope):
         start, end = yarn_ramp(head_size, theta, scaling)
-        divided = ((torch.arange(head_size // 2, dtype=torch.float64) - start) / (end - start)).clamp(0.0, 1.0)
+        divided = ((torch.arange(head_size // 2, dtype=torch.float64) - start) / (end - start)).clamp(
+            0.0, 1.0
+        )
         return plain * (1.0 - divided + divided / scaling.factor)
     return plain
 
 
 def stretched_base(head_size: int, theta: float, factor: float) -> float:
-    """The base with which the slowest of the frequencies is `factor` times slower, while the fastest stays at 1."""
+    """The base with which the slowest of the frequencies is `factor` times
+    slower, while the fastest stays at 1.
+    """
     return theta * factor ** (head_size / (head_size - 2)) if head_size > 2 else theta
 
 
@@ -64,7 +75,9 @@ def yarn_ramp(head_size: int, theta: float, scaling: YarnRope) -> tuple[float, f
     Pair i turns original · theta^(-2i / head) / 2π times in the original length; solved for i.
     """
     start, end = (
-        head_size * math.log(scaling.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(theta))
+        head_size
+        * math.log(scaling.original_max_position_embeddings / (2 * math.pi * turns))
+        / (2 * math.log(theta))
         for turns in (scaling.beta_fast, scaling.beta_slow)
     )
     if scaling.truncate:

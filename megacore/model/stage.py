@@ -47,7 +47,14 @@ class Stage(nn.Module):
     that hold it each have a copy, and the engine sums their gradients.
     """
 
-    def __init__(self, config: Config, own: range, mesh: Topology, device: torch.device | str, layers: Layers | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        own: range,
+        mesh: Topology,
+        device: torch.device | str,
+        layers: Layers | None = None,
+    ) -> None:
         """`own`: the numbers of its layers in the list, `layers` or else the config's (`pipeline.partition.layer_ranges`).
 
         `mesh`: the whole cluster's, or one of a single process (`topology.alone`). On the device `meta` the stage has only names and
@@ -58,17 +65,31 @@ class Stage(nn.Module):
         device, dtype = torch.device(device), DTYPES[config.train.precision]
         self.config, self.group, self.cp = config, mesh.tp, mesh.cp
         self.first, self.last = own.start == 0, own.stop == len(layers)
-        self.takes, self.gives = crossing(layers, own.start), crossing(layers, own.stop)  # what comes from the stage before, and goes on
-        self.losses = tuple(dict.fromkeys(loss.name for spec in layers[own.start : own.stop] for loss in spec.declared("losses")))
+        self.takes, self.gives = (
+            crossing(layers, own.start),
+            crossing(layers, own.stop),
+        )  # what comes from the stage before, and goes on
+        self.losses = tuple(
+            dict.fromkeys(
+                loss.name for spec in layers[own.start : own.stop] for loss in spec.declared("losses")
+            )
+        )
         self.sequence = config.parallel.sequence and mesh.tp.size > 1
-        self.layers = [self._register(layers[i].name, layers[i].build(config, mesh, dtype, device)) for i in own]
+        self.layers = [
+            self._register(layers[i].name, layers[i].build(config, mesh, dtype, device)) for i in own
+        ]
         if config.model.parametrization == "mup":
             scale_by_width(config, zip(own, self.layers, strict=True))
         # The ends of the model, and the layers between, which are compiled, recomputed, offloaded and gathered one by one.
-        self.before, self.behind = self.layers[: int(self.first)], self.layers[len(self.layers) - int(self.last) :]
+        self.before, self.behind = (
+            self.layers[: int(self.first)],
+            self.layers[len(self.layers) - int(self.last) :],
+        )
         self.inner = self.layers[len(self.before) : len(self.layers) - len(self.behind)]
         self.bare = tuple(f"{layers[i].name}." for i in own if layers[i].declared("bare"))
-        self.shared = {f"{layers[i].name}.{name}": other for i in own for name, other in layers[i].shares(config).items()}
+        self.shared = {
+            f"{layers[i].name}.{name}": other for i in own for name, other in layers[i].shares(config).items()
+        }
         self.watch: Watch | None = None
         share_by_name([self])
         if device.type != "meta":
@@ -170,32 +191,53 @@ class Stage(nn.Module):
             run(layer, flow, losses, context, self.watch)
         with self.offload.around() if train.offload_activations and self.training else nullcontext():
             for layer in self.inner:
-                run(layer, flow, losses, context, self.watch, recompute=train.recompute == "full" and self.training)
+                run(
+                    layer,
+                    flow,
+                    losses,
+                    context,
+                    self.watch,
+                    recompute=train.recompute == "full" and self.training,
+                )
         for layer in self.behind:
             run(layer, flow, losses, context, self.watch)
         if cache is not None:
             cache.advance(context.seq_len)
-        return (flow if self.last and batch.targets is None else {name: flow[name] for name in self.gives}), losses
+        return (
+            flow if self.last and batch.targets is None else {name: flow[name] for name in self.gives}
+        ), losses
 
     def empty(self, flows: Mapping[str, Flow], *sizes: int) -> dict[str, Tensor]:
         """A new tensor for each of some flows, to receive it; `sizes` as in `Flow.shape`."""
         return {
-            name: torch.empty(flow.shape(self.config, *sizes), dtype=DTYPES[flow.precision(self.config)], device=self.device)
+            name: torch.empty(
+                flow.shape(self.config, *sizes), dtype=DTYPES[flow.precision(self.config)], device=self.device
+            )
             for name, flow in flows.items()
         }
 
-    def context(self, batch: Microbatch, cache: TextCache | None = None, gradients: Flows | None = None) -> Context:
+    def context(
+        self, batch: Microbatch, cache: TextCache | None = None, gradients: Flows | None = None
+    ) -> Context:
         """What a pass over `batch` is told. Context ranks hold the tokens ``sequences.own`` of each sequence; attention stays within the
         batch's documents."""
-        model, (batch_size, seq), start = self.config.model, batch.tokens.shape, 0 if cache is None else cache.length
+        model, (batch_size, seq), start = (
+            self.config.model,
+            batch.tokens.shape,
+            0 if cache is None else cache.length,
+        )
         sequences, positions = self.sequences, batch.positions
         if cache is not None:
             sequences, positions = cache.sequences, cache.positions
         elif batch.documents is not None:
-            sequences = Sequences(self.config.train.seq_len, self.cp, settled_context_method(self.config), batch.documents)
+            sequences = Sequences(
+                self.config.train.seq_len, self.cp, settled_context_method(self.config), batch.documents
+            )
         elif positions is None:
             positions = self.positions
-            if sequences is not None and self.cp.size == 1 and seq != sequences.seq_len:  # a validation's, or a text's
+            if (
+                sequences is not None and self.cp.size == 1 and seq != sequences.seq_len
+            ):  # a validation's, or a text's
                 sequences = Sequences(seq, self.cp, sequences.method)
         ropes: list[tuple[Tensor, Tensor]] = []
         if self.rope:
@@ -204,12 +246,21 @@ class Stage(nn.Module):
             ropes = [(cos[rows], sin[rows]) for cos, sin in (self.rope if cache is None else self.text_rope)]
         rope, window_rope = (ropes[0], ropes[-1]) if ropes else (None, None)
         dropout = model.dropout if self.training else 0.0
-        shape, where = (batch_size, seq, rope, self.group, self.sequence), (start, cache, model.kernels, sequences, positions)
+        shape, where = (
+            (batch_size, seq, rope, self.group, self.sequence),
+            (start, cache, model.kernels, sequences, positions),
+        )
         watch = None if compiles(self.config) else self.watch
         own: dict[str, Any] = {"gradients": gradients or {}, "watch": watch, "window_rope": window_rope}
         return Context(*shape, dropout, batch.key, *where, batch=batch, **own)
 
-    def hidden(self, tokens: Tensor, key: int = 0, documents: Documents | None = None, positions: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        key: int = 0,
+        documents: Documents | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Tokens ``[batch, seq]`` → a whole model's last hidden states, for `logits` or `loss`."""
         return self({}, Microbatch(tokens, None, key, documents, positions))[0]["hidden"]
 
@@ -238,7 +289,9 @@ def run(
     if not layer.writes and context.batch.targets is None:
         return
     read = *(flow[name] for name in layer.reads), context
-    found = checkpoint(layer, *read, use_reentrant=False, preserve_rng_state=False) if recompute else layer(*read)
+    found = (
+        checkpoint(layer, *read, use_reentrant=False, preserve_rng_state=False) if recompute else layer(*read)
+    )
     found = found if isinstance(found, tuple) else (found,)
     for (name, declared), x in zip(layer.writes.items(), found, strict=False):
         flow[name] = x if declared.gradient else x.detach()  # as where a pipeline is cut
@@ -258,7 +311,9 @@ def share_by_name(stages: Iterable[Stage]) -> None:
                     name = stage.logical_name(f"{place}.{own}")
                     one = held.setdefault(name, parameter)
                     if shard_of(one) != shard_of(parameter):
-                        raise ValueError(f"{place}.{own} is to be {name}, and is of another shape, placement or first value")
+                        raise ValueError(
+                            f"{place}.{own} is to be {name}, and is of another shape, placement or first value"
+                        )
                     module._parameters[own] = one
 
 

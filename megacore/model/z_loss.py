@@ -1,4 +1,6 @@
-"""The z-loss: the mean square of the logits' log-sum-exp, times `model.z_loss`, which keeps it near zero (Chowdhery et al. 2022, PaLM)."""
+"""The z-loss: the mean square of the logits' log-sum-exp, times `model.z_loss`, which keeps it near zero
+(Chowdhery et al. 2022, PaLM).
+"""
 
 from functools import cache
 

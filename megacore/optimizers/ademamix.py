@@ -1,4 +1,6 @@
-"""AdEMAMix (Pagliardini et al. 2024, The AdEMAMix Optimizer: Better, Faster, Older): AdamW with a second, slow mean of gradients."""
+"""AdEMAMix (Pagliardini et al. 2024, The AdEMAMix Optimizer: Better, Faster, Older): AdamW with a
+second, slow mean of gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,23 @@ if TYPE_CHECKING:
 class AdEMAMixSettings(AdamWSettings):
     """The settings of AdEMAMix: those of AdamW, and those of the slow mean."""
 
-    slow_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.9999, description="ademamix: decay rate of the slow mean of gradients")
-    slow_alpha: NonNegative = Field(8.0, description="ademamix: factor on the slow mean; the paper has 4 to 10")
+    slow_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.9999, description="ademamix: decay rate of the slow mean of gradients"
+    )
+    slow_alpha: NonNegative = Field(
+        8.0, description="ademamix: factor on the slow mean; the paper has 4 to 10"
+    )
     slow_warmup: Whole | None = Field(
-        None, description="ademamix: steps in which both grow from 0, and from beta1, to these values; null: train.steps; 0: at once"
+        None,
+        description="ademamix: steps in which both grow from 0, and from beta1, to these values; null: "
+        "train.steps; 0: at once",
     )
 
 
 @register
 class AdEMAMix(Rule[AdEMAMixSettings]):
-    """``(m1 / (1 - beta1^t) + alpha · m2) / (sqrt(v / (1 - beta2^t)) + eps)``, with m2 a mean over some ten thousand steps.
+    """``(m1 / (1 - beta1^t) + alpha · m2) / (sqrt(v / (1 - beta2^t)) + eps)``, with m2 a
+    mean over some ten thousand steps.
 
     With both schedulers of the paper: alpha grows linearly, and beta3 so that the half-life of m2 does.
     """
@@ -42,9 +51,12 @@ class AdEMAMix(Rule[AdEMAMixSettings]):
         own, g, state = self.settings, given.gradient, given.state
         t = given.updates.double()  # 1 - beta3 has few digits in fp32
         done = (t / own.slow_warmup).clamp(max=1.0) if own.slow_warmup else t.clamp(max=1.0)
-        inverse = (1 - done) * (1 / math.log(own.beta1) if own.beta1 else 0.0) + done / math.log(own.slow_beta)
+        inverse = (1 - done) * (1 / math.log(own.beta1) if own.beta1 else 0.0) + done / math.log(
+            own.slow_beta
+        )
         fast = state["ademamix_m"].lerp(g, 1 - own.beta1)
-        part = (-(1 / inverse).expm1()).clamp(min=1 - own.slow_beta)  # beta3 is never above its last value, also where that is below beta1
+        # beta3 is never above its last value, also where that is below beta1
+        part = (-(1 / inverse).expm1()).clamp(min=1 - own.slow_beta)
         slow = state["ademamix_slow"].lerp(g, part.to(g.dtype))
         squares = state["ademamix_v"].lerp(g * g, 1 - own.beta2)
         size = (squares / (1 - own.beta2**t).to(g.dtype)).sqrt() + own.eps
@@ -69,5 +81,7 @@ class AdEMAMix(Rule[AdEMAMixSettings]):
         own, t = self.settings, step.number
         alpha = own.slow_alpha * (min(t / own.slow_warmup, 1.0) if own.slow_warmup else 1.0)
         unbiased = (after["ademamix_v"] / (1 - own.beta2**t)) ** 0.5 + own.eps
-        direction: np.ndarray = (after["ademamix_m"] / (1 - own.beta1**t) + alpha * after["ademamix_slow"]) / unbiased
+        direction: np.ndarray = (
+            after["ademamix_m"] / (1 - own.beta1**t) + alpha * after["ademamix_slow"]
+        ) / unbiased
         return direction

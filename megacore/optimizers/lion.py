@@ -1,4 +1,6 @@
-"""Lion, EvoLved Sign Momentum (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2)."""
+"""Lion, EvoLved Sign Momentum (Chen et al. 2023, Symbolic Discovery of Optimization
+Algorithms, algorithm 2).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,20 @@ if TYPE_CHECKING:
 class LionSettings(Section):
     """The settings of Lion."""
 
-    lion_beta1: Fraction = Field(0.9, description="lion: the part of the running mean in what is stepped by; language models: 0.95")
-    lion_beta2: Fraction = Field(0.99, description="lion: decay rate of the running mean of gradients; language models: 0.98")
+    lion_beta1: Fraction = Field(
+        0.9, description="lion: the part of the running mean in what is stepped by; language models: 0.95"
+    )
+    lion_beta2: Fraction = Field(
+        0.99, description="lion: decay rate of the running mean of gradients; language models: 0.98"
+    )
 
 
 @register
 class Lion(Rule[LionSettings]):
     """The sign of a mean of the gradient and of the running mean *before* this step.
 
-    Every element moves by the whole rate: the paper takes a third to a tenth of AdamW's rate, and as many times its weight decay.
+    Every element moves by the whole rate: the paper takes a third to a tenth of AdamW's rate, and as many
+    times its weight decay.
     """
 
     name = "lion"

@@ -1,4 +1,6 @@
-"""Muon (Jordan et al. 2024): the momentum of each hidden matrix, made nearly orthogonal by Newton and Schulz's iteration."""
+"""Muon (Jordan et al. 2024): the momentum of each hidden matrix, made nearly orthogonal by
+Newton and Schulz's iteration.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-A, B, C = 3.4445, -4.7750, 2.0315  # one step makes of a singular value s: a·s + b·s³ + c·s⁵ (Jordan et al. 2024)
+# one step makes of a singular value s: a·s + b·s³ + c·s⁵ (Jordan et al. 2024)
+A, B, C = 3.4445, -4.7750, 2.0315
 Steps = Annotated[int, Field(gt=0, le=64)]
 LEAST_NORM = 1e-7  # by which a matrix is divided at least, as in `torch.optim.Muon`
 
@@ -23,18 +26,23 @@ class MuonSettings(Section):
     """The settings of Muon."""
 
     muon_momentum: Fraction = Field(0.95, description="muon: decay rate of the gradients' mean")
-    muon_nesterov: bool = Field(True, description="muon: step by the mean as it would be after the same gradient once more")
+    muon_nesterov: bool = Field(
+        True, description="muon: step by the mean as it would be after the same gradient once more"
+    )
     muon_steps: Steps = Field(5, description="muon: of the iteration that makes a matrix nearly orthogonal")
     muon_scale: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
-        description="muon: an update's scale. original: the root of rows / columns, at least 1; match_rms_adamw: 0.2 × the root of the "
+        description="muon: an update's scale. original: the root of rows / columns, at least 1; "
+        "match_rms_adamw: 0.2 × the root of the "
         "longer side, with which AdamW's lr fits too",
     )
     muon_precision: Literal["auto", "bf16", "fp32", "fp64"] = Field(
         "auto", description="muon: what the iteration computes in. auto: bf16, and in runs of fp64 that"
     )
     muon_heads: Literal["joined", "apart"] = Field(
-        "joined", description="muon: queries are one matrix, and so are keys and values; or each head of them is one by itself"
+        "joined",
+        description="muon: queries are one matrix, and so are keys and values; or each head of them is "
+        "one by itself",
     )
     muon_adamw_lr: NonNegative | None = Field(
         None, description="muon: the rate of AdamW on embeddings, LM head, norms and biases (null: optim.lr)"
@@ -60,8 +68,10 @@ class Muon(Rule[MuonSettings]):
         return 2.0**-4 if self.settings.muon_precision in ("auto", "bf16") else 0.0  # a few products in bf16
 
     def width_factor(self, hidden: bool, width: float) -> float | None:
-        """An update's largest singular value is its scale, and should not depend on the width (Yang, Simon and Bernstein 2023): `original`
-        does not, and the root of the longer side grows with the root of the width. A head by itself has rows that do not grow."""
+        """An update's largest singular value is its scale, and should not depend on the width (Yang, Simon
+        and Bernstein 2023): `original` does not, and the root of the longer side grows with the root of the
+        width. A head by itself has rows that do not grow.
+        """
         if self.by_head or not hidden:
             return None
         return 1.0 if self.settings.muon_scale == "original" else width**-0.5
@@ -85,7 +95,9 @@ class Muon(Rule[MuonSettings]):
         if precision == "auto":
             precision = "fp64" if x.dtype == torch.float64 else "bf16"
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[precision]
-        return (orthogonalised(x, self.settings.muon_steps, dtype) * self._scale(*x.shape[1:])).to(x.dtype), {}
+        return (orthogonalised(x, self.settings.muon_steps, dtype) * self._scale(*x.shape[1:])).to(
+            x.dtype
+        ), {}
 
     def _scale(self, rows: int, columns: int) -> float:
         original = self.settings.muon_scale == "original"
@@ -96,23 +108,34 @@ class Muon(Rule[MuonSettings]):
         return {"muon_m": before + (1 - self.settings.muon_momentum) * (step.gradient - before)}
 
     def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
-        """By singular values: the iteration takes each to a polynomial of it, and leaves the singular vectors."""
+        """By singular values: the iteration takes each to a polynomial of it, and
+        leaves the singular vectors.
+        """
         import numpy as np
 
         kept = self.settings.muon_momentum
-        moved = step.gradient + kept * (after["muon_m"] - step.gradient) if self.settings.muon_nesterov else after["muon_m"]
+        moved = (
+            step.gradient + kept * (after["muon_m"] - step.gradient)
+            if self.settings.muon_nesterov
+            else after["muon_m"]
+        )
         u, s, v = np.linalg.svd(moved, full_matrices=False)
         s = s / np.maximum(np.sqrt(np.sum(s**2, axis=1, keepdims=True)), LEAST_NORM)
         for _ in range(self.settings.muon_steps):
             s = A * s + B * s**3 + C * s**5
         rows, columns = step.gradient.shape[1:]
-        scale = {"match_rms_adamw": 0.2 * np.sqrt(max(rows, columns)), "original": max(1, rows / columns) ** 0.5}
+        scale = {
+            "match_rms_adamw": 0.2 * np.sqrt(max(rows, columns)),
+            "original": max(1, rows / columns) ** 0.5,
+        }
         direction: np.ndarray = (u * s[:, None]) @ v * scale[self.settings.muon_scale]
         return direction
 
 
 def orthogonalised(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Nearly U·Vᵀ of each matrix U·S·Vᵀ of ``[batch, rows, columns]``, computed in `dtype`: its singular values come near 1."""
+    """Nearly U·Vᵀ of each matrix U·S·Vᵀ of ``[batch, rows, columns]``, computed in `dtype`:
+    its singular values come near 1.
+    """
     flipped = x.shape[1] > x.shape[2]
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)).to(dtype)
     x = x.mT if flipped else x

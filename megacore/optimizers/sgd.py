@@ -1,4 +1,6 @@
-"""Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight decay (Loshchilov and Hutter 2019)."""
+"""Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight
+decay (Loshchilov and Hutter 2019).
+"""
 
 from __future__ import annotations
 

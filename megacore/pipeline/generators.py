@@ -1,7 +1,7 @@
 """The known schedules: for every rank of a pipeline, the order of its forwards and backwards.
 
-A generator takes the number of ranks, of microbatches and of chunks a rank, and returns a plan of compute actions; `lower` adds the
-rest. CONTRIBUTING.md says how to add one.
+A generator takes the number of ranks, of microbatches and of chunks a rank, and returns a plan of compute
+actions; `lower` adds the rest. CONTRIBUTING.md says how to add one.
 
 Below, p is the number of ranks and m that of microbatches.
 """
@@ -18,7 +18,10 @@ Work = tuple[int, int]  # microbatch, chunk
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    """All forwards, then all backwards in reverse (Huang et al. 2019, GPipe). A rank holds every microbatch's activations."""
+    """All forwards, then all backwards in reverse (Huang et al. 2019, GPipe).
+
+    A rank holds every microbatch's activations.
+    """
     assert chunks == 1
     forward = [Action(Op.FORWARD, m, 0) for m in range(microbatches)]
     backward = [Action(Op.BACKWARD, m, 0) for m in reversed(range(microbatches))]
@@ -26,7 +29,9 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    """1F1B (Narayanan et al. 2019, PipeDream-Flush): rank i holds at most min(ranks - i, microbatches) activations."""
+    """1F1B (Narayanan et al. 2019, PipeDream-Flush): rank i holds at most
+    min(ranks - i, microbatches) activations.
+    """
     assert chunks == 1
     plan = []
     for rank in range(ranks):
@@ -36,11 +41,13 @@ def one_forward_one_backward(ranks: int, microbatches: int, chunks: int = 1) -> 
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
-    """Interleaved 1F1B (Narayanan et al. 2021): the bubble is divided by the number of chunks, which pass each tensor that often.
+    """Interleaved 1F1B (Narayanan et al. 2021): the bubble is divided by the number of chunks,
+    which pass each tensor that often.
 
-    A rank takes p microbatches through its first chunk, then the same ones through its second, and so on; then the next p. It holds
-    as many forwards as let the first microbatch reach the loss and come back: rank i at most 2(p - i - 1) + (chunks - 1)·p + 1. If p
-    does not divide m, the order is that of the next multiple, and what is not there is left out.
+    A rank takes p microbatches through its first chunk, then the same ones through its second, and so on;
+    then the next p. It holds as many forwards as let the first microbatch reach the loss and come back: rank
+    i at most 2(p - i - 1) + (chunks - 1)·p + 1. If p does not divide m, the order is that of the next
+    multiple, and what is not there is left out.
     """
     groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     forward = [(m, chunk) for group in groups for chunk in range(chunks) for m in group]
@@ -62,10 +69,12 @@ def alternate(forward: list[Work], backward: list[Work], ahead: int) -> Iterator
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    """ZB-H1 (Qi et al. 2023): 1F1B with split backwards, whose weights' half fills what was the end of the bubble.
+    """ZB-H1 (Qi et al. 2023): 1F1B with split backwards, whose weights' half fills
+    what was the end of the bubble.
 
-    Rank i leaves the first i of the weights' gradients for later, so every rank holds as much as the first: min(p, m) forwards.
-    The bubble is (p - 1)(F + B - W), with the times of forward, input's and weights' backward, in place of (p - 1)(F + B + W).
+    Rank i leaves the first i of the weights' gradients for later, so every rank holds as much as the first:
+    min(p, m) forwards. The bubble is (p - 1)(F + B - W), with the times of forward, input's and weights'
+    backward, in place of (p - 1)(F + B + W).
     """
     assert chunks == 1
     plan = []
@@ -85,37 +94,55 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
-    """ZB-V (Qi et al. 2024): no bubble if the three parts of a chunk's work take equally long and 2p ≤ m, with the memory of 1F1B.
+    """ZB-V (Qi et al. 2024): no bubble if the three parts of a chunk's work take equally long and
+    2p ≤ m, with the memory of 1F1B.
 
-    A microbatch passes two chunks in a V, so the last loss comes from the first rank. A rank holds at most 2p halves of it.
+    A microbatch passes two chunks in a V, so the last loss comes from the first rank. A rank holds at most 2p
+    halves of it.
     """
     assert chunks == 2
     return in_v(ranks, microbatches, there=4, back=2, most=2 * ranks, eager=True)
 
 
 def v_half(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
-    """V-Half (Qi et al. 2024): half the bubble of 1F1B with half its memory: a rank holds at most 2⌊(p + 2)/2⌋ halves."""
+    """V-Half (Qi et al. 2024): half the bubble of 1F1B with half its memory: a rank
+    holds at most 2⌊(p + 2)/2⌋ halves.
+    """
     assert chunks == 2
     return in_v(ranks, microbatches, there=2, back=1, most=2 * ((ranks + 2) // 2), eager=False)
 
 
 def v_min(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
-    """V-Min (Qi et al. 2024): two thirds of the bubble of 1F1B with a third of its memory: a rank holds at most 2⌊(p + 4)/3⌋ halves.
+    """V-Min (Qi et al. 2024): two thirds of the bubble of 1F1B with a third of its memory: a rank
+    holds at most 2⌊(p + 4)/3⌋ halves.
 
-    If 3 divides p, a pattern's forwards and the next one's backwards would fall on the same times. A pause between the two parts them.
+    If 3 divides p, a pattern's forwards and the next one's backwards would fall on the same times. A pause
+    between the two parts them.
     """
     assert chunks == 2
-    return in_v(ranks, microbatches, there=1, back=1, most=2 * ((ranks + 4) // 3), eager=False, pause=int(ranks % 3 == 0))
+    return in_v(
+        ranks,
+        microbatches,
+        there=1,
+        back=1,
+        most=2 * ((ranks + 4) // 3),
+        eager=False,
+        pause=int(ranks % 3 == 0),
+    )
 
 
-def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager: bool, pause: int = 0) -> Plan:
-    """A plan of two chunks in a V, with split backwards, made from a repeated pattern (Qi et al. 2024, "building block").
+def in_v(
+    ranks: int, microbatches: int, there: int, back: int, most: int, eager: bool, pause: int = 0
+) -> Plan:
+    """A plan of two chunks in a V, with split backwards, made from a repeated pattern (Qi
+    et al. 2024, "building block").
 
-    In units of one part of a chunk's work, the pattern of a microbatch moves from rank to rank `there` units later towards the last
-    rank, and `back` units later towards the first, forward and backward alike, with `pause` units between forward and backward; the
-    next pattern begins 6 units later. That gives a rank's order of forwards and inputs' backwards, which begin as soon as they can;
-    weights' backwards go where a rank would wait otherwise. A rank holds at most `most` forwards. If `eager`, it begins the first
-    chunk of later microbatches where it would wait.
+    In units of one part of a chunk's work, the pattern of a microbatch moves from rank to rank `there` units
+    later towards the last rank, and `back` units later towards the first, forward and backward alike, with
+    `pause` units between forward and backward; the next pattern begins 6 units later. That gives a rank's
+    order of forwards and inputs' backwards, which begin as soon as they can; weights' backwards go where a
+    rank would wait otherwise. A rank holds at most `most` forwards. If `eager`, it begins the first chunk of
+    later microbatches where it would wait.
     """
     turn = there * (ranks - 1) + 1  # when the last rank begins the second chunk
     loss = turn + back * (ranks - 1) + 1 + pause  # when the first rank begins to go backward
@@ -125,7 +152,9 @@ def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager:
         j = ranks - 1 - i
         pattern = [(there * i, Op.FORWARD, 0), (turn + back * j, Op.FORWARD, 1)]
         pattern += [(loss + there * i, Op.BACKWARD_INPUT, 1), (end + back * j, Op.BACKWARD_INPUT, 0)]
-        repeated = sorted((6 * m + at, k, m) for m in range(microbatches) for k, (at, _, _) in enumerate(pattern))
+        repeated = sorted(
+            (6 * m + at, k, m) for m in range(microbatches) for k, (at, _, _) in enumerate(pattern)
+        )
         todo.append(deque(Action(pattern[k][1], m, pattern[k][2]) for _, k, m in repeated))
     placement, where = v_shaped(ranks), [*range(ranks), *reversed(range(ranks))]
     done: dict[tuple[bool, int, int], int] = {}  # when each stage's forward or backward of a microbatch ends
@@ -145,13 +174,22 @@ def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager:
     while looking:
         later = set[int]()
         for rank in looking:
-            while todo[rank] and (head := todo[rank][0]).op is Op.FORWARD and head.chunk == 0 and head.microbatch < begun[rank]:
+            while (
+                todo[rank]
+                and (head := todo[rank][0]).op is Op.FORWARD
+                and head.chunk == 0
+                and head.microbatch < begun[rank]
+            ):
                 todo[rank].popleft()  # it was begun further ahead
             if todo[rank] and can_begin(rank, todo[rank][0]):
                 action = todo[rank].popleft()
             elif late[rank]:
                 action = late[rank].popleft()
-            elif eager and begun[rank] < microbatches and can_begin(rank, further := Action(Op.FORWARD, begun[rank], 0)):
+            elif (
+                eager
+                and begun[rank] < microbatches
+                and can_begin(rank, further := Action(Op.FORWARD, begun[rank], 0))
+            ):
                 action = further
             else:
                 continue
@@ -185,11 +223,18 @@ GENERATORS: dict[str, Generator] = {
 
 
 def build(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, *, shared: Sequence[tuple[int, ...]] = (), split: bool = True
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    *,
+    shared: Sequence[tuple[int, ...]] = (),
+    split: bool = True,
 ) -> Plan:
     """The lowered plan of a named schedule, which the runtime executes.
 
-    `chunks`: of a rank, by default the schedule's own number. `shared`: see `lower`. Without `split` every backward is whole.
+    `chunks`: of a rank, by default the schedule's own number. `shared`: see `lower`. Without `split` every
+    backward is whole.
     """
     plan = generated(name, ranks, microbatches, chunks)
     return lower(plan if split else unsplit(plan), shared)

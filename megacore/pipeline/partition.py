@@ -28,14 +28,18 @@ class Partition:
 def partition_of(config: Config) -> Partition:
     """A config's partition, which whoever starts a run has chosen."""
     if not isinstance(config.partition, Partition):
-        raise RuntimeError("nobody has cut the model into stages: the config must come from megacore.tools.choices.partition.partitioned")
+        raise RuntimeError(
+            "nobody has cut the model into stages: the config must come from megacore.tools.choices.partition.partitioned"
+        )
     return config.partition
 
 
 def plans_of(config: Config) -> dict[int, Plan]:
     """The plan of every step, by its number of microbatches: `train.batch_ramp` has some."""
     round_size = config.train.micro_batch_size * config.data_size
-    counts = dict.fromkeys(size // round_size for _, size in config.train.batch_ramp) | {config.num_microbatches: None}
+    counts = dict.fromkeys(size // round_size for _, size in config.train.batch_ramp) | {
+        config.num_microbatches: None
+    }
     return {count: plan_of(config, count) for count in counts}
 
 
@@ -43,7 +47,13 @@ def plan_of(config: Config, microbatches: int | None = None) -> Plan:
     """The plan of a step, for every rank of a resolved config's pipeline; a generator's for any number of microbatches."""
     parallel, options = config.parallel, plan_options(config)
     if parallel.schedule in GENERATORS:
-        return build(parallel.schedule, parallel.pipeline, microbatches or config.num_microbatches, config.chunks, **options)
+        return build(
+            parallel.schedule,
+            parallel.pipeline,
+            microbatches or config.num_microbatches,
+            config.chunks,
+            **options,
+        )
     found = _chosen_plan(config)
     return lower(found if options["split"] else unsplit(found), options["shared"])
 

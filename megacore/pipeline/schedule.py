@@ -1,25 +1,32 @@
 """Pipeline schedules as data: the actions of every rank of the pipeline, in order.
 
-The model is split into *stages*, numbered from the embedding to the loss. A plan says which stages a rank holds; they are its
-*chunks*. A generator (`generators.py`) returns the compute actions of every rank. `lower` adds the transfers and reductions.
-`runtime.py` executes the lowered plan, and tools validate, simulate and draw the same one: nothing else decides the order.
+The model is split into *stages*, numbered from the embedding to the loss. A plan says which stages a rank
+holds; they are its *chunks*. A generator (`generators.py`) returns the compute actions of every rank. `lower`
+adds the transfers and reductions. `runtime.py` executes the lowered plan, and tools validate, simulate and
+draw the same one: nothing else decides the order.
 
 What a rank does at each action, in the order of its list:
 
-- FORWARD, BACKWARD, BACKWARD_INPUT: it waits for what the action takes from another rank, computes, and leaves the result to the
-  send behind it, or to the next chunk of the same rank. For each microbatch and chunk a plan has either one BACKWARD, or
-  BACKWARD_INPUT (the gradient of the chunk's input, for which others wait) and somewhere behind it BACKWARD_WEIGHT (the gradients of
-  its weights, for which nobody waits). A rank's backwards may be of both kinds.
-- RECV_…: it posts the receive into a buffer of its own, and goes on. The compute action that takes the message waits for it.
-- SEND_…: it posts the send, and goes on. It keeps the buffer until the send is complete. For that it waits when it posts the send
-  `IN_FLIGHT` places later to the same rank, and at the end of the plan. So at most `IN_FLIGHT` buffers wait for a rank that is late.
-- REDUCE_…: it waits for the sums over other ranks, which it begins earlier: those of a chunk's buckets after its action with `last`.
+- FORWARD, BACKWARD, BACKWARD_INPUT: it waits for what the action takes from another rank, computes, and
+  leaves the result to the send behind it, or to the next chunk of the same rank. For each microbatch and
+  chunk a plan has either one BACKWARD, or BACKWARD_INPUT (the gradient of the chunk's input, for which others
+  wait) and somewhere behind it BACKWARD_WEIGHT (the gradients of its weights, for which nobody waits). A
+  rank's backwards may be of both kinds.
+- RECV_…: it posts the receive into a buffer of its own, and goes on. The compute action that takes the
+  message waits for it.
+- SEND_…: it posts the send, and goes on. It keeps the buffer until the send is complete. For that it waits
+  when it posts the send `IN_FLIGHT` places later to the same rank, and at the end of the plan. So at most
+  `IN_FLIGHT` buffers wait for a rank that is late.
+- REDUCE_…: it waits for the sums over other ranks, which it begins earlier: those of a chunk's buckets after
+  its action with `last`.
 
-The messages from one rank to another are a *channel*: they arrive in the order in which they are sent, and both ranks post them in
-that order. Channels do not wait for each other, in either direction. On NCCL this takes a communicator (so a stream) for each
-ordered pair of ranks: operations of one communicator run one after the other, so a receive that was posted ahead would hold up
-every send behind it, and two ranks that send to each other would hang unless both post send and receive as one batch.
-gloo matches messages by the pair of ranks, in order, in both directions at once.
+The messages from one rank to another are a *channel*: they arrive in the order in which they are sent, and
+both ranks post them in that order. Channels do not wait for each other, in either direction. On NCCL this
+takes a communicator (so a stream) for each
+ordered pair of ranks: operations of one communicator run one after the other, so a receive that was posted
+ahead would hold up every send behind it, and two ranks that send to each other would hang unless both post
+send and receive as one batch. gloo matches messages by the pair of ranks, in order, in both directions at
+once.
 """
 
 from collections import defaultdict
@@ -28,7 +35,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-IN_FLIGHT = 2  # sends of one channel that may be under way: the buffers of one that leaves, and of one that waits
+# sends of one channel that may be under way: the buffers of one that leaves, and of one that waits
+IN_FLIGHT = 2
 
 
 class Op(Enum):
@@ -59,8 +67,9 @@ REDUCTIONS = frozenset({Op.REDUCE_GRADIENTS, Op.REDUCE_TIED})
 class Action:
     """One action of a rank.
 
-    `microbatch` and `chunk` are -1 for reductions. `peer` is the other rank of a transfer. `last` marks the final BACKWARD or
-    BACKWARD_WEIGHT of a chunk. Its gradients are then complete, so their reduction may start.
+    `microbatch` and `chunk` are -1 for reductions. `peer` is the other rank of a transfer. `last` marks the
+    final BACKWARD or BACKWARD_WEIGHT of a chunk. Its gradients are then complete, so their reduction may
+    start.
     """
 
     op: Op
@@ -75,8 +84,9 @@ Placement = tuple[tuple[int, ...], ...]  # for every rank, the stage of each of 
 
 @dataclass(frozen=True)
 class Plan:
-    """For every rank of the pipeline, its actions in order, and the stage of each of its chunks; and for every parameter that several
-    stages use, those stages."""
+    """For every rank of the pipeline, its actions in order, and the stage of each of its chunks; and for
+    every parameter that several stages use, those stages.
+    """
 
     actions: tuple[tuple[Action, ...], ...]
     placement: Placement
@@ -85,7 +95,11 @@ class Plan:
     @cached_property
     def where(self) -> dict[int, tuple[int, int]]:
         """The rank and chunk of every stage, by stage."""
-        return {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
+        return {
+            stage: (rank, chunk)
+            for rank, stages in enumerate(self.placement)
+            for chunk, stage in enumerate(stages)
+        }
 
     @property
     def stages(self) -> int:
@@ -104,24 +118,33 @@ class Plan:
 
 
 def looped(ranks: int, chunks: int = 1) -> Placement:
-    """Deals stages to the ranks in turn: rank r holds stages r, r + ranks, r + 2·ranks, … for each of its chunks."""
+    """Deals stages to the ranks in turn: rank r holds stages r, r + ranks, r +
+    2·ranks, … for each of its chunks.
+    """
     return tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks))
 
 
 def v_shaped(ranks: int) -> Placement:
-    """Deals stages there and back: rank r holds stages r and 2·ranks - 1 - r, so the first rank has both ends of the model."""
+    """Deals stages there and back: rank r holds stages r and 2·ranks - 1 - r, so the first
+    rank has both ends of the model.
+    """
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
 def neighbours(plan: Plan, rank: int, chunk: int) -> tuple[int | None, int | None]:
-    """The ranks with the stage before a chunk and with the one after it. None if there is no such stage, or the same rank holds it."""
+    """The ranks with the stage before a chunk and with the one after it.
+
+    None if there is no such stage, or the same rank holds it.
+    """
     stage = plan.placement[rank][chunk]
     before, after = (plan.where[s][0] if s in plan.where else None for s in (stage - 1, stage + 1))
     return None if before == rank else before, None if after == rank else after
 
 
 def message(plan: Plan, rank: int, action: Action) -> tuple[str, int, int]:
-    """A name for a transfer's content, the same for sender and receiver: kind, boundary (the stage below it) and microbatch."""
+    """A name for a transfer's content, the same for sender and receiver: kind, boundary (the
+    stage below it) and microbatch.
+    """
     stage = plan.placement[rank][action.chunk]
     kind = "activation" if action.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "gradient"
     boundary = stage if action.op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
@@ -129,28 +152,39 @@ def message(plan: Plan, rank: int, action: Action) -> tuple[str, int, int]:
 
 
 def forward_only(placement: Placement, microbatches: int) -> Plan:
-    """A lowered plan that only runs forward, for validation: at each tick every microbatch moves one stage on."""
+    """A lowered plan that only runs forward, for validation: at each tick every
+    microbatch moves one stage on.
+    """
     ranks = []
     for stages in placement:
-        ticks = sorted((m + stage, -stage, m, chunk) for chunk, stage in enumerate(stages) for m in range(microbatches))
+        ticks = sorted(
+            (m + stage, -stage, m, chunk) for chunk, stage in enumerate(stages) for m in range(microbatches)
+        )
         ranks.append(tuple(Action(Op.FORWARD, m, chunk) for _, _, m, chunk in ticks))
     return lower(Plan(tuple(ranks), placement))
 
 
 def unsplit(plan: Plan) -> Plan:
-    """The plan of compute actions with every backward whole, where its BACKWARD_INPUT was: for layers that cannot split theirs."""
+    """The plan of compute actions with every backward whole, where its BACKWARD_INPUT was: for
+    layers that cannot split theirs.
+    """
     whole = {Op.BACKWARD_INPUT: Op.BACKWARD}
-    rows = ((Action(whole.get(a.op, a.op), a.microbatch, a.chunk) for a in own if a.op is not Op.BACKWARD_WEIGHT) for own in plan.actions)
+    rows = (
+        (Action(whole.get(a.op, a.op), a.microbatch, a.chunk) for a in own if a.op is not Op.BACKWARD_WEIGHT)
+        for own in plan.actions
+    )
     return Plan(tuple(tuple(row) for row in rows), plan.placement)
 
 
 def lower(plan: Plan, shared: Sequence[tuple[int, ...]] = ()) -> Plan:
-    """Adds transfers to a plan of compute actions, and reductions at the end. `shared`: for every parameter that stages use together,
-    these stages; the ranks that hold it sum its gradient last.
+    """Adds transfers to a plan of compute actions, and reductions at the end.
 
-    A send follows the action that computes its message. A receive is posted one compute action ahead of the action that takes its
-    message, so that the message travels while the rank computes; and earlier where the other rank sends this message before one that
-    is taken earlier. Chunks of one rank need no message.
+    `shared`: for every parameter that stages use together, these stages; the ranks that hold it sum its
+    gradient last.
+
+    A send follows the action that computes its message. A receive is posted one compute action ahead of the
+    action that takes its message, so that the message travels while the rank computes; and earlier where the
+    other rank sends this message before one that is taken earlier. Chunks of one rank need no message.
     """
     plan = replace(plan, shared=tuple(shared))
     sent: dict[tuple[int, int], list[Hashable]] = defaultdict(list)  # by channel, in order
@@ -166,7 +200,11 @@ def lower(plan: Plan, shared: Sequence[tuple[int, ...]] = ()) -> Plan:
         out: list[Action] = []
         for i, action in enumerate(actions):
             completes = action.op in COMPLETING and final[action.chunk] == i
-            out += [*receives[i], Action(action.op, action.microbatch, action.chunk, last=completes), *sends[rank][i]]
+            out += [
+                *receives[i],
+                Action(action.op, action.microbatch, action.chunk, last=completes),
+                *sends[rank][i],
+            ]
         reductions = [Action(Op.REDUCE_GRADIENTS), *([Action(Op.REDUCE_TIED)] if plan.shares(rank) else [])]
         lowered.append((*out, *(reductions if final else [])))
     return replace(plan, actions=tuple(lowered))
@@ -179,7 +217,11 @@ def _transfers(plan: Plan, rank: int, action: Action, *, sending: bool) -> list[
     if not forward and action.op not in BACKWARDS:
         return []
     peer = after if forward == sending else before
-    op = (Op.SEND_ACTIVATION if sending else Op.RECV_ACTIVATION) if forward else (Op.SEND_GRADIENT if sending else Op.RECV_GRADIENT)
+    op = (
+        (Op.SEND_ACTIVATION if sending else Op.RECV_ACTIVATION)
+        if forward
+        else (Op.SEND_GRADIENT if sending else Op.RECV_GRADIENT)
+    )
     return [] if peer is None else [Action(op, action.microbatch, action.chunk, peer)]
 
 
@@ -187,7 +229,8 @@ def _posted(plan: Plan, rank: int, sent: dict[tuple[int, int], list[Hashable]]) 
     """The receives that a rank posts before each of its compute actions."""
     actions = plan.actions[rank]
     posts: list[list[Action]] = [[] for _ in actions]
-    channels: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by sender, with the place where each is due
+    # by sender, with the place where each is due
+    channels: dict[int, list[tuple[int, Action]]] = defaultdict(list)
     for i, action in enumerate(actions):
         for receive in _transfers(plan, rank, action, sending=False):
             channels[receive.peer].append((max(0, i - 1), receive))

@@ -61,7 +61,9 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        shard = Shard((vocab_size, hidden_size), (split(group, 0),), decay=True, init_std=init_std, table=True)
+        shard = Shard(
+            (vocab_size, hidden_size), (split(group, 0),), decay=True, init_std=init_std, table=True
+        )
         self.first_row = shard.offset[0]
         self.weight = new_parameter(shard, dtype, device)
         self.bias: nn.Parameter | None = None  # of logits, if it is a head that has one

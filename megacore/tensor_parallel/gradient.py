@@ -90,11 +90,19 @@ class MainGradient:
         """Whether parts that can be added later are left to `defer`."""
         return self.deferral.parts is not None
 
-    def defer(self, add: Callable[..., None], *tensors: Tensor, group: Group = SOLO, others: "Sequence[MainGradient]" = ()) -> None:
+    def defer(
+        self,
+        add: Callable[..., None],
+        *tensors: Tensor,
+        group: Group = SOLO,
+        others: "Sequence[MainGradient]" = (),
+    ) -> None:
         """Leaves ``add(*tensors)`` for later, with the last tensor gathered over `group`. It adds to this sum, and to `others`."""
         assert self.deferral.parts is not None
         totals = tuple(dict.fromkeys(main.total for main in (self, *others)))
-        self.deferral.parts.append(WeightGradPart(totals, add, [x.detach() for x in tensors], group))  # x would hold what made it
+        self.deferral.parts.append(
+            WeightGradPart(totals, add, [x.detach() for x in tensors], group)
+        )  # x would hold what made it
 
     def add_rows(self, grad: Tensor, rows: Tensor) -> None:
         """Adds the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows` ``[tokens]`` that were looked up."""

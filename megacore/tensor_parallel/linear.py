@@ -32,7 +32,9 @@ from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 def row_stride(x: Tensor, outputs: int) -> int:
     """How far apart the rows of a product with `x` begin, in elements: in 16 bits on GPUs at multiples of 128 bytes, else without gaps."""
-    return -(-outputs // ALIGNMENT) * ALIGNMENT if x.device.type == "cuda" and x.element_size() == 2 else outputs
+    return (
+        -(-outputs // ALIGNMENT) * ALIGNMENT if x.device.type == "cuda" and x.element_size() == 2 else outputs
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 0) -> Tensor:
@@ -41,7 +43,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     On a Zen 3 core, which emulates bf16: 8 GFLOP/s forward, 1 and 23 backward; through fp32 85, with conversions.
     """
     if stride > len(weight):
-        y = torch.empty_strided((len(x), len(weight)), (stride, 1), dtype=x.dtype, device=x.device)  # no view, for autograd's sake
+        y = torch.empty_strided(
+            (len(x), len(weight)), (stride, 1), dtype=x.dtype, device=x.device
+        )  # no view, for autograd's sake
         return torch.mm(x, weight.t(), out=y)
     if is_widened(x):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
@@ -63,7 +67,12 @@ def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None, group: G
 
 
 def _gradients(
-    grad: Tensor, x: Tensor | None, weight: Tensor, group: Group, sequence: bool, main: MainGradient | None = None
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    group: Group,
+    sequence: bool,
+    main: MainGradient | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first.
 
@@ -85,14 +94,18 @@ def _gradients(
 
 
 @torch.library.custom_op("megacore::column_gradients", mutates_args=())
-def _traced_gradients(grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool) -> tuple[Tensor, Tensor]:
+def _traced_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool
+) -> tuple[Tensor, Tensor]:
     """One operation of a compiled graph (`distributed.collectives`), so that product and exchange stay side by side there too."""
     grad_x, grad_weight = _gradients(grad, x, weight, group_called(group), sequence)
     assert grad_weight is not None
     return grad_x, grad_weight
 
 
-_traced_gradients.register_fake(lambda grad, x, weight, group, sequence: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
+_traced_gradients.register_fake(
+    lambda grad, x, weight, group, sequence: (x.new_empty(x.shape), weight.new_empty(weight.shape))
+)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -106,7 +119,14 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, main: MainGradient | None, stride: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sequence: bool,
+        main: MainGradient | None,
+        stride: int,
     ) -> Tensor:
         # With sequence only this rank's tokens, gathered again in backward. A graph is compiled as if no weight were frozen.
         ctx.save_for_backward(x if torch.compiler.is_compiling() or ctx.needs_input_grad[1] else None, weight)
@@ -114,7 +134,9 @@ class _ColumnLinear(torch.autograd.Function):
         return linear(all_gather(x, group) if sequence else x, weight, bias, stride)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad_weight: Tensor | None
         if torch.compiler.is_compiling() and ctx.group.size > 1:
@@ -124,7 +146,9 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None, None, None
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, stride: int = 0) -> Tensor:
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, stride: int = 0
+) -> Tensor:
     """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``, by a parameter ``[*out, in]``.
 
     Without a bias, the rows of the result may be `stride` elements apart; nothing reads what is between them.
@@ -146,7 +170,12 @@ class _ActivationLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, bias: Tensor | None, activation: Callable[..., Tensor], main: MainGradient | None, *h: Tensor
+        ctx: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Callable[..., Tensor],
+        main: MainGradient | None,
+        *h: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(weight, *h)
         ctx.has_bias, ctx.activation, ctx.main = bias is not None, activation, main
@@ -186,7 +215,13 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        weight = Shard((*out_shape, in_size), (split(group, dim),), decay=True, init_std=init_std or None, matrices=matrices)
+        weight = Shard(
+            (*out_shape, in_size),
+            (split(group, dim),),
+            decay=True,
+            init_std=init_std or None,
+            matrices=matrices,
+        )
         self.weight = new_parameter(weight, dtype, device)
         self.bias = new_parameter(Shard(out_shape, (split(group, dim),)), dtype, device) if bias else None
 
@@ -233,8 +268,16 @@ class RowLinear(nn.Module):
         super().__init__()
         self.group, self.sequence = group, sequence
         self.activation, self.recompute = activation, recompute
-        self.weight = new_parameter(Shard((out_size, in_size), (split(group, 1),), decay=True, init_std=init_std or None), dtype, device)
-        self.bias = new_parameter(Shard((out_size,), (replicated(group, partial=sequence),)), dtype, device) if bias else None
+        self.weight = new_parameter(
+            Shard((out_size, in_size), (split(group, 1),), decay=True, init_std=init_std or None),
+            dtype,
+            device,
+        )
+        self.bias = (
+            new_parameter(Shard((out_size,), (replicated(group, partial=sequence),)), dtype, device)
+            if bias
+            else None
+        )
 
     def forward(self, *x: Tensor) -> Tensor:
         """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens).
@@ -244,7 +287,9 @@ class RowLinear(nn.Module):
         if self.activation is not None and self.recompute and torch.compiler.is_compiling():
             part = checkpoint(self._product, *x, use_reentrant=False, preserve_rng_state=False)
         elif self.activation is not None and self.recompute:
-            part = _ActivationLinear.apply(self.weight, self._bias_of_product, self.activation, main_gradient_of(self.weight), *x)
+            part = _ActivationLinear.apply(
+                self.weight, self._bias_of_product, self.activation, main_gradient_of(self.weight), *x
+            )
         else:
             part = self._product(*x)
         y = leave_tensor_parallel(part, self.group, self.sequence)
@@ -255,4 +300,10 @@ class RowLinear(nn.Module):
         return self.bias if self.group.size == 1 else None
 
     def _product(self, *x: Tensor) -> Tensor:
-        return column_linear(x[0] if self.activation is None else self.activation(*x), self.weight, self._bias_of_product, SOLO, False)
+        return column_linear(
+            x[0] if self.activation is None else self.activation(*x),
+            self.weight,
+            self._bias_of_product,
+            SOLO,
+            False,
+        )

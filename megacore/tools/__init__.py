@@ -1,1 +1,4 @@
-"""What a run can do without. The core imports nothing from here; whoever starts a run attaches what it wants."""
+"""What a run can do without.
+
+The core imports nothing from here; whoever starts a run attaches what it wants.
+"""

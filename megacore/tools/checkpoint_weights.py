@@ -13,8 +13,10 @@ from megacore.model.stage import Stage
 
 
 def sections_to_run(reader: Reader, source: str | None = None) -> dict[str, Any]:
-    """`recorded_sections`, for a config to compute with. What a checkpoint names is never executed: a model of the user's own source
-    needs that file's path, `source`, whose digest is then compared with the recorded one.
+    """`recorded_sections`, for a config to compute with.
+
+    What a checkpoint names is never executed: a model of the user's own source needs that file's path,
+    `source`, whose digest is then compared with the recorded one.
 
     Raises:
         CheckpointError: such a model has no `source`, or another model has one.
@@ -27,7 +29,11 @@ def sections_to_run(reader: Reader, source: str | None = None) -> dict[str, Any]
         return sections
     if source is None:
         right = f"--source {reader.source_copy or 'FILE'}, once you have read it"
-        raise CheckpointError(str(reader.path), "its model is a source of the user's, which is executed only if you name it", right)
+        raise CheckpointError(
+            str(reader.path),
+            "its model is a source of the user's, which is executed only if you name it",
+            right,
+        )
     return sections | {"model": model | {"source": str(Path(source).absolute())}}
 
 

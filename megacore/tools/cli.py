@@ -1,4 +1,6 @@
-"""Shared by all scripts: help that begins with an example, mistakes as one line with status 2, and the end of a process."""
+"""Shared by all scripts: help that begins with an example, mistakes as one line with
+status 2, and the end of a process.
+"""
 
 import argparse
 import atexit
@@ -22,7 +24,8 @@ from megacore.tools.hostfile import missing_hostfile
 from megacore.tools.launchers import place_from_environment
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
-SETTING = re.compile(r"--([a-z_]+\.\w+)(=.*)?", re.DOTALL)  # a setting of the config, typed as an option of the script
+# a setting of the config, typed as an option of the script
+SETTING = re.compile(r"--([a-z_]+\.\w+)(=.*)?", re.DOTALL)
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
 
 
@@ -44,8 +47,13 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `ArgumentParser`, whose other ways to parse come by here. It reads settings in any of their forms."""
-        return super().parse_known_args(list(settings_plain(sys.argv[1:] if args is None else args)), namespace)
+        """See `ArgumentParser`, whose other ways to parse come by here.
+
+        It reads settings in any of their forms.
+        """
+        return super().parse_known_args(
+            list(settings_plain(sys.argv[1:] if args is None else args)), namespace
+        )
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; argparse itself would not notice that it cannot."""
@@ -54,7 +62,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag, colon, wrong = message.removeprefix("argument ").partition(": ")
         right = "see -h; a setting of the config is written section.key=value, such as train.steps=20"
-        raise ConfigError(*((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right)))
+        raise ConfigError(
+            *((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right))
+        )
 
 
 def settings_plain(words: Iterable[str]) -> Iterator[str]:
@@ -73,7 +83,9 @@ def settings_plain(words: Iterable[str]) -> Iterator[str]:
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a whole number of at least 1 and, so that nobody waits for ever, below a billion."""
+    """The type of an argument that is a whole number of at least 1 and, so that nobody
+    waits for ever, below a billion.
+    """
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
     return int(text)
@@ -86,13 +98,16 @@ def counts(text: str) -> list[int]:
 
 def add_weights(parser: Parser) -> None:
     """Adds the option `--weights`, for `checkpoint_weights.choose_weights`."""
-    what = "average: of the weights, by optim.ema or the optimizer; trained: the last step's (default: the average, where the run kept one)"
+    what = (
+        "average: of the weights, by optim.ema or the optimizer; trained: the last step's (default: "
+        "the average, where the run kept one)"
+    )
     parser.add_argument("--weights", choices=("average", "trained"), help=what)
 
 
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
-    """Runs a script's body with the command line's arguments, and ends the process with what it returns (None: 0), with `INTERRUPTED`
-    after Ctrl-C, or with 2 and one line on stderr for a `UserError`.
+    """Runs a script's body with the command line's arguments, and ends the process with what it returns
+    (None: 0), with `INTERRUPTED` after Ctrl-C, or with 2 and one line on stderr for a `UserError`.
     """
     guard_streams()
     try:
@@ -106,7 +121,10 @@ def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoReturn:
-    """`exit_with` for a script that a launcher starts once for every rank. If any ranks raise a `UserError`, one says its line."""
+    """`exit_with` for a script that a launcher starts once for every rank.
+
+    If any ranks raise a `UserError`, one says its line.
+    """
     guard_streams()
     place = RankInfo()
     try:
@@ -127,13 +145,21 @@ def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoRet
 
 
 def status_after(error: BaseException) -> int:
-    """The exit status after an exception in a script. Prints the exception, unless the user caused it knowingly."""
+    """The exit status after an exception in a script.
+
+    Prints the exception, unless the user caused it knowingly.
+    """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, StdoutLost):
         if error.errno == errno.EPIPE:
             return UNHEARD
-        print(ConfigError("stdout", f"cannot be written: {error.strerror}", "a terminal, a pipe or a file with room"), file=sys.stderr)
+        print(
+            ConfigError(
+                "stdout", f"cannot be written: {error.strerror}", "a terminal, a pipe or a file with room"
+            ),
+            file=sys.stderr,
+        )
         return 2
     if isinstance(error, SystemExit):  # such as argparse's, after -h
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -144,10 +170,13 @@ def status_after(error: BaseException) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with `status`. It joins threads, runs exit handlers and flushes, but does not shut down the interpreter.
+    """Ends the process with `status`.
 
-    A thread outside Python may still drop the last reference to a tensor, as gloo's threads do after a collective. While the
-    interpreter shuts down, Python ends such a thread in the middle of a destructor, and the process aborts with status 134.
+    It joins threads, runs exit handlers and flushes, but does not shut down the interpreter.
+
+    A thread outside Python may still drop the last reference to a tensor, as gloo's threads do after a
+    collective. While the interpreter shuts down, Python ends such a thread in the middle of a destructor, and
+    the process aborts with status 134.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # This ends executors, whose threads would wait for ever, and joins all other threads.
@@ -164,12 +193,18 @@ def leave(status: int) -> NoReturn:
 
 
 class StdoutLost(OSError):
-    """Standard output cannot be written: its reader has ended (EPIPE), or its disk is full. Raised once; later output is dropped."""
+    """Standard output cannot be written: its reader has ended (EPIPE), or its disk is full.
+
+    Raised once; later output is dropped.
+    """
 
 
 class StandardStream(io.FileIO):
-    """Standard output or error. After a write fails it drops all output. Standard output first raises `StdoutLost`, which differs from
-    the error of any other file or pipe; or says it on standard error, where the process is to go on without."""
+    """Standard output or error.
+
+    After a write fails it drops all output. Standard output first raises `StdoutLost`, which differs from the
+    error of any other file or pipe; or says it on standard error, where the process is to go on without.
+    """
 
     go_on = ""  # what goes on without standard output, if it does
 
@@ -182,15 +217,22 @@ class StandardStream(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             if self.fileno() == 1 and self.go_on:
-                print(f"standard output cannot be written any more ({error.strerror}): {self.go_on} goes on without it", file=sys.stderr)
+                print(
+                    f"standard output cannot be written any more ({error.strerror}): {self.go_on} goes on "
+                    "without it",
+                    file=sys.stderr,
+                )
             elif self.fileno() == 1:
                 raise StdoutLost(error.errno, error.strerror) from None
             return len(data)
 
 
 def guard_streams() -> None:
-    """Puts a `StandardStream` under standard output and error. Where one was closed by whoever started this, no file that is opened later
-    takes its number: what is said on standard output is lost, as on a full disk, and on standard error it is dropped."""
+    """Puts a `StandardStream` under standard output and error.
+
+    Where one was closed by whoever started this, no file that is opened later takes its number: what is said
+    on standard output is lost, as on a full disk, and on standard error it is dropped.
+    """
     for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:
             with suppress(OSError):
@@ -201,13 +243,17 @@ def guard_streams() -> None:
             if found != descriptor:
                 os.close(found)
     sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
-    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", write_through=True)
+    sys.stderr = sys.stderr or io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), encoding="utf-8", write_through=True
+    )
     sys.stdout, sys.stderr = guarded(sys.stdout, 1), guarded(sys.stderr, 2)
 
 
 def guarded(stream: Any, descriptor: int) -> Any:
-    """The same text stream over a `StandardStream`, which writes as \\x.. or \\u.... what its encoding has not: a file's name may be any
-    bytes, and a terminal's encoding ASCII. A stream that is closed or not the process's own is returned unchanged."""
+    """The same text stream over a `StandardStream`, which writes as \\x.. or \\u.... what its encoding has
+    not: a file's name may be any bytes, and a terminal's encoding ASCII. A stream that is closed or not the
+    process's own is returned unchanged.
+    """
     try:
         if stream.fileno() != descriptor:
             return stream
@@ -225,8 +271,10 @@ def guarded(stream: Any, descriptor: int) -> Any:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handles Ctrl-C: raises `KeyboardInterrupt`. While the script or torch is being imported it ends the process at once instead:
-    nothing has begun, and a half-imported module may swallow the exception.
+    """Handles Ctrl-C: raises `KeyboardInterrupt`.
+
+    While the script or torch is being imported it ends the process at once instead: nothing has begun, and a
+    half-imported module may swallow the exception.
     """
     inner = ""
     while frame is not None:
@@ -238,5 +286,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 # Every script imports this module first, because the imports that follow take seconds.
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+if (
+    signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    and threading.current_thread() is threading.main_thread()
+):
     signal.signal(signal.SIGINT, interrupt)

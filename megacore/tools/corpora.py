@@ -19,11 +19,13 @@ from megacore.files import read_plain
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What ``PREFIX.json``, which `launch/prepare.py` writes and which is optional, says about a prepared corpus.
+    """What ``PREFIX.json``, which `launch/prepare.py` writes and which is
+    optional, says about a prepared corpus.
 
-    `unigram_entropy`, in nats a token, is the loss of a model that knows only how often each token occurs. Training must beat it
-    first. For a training split it is the entropy of the split's own frequencies. For a validation split it is the cross entropy of
-    that split under the *training* split's frequencies with add-one smoothing, so that it can be compared with a validation loss.
+    `unigram_entropy`, in nats a token, is the loss of a model that knows only how often each token occurs.
+    Training must beat it first. For a training split it is the entropy of the split's own frequencies. For a
+    validation split it is the cross entropy of that split under the *training* split's frequencies with
+    add-one smoothing, so that it can be compared with a validation loss.
     """
 
     tokens: int
@@ -33,7 +35,8 @@ class Sidecar:
     vocab_size: int
     unigram_entropy: float
     text_bytes: int  # of the UTF-8 text before tokenization
-    learned: int | None = None  # tokens that are, where ``PREFIX.mask.bin`` says which; the entropy is of them
+    # tokens that are, where ``PREFIX.mask.bin`` says which; the entropy is of them
+    learned: int | None = None
 
     def save(self, prefix: str) -> None:
         """Writes ``PREFIX.json`` under a temporary name and renames it."""
@@ -43,14 +46,19 @@ class Sidecar:
 
     @classmethod
     def load(cls, prefix: str) -> "Sidecar | None":
-        """Reads the sidecar of a corpus. None if there is none, or if it is older than ``PREFIX.bin`` and so describes other tokens."""
+        """Reads the sidecar of a corpus.
+
+        None if there is none, or if it is older than ``PREFIX.bin`` and so describes other tokens.
+        """
         path = Path(f"{prefix}.json")
         if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
             return None
         try:
             return TypeAdapter(cls).validate_json(read_plain(path))
         except OSError as error:
-            raise DataError(str(path), f"cannot be read: {error.strerror}", "delete it, or prepare the corpus again") from None
+            raise DataError(
+                str(path), f"cannot be read: {error.strerror}", "delete it, or prepare the corpus again"
+            ) from None
         except ValidationError as error:
             first = error.errors()[0]
             wrong = f"{'.'.join(map(str, first['loc'])) or 'whole file'}: {first['msg']}"
@@ -71,9 +79,15 @@ def check_corpora(corpora: Sequence[IndexedTokens], vocab_size: int, scan: bool 
     """
     for tokens in corpora:
         tokens.check_learned()
-        if not tokens.masked and (known := Sidecar.load(tokens.prefix)) is not None and known.learned is not None:
+        if (
+            not tokens.masked
+            and (known := Sidecar.load(tokens.prefix)) is not None
+            and known.learned is not None
+        ):
             wrong = f"is missing, and {tokens.prefix}.json says that only {known.learned} tokens are learned"
-            raise DataError(tokens.prefix + MASK, wrong, "the file that launch/prepare.py --chat wrote beside them")
+            raise DataError(
+                tokens.prefix + MASK, wrong, "the file that launch/prepare.py --chat wrote beside them"
+            )
     for tokens in corpora if scan else ():
         tokens.check_index()
         check_vocabulary(tokens, vocab_size)
@@ -82,8 +96,8 @@ def check_corpora(corpora: Sequence[IndexedTokens], vocab_size: int, scan: bool 
 def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
     """Refuses a corpus with token ids that a model of `vocab_size` does not have.
 
-    The sidecar knows the largest id. Without one, a dtype that holds no larger id is enough. Otherwise the tokens are read: all up to
-    256 MiB, and of a larger corpus as many in evenly spread blocks.
+    The sidecar knows the largest id. Without one, a dtype that holds no larger id is enough. Otherwise the
+    tokens are read: all up to 256 MiB, and of a larger corpus as many in evenly spread blocks.
 
     Raises:
         DataError: with the largest id found.
@@ -98,7 +112,11 @@ def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
         length = SCAN_BLOCK // tokens.dtype.itemsize
         chosen = np.linspace(0, blocks - 1, num=min(blocks, SCAN_BYTES // SCAN_BLOCK), dtype=np.int64)
         starts = [int(block) * length for block in chosen]
-        largest = max(int(tokens.read(start, min(length, tokens.num_tokens - start)).max()) for start in starts)
+        largest = max(
+            int(tokens.read(start, min(length, tokens.num_tokens - start)).max()) for start in starts
+        )
     if largest >= vocab_size:
         right = f"model.vocab_size at least {largest + 1}, or the corpus prepared with a smaller vocabulary"
-        raise DataError(f"{tokens.prefix}.bin", f"holds token id {largest}, beyond a vocabulary of {vocab_size}", right)
+        raise DataError(
+            f"{tokens.prefix}.bin", f"holds token id {largest}, beyond a vocabulary of {vocab_size}", right
+        )

@@ -47,7 +47,9 @@ def say_once(error: UserError, place: RankInfo) -> None:
     if place.world_size == 1 and not any(name in os.environ for name in RANKS):
         speak()
     elif not (first_of_job(speak_for_machine, "-beside") if beside else first_of_job(speak)):
-        time.sleep(GRACE_SECONDS)  # the launcher reports the rank that ended first, which should be the one that spoke
+        time.sleep(
+            GRACE_SECONDS
+        )  # the launcher reports the rank that ended first, which should be the one that spoke
 
 
 def first_of_job(speak: Callable[[], None], among: str = "") -> bool:
@@ -57,7 +59,11 @@ def first_of_job(speak: Callable[[], None], among: str = "") -> bool:
     me = "/".join(os.environ.get(name, "") for name in RANKS)
     try:
         folder = private_folder()
-        file = os.open(folder / f"{job_name(os.environ)}{among}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.open(
+            folder / f"{job_name(os.environ)}{among}",
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
     except OSError:  # better twice than never
         speak()
         return True
@@ -81,7 +87,11 @@ def first_of_job(speak: Callable[[], None], among: str = "") -> bool:
 def own_start() -> float:
     """When this process began, in seconds since the epoch; 0 where the system does not say."""
     with suppress(OSError, AttributeError):  # not Linux
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(stat_fields(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+        return (
+            time.time()
+            - time.clock_gettime(time.CLOCK_BOOTTIME)
+            + int(stat_fields(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+        )
     return 0.0
 
 
@@ -102,10 +112,14 @@ def private_folder() -> Path:
 
 def job_name(env: Mapping[str, str]) -> str:
     """A name for this start of ranks, unique on this machine: the launcher's own name, or its process."""
-    if "RANK" not in env and "PMIX_NAMESPACE" in env:  # Open MPI: each rank's parent may be a shell of its own
+    if (
+        "RANK" not in env and "PMIX_NAMESPACE" in env
+    ):  # Open MPI: each rank's parent may be a shell of its own
         return "mpi-" + env["PMIX_NAMESPACE"].replace("/", "_")
     if "RANK" not in env and "SLURM_STEP_ID" in env:
-        return "slurm-" + "-".join(env.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+        return "slurm-" + "-".join(
+            env.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+        )
     parent = os.getppid()
     began = ""
     with suppress(OSError):  # not Linux
@@ -126,7 +140,9 @@ def rank_0_has_spoken(place: RankInfo) -> bool:
             socket.create_connection((place.master_address, place.master_port), timeout=1.0).close()
             return False
         except OSError as error:
-            refused |= isinstance(error, ConnectionRefusedError)  # the machine answers, and nobody listens there
+            refused |= isinstance(
+                error, ConnectionRefusedError
+            )  # the machine answers, and nobody listens there
             time.sleep(0.5)
     return refused
 

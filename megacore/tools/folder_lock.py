@@ -17,21 +17,28 @@ from megacore.files import read_text
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # from file systems that are mounted without locks
+# from file systems that are mounted without locks
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 LOCK = "lock"
 SHARING_PATIENCE = 5.0  # seconds for another machine to see what rank 0 has written
 PATIENCE = 5.0  # seconds for a run that was just killed to release it
 
 
 class FolderLock:
-    """A lock on a run's folder. The system releases it when the process ends, in whatever way, so no lock is left behind."""
+    """A lock on a run's folder.
+
+    The system releases it when the process ends, in whatever way, so no lock is left behind.
+    """
 
     def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
         self.folder, self.patience = folder, patience
         self.file: IO[str] | None = None
 
     def take(self) -> None:
-        """Takes the lock once the folder exists. Raises `ConfigError` if another run has it, or if the folder cannot be written."""
+        """Takes the lock once the folder exists.
+
+        Raises `ConfigError` if another run has it, or if the folder cannot be written.
+        """
         try:
             self._take()
         except OSError as error:
@@ -60,15 +67,19 @@ class FolderLock:
                     raise ConfigError("log.dir", wrong, "its end, or another log.dir") from None
                 time.sleep(0.1)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        )
         file.flush()
-        os.fsync(file.fileno())  # a network file system would keep it on this machine: `apart_from_owner` reads it on the others
+        # a network file system would keep it on this machine: `apart_from_owner` reads it on the others
+        os.fsync(file.fileno())
         self.file = file
 
 
 def apart_from_owner(folder: Path, mesh: Mesh, patience: float = SHARING_PATIENCE) -> str:
-    """What is wrong if the machines of a job do not share `folder`, which rank 0 has locked; empty if they do. Collective: each machine
-    looks for what rank 0 wrote into the lock."""
+    """What is wrong if the machines of a job do not share `folder`, which rank 0 has locked; empty if they
+    do. Collective: each machine looks for what rank 0 wrote into the lock.
+    """
     place, file = mesh.place, folder / LOCK
     if place.local_world_size >= place.world_size:
         return ""
@@ -78,7 +89,10 @@ def apart_from_owner(folder: Path, mesh: Mesh, patience: float = SHARING_PATIENC
         while read_owner(file) != owner and not apart:
             time.sleep(0.2)  # a network file system may show a new file late
             if time.monotonic() > deadline:
-                apart = f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0's machine has"
+                apart = (
+                    f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0's "
+                    "machine has"
+                )
     return Ranks(mesh).first(apart)
 
 

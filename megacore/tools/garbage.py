@@ -1,7 +1,8 @@
 """Python's garbage collector, taken out of the step.
 
-It starts by itself when enough objects were made, on each rank at another moment: it then looks at all objects, which takes some
-hundred milliseconds beside a large program, and every other rank waits for this one.
+It starts by itself when enough objects were made, on each rank at another moment: it then looks at all
+objects, which takes some hundred milliseconds beside a large program, and every other rank waits for this
+one.
 """
 
 import gc
@@ -13,8 +14,9 @@ EVERY = 100  # steps between collections
 
 
 class Garbage(Observer):
-    """From the first step until this context ends, garbage is collected only behind some steps, on all ranks behind the same. Objects that
-    are there from the start, or from the first step, are no longer looked at."""
+    """From the first step until this context ends, garbage is collected only behind some steps, on all ranks
+    behind the same. Objects that are there from the start, or from the first step, are no longer looked at.
+    """
 
     def __init__(self) -> None:
         self.steps = 0  # done so far
@@ -23,7 +25,9 @@ class Garbage(Observer):
     def __enter__(self) -> "Garbage":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         gc.unfreeze()
         if self.was_on:
             gc.enable()

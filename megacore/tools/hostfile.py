@@ -1,4 +1,7 @@
-"""Which hostfile the deepspeed launcher's command names. Standard library only: it is read before torch is imported."""
+"""Which hostfile the deepspeed launcher's command names.
+
+Standard library only: it is read before torch is imported.
+"""
 
 import os
 import re
@@ -29,14 +32,18 @@ def missing_hostfile() -> str | None:
 
 
 def hostfile_of(arguments: list[str], folder: Path) -> str | None:
-    """The value of a launcher's --hostfile (-H), if there is no such file. By an empty one the deepspeed launcher means none."""
+    """The value of a launcher's --hostfile (-H), if there is no such file.
+
+    By an empty one the deepspeed launcher means none.
+    """
     named = named_hostfile(arguments)
     return named[1] if named and named[1] and not (folder / named[1]).is_file() else None
 
 
 def named_hostfile(command: list[str]) -> tuple[int, str] | None:
-    """The number of the word that names the hostfile in a command of the deepspeed launcher, and the file, whose name may be empty;
-    None if it names none."""
+    """The number of the word that names the hostfile in a command of the deepspeed launcher, and the file,
+    whose name may be empty; None if it names none.
+    """
     for i, word in enumerate(command):
         if found := HOSTFILE.fullmatch(word):
             return (i, found[3]) if found[2] else (i + 1, command[i + 1]) if i + 1 < len(command) else None

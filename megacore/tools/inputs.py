@@ -51,7 +51,9 @@ class Inputs:
             check_measurable(config)
         self.config = config
         self.candidates: list[Path] = []  # checkpoints before `checkpoint`
-        self.opened: checkpoint.Reader | None = None  # the one that is named; opened once, since a large one takes seconds
+        self.opened: checkpoint.Reader | None = (
+            None  # the one that is named; opened once, since a large one takes seconds
+        )
         self.checkpoint = self._checkpoint() if rank == 0 else None
         self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
@@ -65,7 +67,9 @@ class Inputs:
         self.candidates = checkpoint.checkpoints_in(path)
         if resume == "auto" and (mirror := self.config.checkpoint.mirror) is not None:
             copies = [copy for copy in checkpoint.checkpoints_in(Path(mirror)) if copy.suffix != ".old"]
-            self.candidates = sorted([*self.candidates, *copies], key=step_of, reverse=True)  # of one step, the run's own first
+            self.candidates = sorted(
+                [*self.candidates, *copies], key=step_of, reverse=True
+            )  # of one step, the run's own first
         if resume == "auto" and not self.candidates:
             return None
         if not self.candidates:
@@ -76,7 +80,9 @@ class Inputs:
         """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved, or else to the one that it `resumed`."""
         folder = Path(resolved(self.config.log.dir))
         self.candidates = checkpoint.checkpoints_in(folder)
-        if resumed is not None and resumed not in self.candidates:  # older ones in the folder are then of another run
+        if (
+            resumed is not None and resumed not in self.candidates
+        ):  # older ones in the folder are then of another run
             newer = [path for path in self.candidates if step_of(path) > step]
             self.candidates = [*newer, resumed]
         if not self.candidates:
@@ -110,14 +116,20 @@ class Inputs:
         if Path(damage.where) == Path(self.config.checkpoint.resume):
             raise damage
         wrong = f"{damage.wrong}, and no checkpoint before it is whole"
-        raise CheckpointError(damage.where, wrong, "bring back a whole one, or start from nothing with checkpoint.resume=never")
+        raise CheckpointError(
+            damage.where, wrong, "bring back a whole one, or start from nothing with checkpoint.resume=never"
+        )
 
     def _check_run(self, reader: checkpoint.Reader) -> None:
         """Refuses a checkpoint that this run cannot resume."""
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
-            raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
-        reader.check_model(self.config.model.model_dump(mode="json"), "another log.dir, or checkpoint.resume=never")
+            raise CheckpointError(
+                str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own"
+            )
+        reader.check_model(
+            self.config.model.model_dump(mode="json"), "another log.dir, or checkpoint.resume=never"
+        )
         self._check_state(reader)
         self._check_samples(self.config, reader)
         self._check_counts(reader)
@@ -130,7 +142,12 @@ class Inputs:
 
     def _check_decay(self, reader: checkpoint.Reader) -> None:
         """Refuses a decay from a checkpoint named by its path whose rate would jump there: it decays already, or this decay has begun."""
-        optim, steps, recorded, at = self.config.optim, self.config.train.steps, recorded_sections(reader), reader.step
+        optim, steps, recorded, at = (
+            self.config.optim,
+            self.config.train.steps,
+            recorded_sections(reader),
+            reader.step,
+        )
         try:
             before = OptimConfig.model_validate_json(json.dumps(recorded.get("optim")))
             was = learning_rate(before, at, recorded["train"]["steps"]) / before.lr
@@ -139,7 +156,9 @@ class Inputs:
         decay_steps, now = resolved(optim.decay_steps), learning_rate(optim, at, steps) / (optim.lr or 1.0)
         if was < now * (1 - 1e-9):
             wrong = f"is in its decay already, at {was:.3g} of optim.lr"
-            raise CheckpointError(str(reader.path), wrong, "an earlier checkpoint, of a step with the whole rate")
+            raise CheckpointError(
+                str(reader.path), wrong, "an earlier checkpoint, of a step with the whole rate"
+            )
         if now < was * (1 - 1e-9):
             wrong = f"{decay_steps} steps up to train.steps {steps} begin before step {at} of the checkpoint"
             right = f"at most {steps - at}, or train.steps={at + decay_steps}"
@@ -147,7 +166,11 @@ class Inputs:
 
     def _check_state(self, reader: checkpoint.Reader) -> None:
         """Refuses a checkpoint without the state of a parameter's optimizer, or with another's, which may give it another meaning."""
-        groups, names, before = ParameterGroups(self.config.optim), set(reader.names), recorded_sections(reader).get("optim")
+        groups, names, before = (
+            ParameterGroups(self.config.optim),
+            set(reader.names),
+            recorded_sections(reader).get("optim"),
+        )
         frozen = frozen_of(self.config)
         for name in reader.names:
             kind, _, parameter = name.partition("/")
@@ -172,13 +195,26 @@ class Inputs:
         try:
             state = RunState.model_validate(reader.state)
         except ValidationError as error:
-            raise CheckpointError(str(reader.path), f"its state is damaged: {complaint(error)}", right) from None
+            raise CheckpointError(
+                str(reader.path), f"its state is damaged: {complaint(error)}", right
+            ) from None
         for name in ("updates", "skipped", "good_steps"):
             if (count := getattr(state.engine, name)) > step:
-                raise CheckpointError(str(reader.path), f"engine.{name} in its state is {count:g}, beyond its step {step}", right)
+                raise CheckpointError(
+                    str(reader.path),
+                    f"engine.{name} in its state is {count:g}, beyond its step {step}",
+                    right,
+                )
         least, whole = train.samples_through(step), train.samples_through(train.batches_in(state.samples))
-        if whole != state.samples or not least <= state.samples <= MOST_SAMPLES - train.steps * train.global_batch_size:
-            by = "in batches of train.batch_ramp" if train.batch_ramp else f"× train.global_batch_size {train.global_batch_size}"
+        if (
+            whole != state.samples
+            or not least <= state.samples <= MOST_SAMPLES - train.steps * train.global_batch_size
+        ):
+            by = (
+                "in batches of train.batch_ramp"
+                if train.batch_ramp
+                else f"× train.global_batch_size {train.global_batch_size}"
+            )
             wrong = f"samples in its state is {state.samples}, and its step {step} {by} = {least}"
             raise CheckpointError(str(reader.path), wrong, f"as many, or more by whole batches; {right}")
 
@@ -196,7 +232,9 @@ class Inputs:
         now = config.model_dump(mode="json", by_alias=True)
         keys = [("train", "seed"), ("train", "seq_len"), ("data", "packing")]
         keys += same_batches(before["train"], config.train, reader.step)
-        if config.checkpoint.resume == "auto":  # a checkpoint named by its path may continue with another corpus
+        if (
+            config.checkpoint.resume == "auto"
+        ):  # a checkpoint named by its path may continue with another corpus
             keys.append(("data", "train"))
         for section, key in keys:
             older = {"packing": "none", "batch_ramp": []}  # which older checkpoints do not have
@@ -214,14 +252,18 @@ class Inputs:
         known = [s for s in sidecars if s is not None]
         if len(known) < len(sidecars):
             return None
-        return sum(s.unigram_entropy * (s.learned or s.tokens) for s in known) / sum(s.learned or s.tokens for s in known)
+        return sum(s.unigram_entropy * (s.learned or s.tokens) for s in known) / sum(
+            s.learned or s.tokens for s in known
+        )
 
 
 def same_batches(recorded: dict[str, Any], train: TrainConfig, step: int) -> list[tuple[str, str]]:
     """The keys to compare of those that decide the sizes of batches: none, if a ramp changes only those behind `step`."""
     keys = ("global_batch_size", "batch_ramp")
     try:
-        before = TrainConfig.model_validate_json(json.dumps({key: recorded[key] for key in keys if key in recorded}))
+        before = TrainConfig.model_validate_json(
+            json.dumps({key: recorded[key] for key in keys if key in recorded})
+        )
     except ValidationError:
         return [("train", key) for key in keys]
     ends = {min(last, step) for last, _ in (*before.batch_ramp, *train.batch_ramp)} | {step}

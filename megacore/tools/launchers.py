@@ -1,5 +1,6 @@
-"""Reads the place of a process among all that a launcher started from the environment, each variable within its bounds: anybody may have
-set them, also by hand. Standard library only: it is read before torch is imported.
+"""Reads the place of a process among all that a launcher started from the environment, each
+variable within its bounds: anybody may have set them, also by hand. Standard library only: it is
+read before torch is imported.
 """
 
 import ipaddress
@@ -13,7 +14,8 @@ from megacore.errors import ConfigError
 MOST_RANKS = 1 << 24  # far above any job
 LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}"  # of a host's name, between dots
 HOST = re.compile(rf"(?=.{{1,253}}$){LABEL}(\.{LABEL})*\.?")
-TASKS = re.compile(r"([0-9]{1,8})(?:\(x([1-9][0-9]{0,7})\))?")  # an entry of Slurm's tasks a machine: 4, or 4(x2) for two machines
+# an entry of Slurm's tasks a machine: 4, or 4(x2) for two machines
+TASKS = re.compile(r"([0-9]{1,8})(?:\(x([1-9][0-9]{0,7})\))?")
 
 
 def refusal(env: Mapping[str, str], name: str, wrong: str, right: str) -> ConfigError:
@@ -21,8 +23,13 @@ def refusal(env: Mapping[str, str], name: str, wrong: str, right: str) -> Config
     return ConfigError("environment", f"{name}={env.get(name, '')[:100]} {wrong}", right)
 
 
-def number(env: Mapping[str, str], name: str, right: str, default: int = 0, least: int = 0, most: int = MOST_RANKS) -> int:
-    """A whole number, or the default where the variable is not set. `right`: what to do where it is none. Raises `ConfigError`."""
+def number(
+    env: Mapping[str, str], name: str, right: str, default: int = 0, least: int = 0, most: int = MOST_RANKS
+) -> int:
+    """A whole number, or the default where the variable is not set.
+
+    `right`: what to do where it is none. Raises `ConfigError`.
+    """
     text = env.get(name, str(default))
     if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):
         raise refusal(env, name, "is not a number", right)
@@ -36,7 +43,12 @@ def host(env: Mapping[str, str], name: str) -> str | None:
     if not (text := env.get(name)):
         return None
     if not is_host(text):
-        raise refusal(env, name, "is no host", "a name of labels of 1 to 63 letters, digits, - and _ with dots between, or an address")
+        raise refusal(
+            env,
+            name,
+            "is no host",
+            "a name of labels of 1 to 63 letters, digits, - and _ with dots between, or an address",
+        )
     return text
 
 
@@ -52,8 +64,9 @@ def is_host(text: str) -> bool:
 
 
 def tasks_here(env: Mapping[str, str], name: str, right: str) -> int:
-    """How many ranks Slurm has started on this machine, of the list of all machines: ``4(x2),3``, on machine 2 there are 3. The
-    machine's number is needed only where they differ. Raises `ConfigError`."""
+    """How many ranks Slurm has started on this machine, of the list of all machines: ``4(x2),3``, on machine
+    2 there are 3. The machine's number is needed only where they differ. Raises `ConfigError`.
+    """
     counts = list(_runs(env, name, right))
     if len({count for count, _ in counts}) == 1:
         return counts[0][0]
@@ -74,37 +87,49 @@ def _runs(env: Mapping[str, str], name: str, right: str) -> Iterator[tuple[int, 
 
 
 def first_host(env: Mapping[str, str], right: str) -> str | None:
-    """The first host of Slurm's step: ``node003`` of ``node[003-007,9]``, ``rack2-node1`` of ``rack[2,5]-node[1-4]``; None on one
-    machine. Raises `ConfigError`."""
+    """The first host of Slurm's step: ``node003`` of ``node[003-007,9]``, ``rack2-node1`` of
+    ``rack[2,5]-node[1-4]``; None on one machine. Raises `ConfigError`.
+    """
     nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES"
     name = "SLURM_STEP_NODELIST" if env.get("SLURM_STEP_NODELIST") else "SLURM_NODELIST"
     if number(env, nodes, right, 1) <= 1 or not env.get(name):
         return None
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+(?=,|$)", env[name])  # up to the first comma outside brackets
+    # up to the first comma outside brackets
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+(?=,|$)", env[name])
     found = "" if first is None else re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first.group())
     if not is_host(found):
-        raise refusal(env, name, "does not begin with a host", "hosts such as node[003-007,9], as Slurm writes them")
+        raise refusal(
+            env, name, "does not begin with a host", "hosts such as node[003-007,9], as Slurm writes them"
+        )
     return found
 
 
-# Each launcher's variables for (rank, world size, local rank, ranks on this machine); Slurm says the last for all machines, by their
-# number. The first launcher found counts.
+# Each launcher's variables for (rank, world size, local rank, ranks on this machine); Slurm says the last for
+# all machines, by their number. The first launcher found counts.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's, and Intel's
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
-SETTING = {"mpirun": "-x MASTER_ADDR=<the first host>", "mpiexec": "-genv MASTER_ADDR <the first host>"}  # a variable of all ranks
-LOCAL_TOO = ("torchrun", "mpiexec")  # deepspeed has a name of its own for the last; srun sets MPICH's first two for programs of MPI
+# a variable of all ranks
+SETTING = {"mpirun": "-x MASTER_ADDR=<the first host>", "mpiexec": "-genv MASTER_ADDR <the first host>"}
+# deepspeed has a name of its own for the last; srun sets MPICH's first two for programs of MPI
+LOCAL_TOO = ("torchrun", "mpiexec")
 
 
 def place_from_environment(env: Mapping[str, str] = os.environ) -> RankInfo:
     """Reads the launcher's variables. A process without a launcher has none.
 
-    Raises `ConfigError` if they are unreadable or incomplete, or if there are several machines and none is named as the first.
+    Raises `ConfigError` if they are unreadable or incomplete, or if there are several machines and none is
+    named as the first.
     """
     for launcher, names in LAUNCHERS.items():
         if names[0] not in env or names[1] not in env or (launcher in LOCAL_TOO and names[3] not in env):
@@ -113,14 +138,23 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> RankInfo:
         rank, world_size, local_rank = (number(env, name, right, least=-MOST_RANKS) for name in names[:3])
         count = tasks_here if launcher == "srun" else number
         local_world_size = count(env, names[3], right) if names[3] in env else 1
-        port = number(env, "MASTER_PORT", right, 29500 + number(env, "SLURM_JOB_ID", right, most=1 << 32) % 10000)
+        port = number(
+            env, "MASTER_PORT", right, 29500 + number(env, "SLURM_JOB_ID", right, most=1 << 32) % 10000
+        )
         if not 0 <= rank < world_size:
-            raise ConfigError("environment", f"rank {rank} of {world_size} ({launcher})", "ranks from 0 to the world size - 1")
+            raise ConfigError(
+                "environment",
+                f"rank {rank} of {world_size} ({launcher})",
+                "ranks from 0 to the world size - 1",
+            )
         if not 1 <= local_world_size <= world_size:
             wrong = f"{names[3]}={env.get(names[3])} of {names[1]}={world_size}"
             raise ConfigError("environment", wrong, "the ranks on this machine, one or more and at most all")
         if not 0 <= local_rank < local_world_size or local_rank > rank:
-            wrong = f"{names[2]}={local_rank} of {names[3]}={local_world_size} on the machine of {names[0]}={rank}"
+            wrong = (
+                f"{names[2]}={local_rank} of {names[3]}={local_world_size} on the machine of "
+                f"{names[0]}={rank}"
+            )
             raise ConfigError("environment", wrong, "the rank among those of its machine, from 0")
         if not 0 < port < 65536:
             raise ConfigError("environment", f"MASTER_PORT={port} is no port", "from 1 to 65535")
@@ -134,7 +168,8 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def refuse_half_a_place(env: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for a rank without a world size, or the reverse, because every rank would train alone.
+    """Raises `ConfigError` for a rank without a world size, or the reverse,
+    because every rank would train alone.
 
     A batch script under Slurm has a rank but no step: it counts as one process.
     """

@@ -1,4 +1,6 @@
-"""What `import megacore` offers a notebook besides the classes of the core: train, generate, prove and plan on one process."""
+"""What `import megacore` offers a notebook besides the classes of the core: train, generate,
+prove and plan on one process.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,8 +18,8 @@ if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
 
 
 def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -> Config:
-    """A checked config with all its values and its model cut into stages, from a JSON file and `section.key=value` overrides, for so
-    many ranks.
+    """A checked config with all its values and its model cut into stages, from a JSON file and
+    `section.key=value` overrides, for so many ranks.
 
     Raises `ConfigError`, which says what is wrong and what would be right.
     """
@@ -27,7 +29,9 @@ def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -
 
 
 def one_process(config: Config) -> "Mesh":
-    """The mesh of this process alone, on `train.device`; sets the process up as a run does, so call it before the first product."""
+    """The mesh of this process alone, on `train.device`; sets the process up as a run does, so
+    call it before the first product.
+    """
     import megacore.tools.deepspeed.engine  # noqa: F401  (attaches it)
     from megacore.distributed.mesh import Mesh
     from megacore.distributed.rank_info import RankInfo
@@ -42,7 +46,9 @@ def one_process(config: Config) -> "Mesh":
 
 
 def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tuple[int, list[Microbatch]]]":
-    """The steps of a run from `first_step` to `train.steps`, each with this rank's microbatches of `data.train`."""
+    """The steps of a run from `first_step` to `train.steps`, each with this
+    rank's microbatches of `data.train`.
+    """
     from megacore.distributed.observer import Observer
     from megacore.tools.corpora import checked_stream
     from megacore.train.loader import Loader
@@ -56,8 +62,13 @@ def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tupl
         loader.close()
 
 
-def generate(step: "TrainStep", prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
-    """`prompt` and how a model goes on, one that is being trained on one process. `data.tokenizer` says how text is cut."""
+def generate(
+    step: "TrainStep", prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """`prompt` and how a model goes on, one that is being trained on one process.
+
+    `data.tokenizer` says how text is cut.
+    """
     from megacore.config.schema import resolved
     from megacore.tools.text.decoding import Decoder
     from megacore.tools.text.sampling import Sampler
@@ -70,14 +81,21 @@ def generate(step: "TrainStep", prompt: str, tokens: int = 100, temperature: flo
         stage.eval()
     read = [int(token) for token in tokenizer.encode(prompt)]
     decoder = Decoder(step.stages, step.mesh)
-    written = list(decoder.generate(read, tokens, Sampler(temperature, vocab, 1.0, seed, vocab), tokenizer.end_of_document))
+    written = list(
+        decoder.generate(
+            read, tokens, Sampler(temperature, vocab, 1.0, seed, vocab), tokenizer.end_of_document
+        )
+    )
     for stage in step.stages:
         stage.train()
     return prompt + tokenizer.decode(written)
 
 
-def prove(path: str, layouts: str = "tp2,pp2,dp2", overrides: Sequence[str] = (), precision: str = "fp64") -> "Proof":
-    """What `launch/verify.py` does: layouts of a small model like the config's, each held against one process, tensor by tensor.
+def prove(
+    path: str, layouts: str = "tp2,pp2,dp2", overrides: Sequence[str] = (), precision: str = "fp64"
+) -> "Proof":
+    """What `launch/verify.py` does: layouts of a small model like the config's, each held against
+    one process, tensor by tensor.
 
     `Proof.holds` says whether all are equal. It starts as many processes as the largest layout has ranks.
     """
@@ -85,11 +103,15 @@ def prove(path: str, layouts: str = "tp2,pp2,dp2", overrides: Sequence[str] = ()
     from megacore.tools.verify.run import Options
     from megacore.tools.verify.run import prove as run
 
-    return run(Options(path, list(overrides), [parse(name) for name in layouts.split(",")], precision, None, None))
+    return run(
+        Options(path, list(overrides), [parse(name) for name in layouts.split(",")], precision, None, None)
+    )
 
 
 def predict(config: Config, device: str = "h100", cluster: str = "dgx_h100") -> "Prediction":
-    """How long a step takes on a device and cluster that `launch/plan.py` knows: `step` seconds, and the `terms` that make them up."""
+    """How long a step takes on a device and cluster that `launch/plan.py` knows: `step` seconds, and
+    the `terms` that make them up.
+    """
     from megacore.tools.planner.devices import read_cluster, read_device
     from megacore.tools.planner.profile import profile
     from megacore.tools.planner.step_time import predict

@@ -43,8 +43,9 @@ class Validation(Record):
 
 
 def read_metrics(text: str) -> tuple[list[Training], list[Validation]]:
-    """The records of a metrics.jsonl, each kind in the order of its steps; of a step that stands twice the last. A last line that is being
-    written is left out. Raises `ValueError`, which names the line."""
+    """The records of a metrics.jsonl, each kind in the order of its steps; of a step that stands twice the
+    last. A last line that is being written is left out. Raises `ValueError`, which names the line.
+    """
     training: dict[int, Training] = {}
     validations: dict[int, Validation] = {}
     for number, line in enumerate(text.rpartition("\n")[0].split("\n") if "\n" in text else [], 1):
@@ -75,9 +76,9 @@ def step_of(line: str | bytes) -> int | None:
 
 
 def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Step and text of every record in a metrics.jsonl, as the file has them; for whoever must go on whatever stands there. Passes over
-    what is no record: half a line, a damaged one, another program's, one longer than `LINE_BYTES`. `last`: only in so many bytes at its
-    end.
+    """Step and text of every record in a metrics.jsonl, as the file has them; for whoever must go on whatever
+    stands there. Passes over what is no record: half a line, a damaged one, another program's, one longer
+    than `LINE_BYTES`. `last`: only in so many bytes at its end.
     """
     begin = max(0, file.seek(0, os.SEEK_END) - last) if last is not None else 0
     file.seek(begin)
@@ -90,7 +91,9 @@ def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, byt
 
 
 def newest(file: BinaryIO) -> list[tuple[int, bytes]]:
-    """Records at the end of a metrics.jsonl, as `recorded` gives them: at least the last one, however long it is."""
+    """Records at the end of a metrics.jsonl, as `recorded` gives them: at least
+    the last one, however long it is.
+    """
     size = TAIL_BYTES
     while not (found := list(recorded(file, size))) and size < 2 * LINE_BYTES:
         size *= 2

@@ -1,4 +1,6 @@
-"""A second copy of a run's checkpoints in another place (`checkpoint.mirror`), made beside training, and read where the first is gone."""
+"""A second copy of a run's checkpoints in another place (`checkpoint.mirror`), made beside training,
+and read where the first is gone.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,14 +25,21 @@ OWNER = "copies_of"  # a file beside the copies, which names the run's folder
 
 
 class Mirror:
-    """Rank 0's part; on other ranks every method does nothing. On leaving it as a context, the newest checkpoint has its copy.
+    """Rank 0's part; on other ranks every method does nothing.
 
-    A copy gets its name only when its contents were read back and compared with the manifest's digests, as a save's are. A copy that fails
-    is named, and training goes on: the next save's copy tries again. If saves come faster than copies, the newest one counts.
+    On leaving it as a context, the newest checkpoint has its copy.
+
+    A copy gets its name only when its contents were read back and compared with the manifest's digests, as a
+    save's are. A copy that fails
+    is named, and training goes on: the next save's copy tries again. If saves come faster than copies, the
+    newest one counts.
     """
 
     def __init__(self, config: Config, place: RankInfo) -> None:
-        """Before anybody looks for a checkpoint. Raises `ConfigError` if the place cannot be written, or is another run's."""
+        """Before anybody looks for a checkpoint.
+
+        Raises `ConfigError` if the place cannot be written, or is another run's.
+        """
         self.options, self.folder = config.checkpoint, Path(config.checkpoint.mirror or ".")
         self.active = config.checkpoint.mirror is not None and place.rank == 0
         self.thread = ThreadPoolExecutor(1, "mirror")
@@ -40,16 +49,24 @@ class Mirror:
         if self.active:
             own = self.run = Path(resolved(config.log.dir)).resolve()
             if self.folder.resolve() in (own, own / "checkpoints", own / FOLDER):
-                raise ConfigError("checkpoint.mirror", f"{self.folder} has the checkpoints themselves", "a folder in another place")
+                raise ConfigError(
+                    "checkpoint.mirror",
+                    f"{self.folder} has the checkpoints themselves",
+                    "a folder in another place",
+                )
             check_folder("checkpoint.mirror", self.folder)
             owner = self.folder / OWNER
             if owner.exists() and (other := read_text(owner).strip()) != str(own):
                 wrong = f"{self.folder} has the copies of {other}"
-                raise ConfigError("checkpoint.mirror", wrong, f"a folder of its own; if that run has moved here: rm {owner}")
+                raise ConfigError(
+                    "checkpoint.mirror", wrong, f"a folder of its own; if that run has moved here: rm {owner}"
+                )
 
     def begin(self, step: int, latest: Path | None) -> None:
-        """Copies the checkpoint that the run goes on from, if the mirror has none of its `step`. Sets those beyond it aside where the run
-        was told what to resume, as the run's own."""
+        """Copies the checkpoint that the run goes on from, if the mirror has none of its `step`.
+
+        Sets those beyond it aside where the run was told what to resume, as the run's own.
+        """
         if not self.active:
             return
         write_whole(self.folder / OWNER, f"{self.run}\n")
@@ -85,23 +102,35 @@ class Mirror:
         except (OSError, CheckpointError) as error:
             if not checkpoint.exists():
                 return  # it was deleted meanwhile, behind a newer one
-            print(f"WARNING: {checkpoint.name} has no second copy in {self.folder} ({error}); training goes on", flush=True)
+            print(
+                f"WARNING: {checkpoint.name} has no second copy in {self.folder} ({error}); training goes on",
+                flush=True,
+            )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
             self.stopped.set()
         self.thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
 
 def copied(checkpoint: Path, folder: Path, stopped: Event) -> None:
-    """Copies a checkpoint into a new folder, and compares what is there with the digests. Raises `OSError` or `CheckpointError`; `OSError`
-    too if it is `stopped`."""
+    """Copies a checkpoint into a new folder, and compares what is there with the digests.
+
+    Raises `OSError` or `CheckpointError`; `OSError` too if it is `stopped`.
+    """
     folder.mkdir()
     with ThreadPoolExecutor(FILES) as threads:
-        list(threads.map(lambda file: write_file(folder / file.name, blocks(file, stopped)), sorted(checkpoint.iterdir())))
+        list(
+            threads.map(
+                lambda file: write_file(folder / file.name, blocks(file, stopped)),
+                sorted(checkpoint.iterdir()),
+            )
+        )
     sync_folder(folder)
     opened(folder, deep=True)
 

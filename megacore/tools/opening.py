@@ -16,7 +16,11 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.settings.validation import batch_equations
 from megacore.train.trainer import Trainer
 
-UNHEARD = ("model.init_std", "model.zero_init", "checkpoint.weights")  # settings of first weights: a run that goes on has its own
+UNHEARD = (
+    "model.init_std",
+    "model.zero_init",
+    "checkpoint.weights",
+)  # settings of first weights: a run that goes on has its own
 HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
 
 
@@ -32,7 +36,9 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
     held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
     layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
     own = {parameter for stage in trainer.train_step.stages for parameter in stage.parameters()}
-    parameters = sum(prod(shard_of(parameter).local_shape) for parameter in own)  # an engine may hold some elsewhere
+    parameters = sum(
+        prod(shard_of(parameter).local_shape) for parameter in own
+    )  # an engine may hold some elsewhere
     frozen = sum(prod(shard_of(parameter).local_shape) for parameter in own if not parameter.requires_grad)
     still = f", {frozen:,} of them frozen" if frozen else ""
     yield f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}{still}"
@@ -53,7 +59,9 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
 def decayed_twice(config: Config) -> Iterator[str]:
     """A warning where the rate falls for an optimizer whose average of the weights stands in place of that."""
     optim = config.optim
-    averages = sorted({group.rule.name for group in ParameterGroups(optim).every if AVERAGE in group.rule.kinds})
+    averages = sorted(
+        {group.rule.name for group in ParameterGroups(optim).every if AVERAGE in group.rule.kinds}
+    )
     if averages and optim.schedule != "constant" and optim.min_lr < optim.lr:
         name = " and ".join(averages)
         yield f"WARNING: optim.schedule={optim.schedule} lowers the rate, in place of which {name} averages (optim.schedule=constant)"
@@ -70,4 +78,8 @@ def changes(config: Config, recorded: Mapping[str, Any]) -> list[str]:
                 text = f"{setting}={json.dumps(now)} (was {json.dumps(before[key])})"
                 (unheard if setting in UNHEARD else heard).append(text)
     lines = [f"changed since: {', '.join(heard)}"] if heard else []
-    return lines + ([f"WARNING: without effect, because a checkpoint has weights: {', '.join(unheard)}"] if unheard else [])
+    return lines + (
+        [f"WARNING: without effect, because a checkpoint has weights: {', '.join(unheard)}"]
+        if unheard
+        else []
+    )

@@ -1,4 +1,6 @@
-"""What a script writes where a user says: looked at before the work whose result it is, and there only once it is whole."""
+"""What a script writes where a user says: looked at before the work whose result it is,
+and there only once it is whole.
+"""
 
 import errno
 import os
@@ -14,7 +16,10 @@ NAME_BYTES = 255  # of a name on every common file system
 
 
 def check_output(option: str, path: str) -> None:
-    """Raises `ConfigError`, naming the option, unless `path` can be written. It is called before work whose result would be lost."""
+    """Raises `ConfigError`, naming the option, unless `path` can be written.
+
+    It is called before work whose result would be lost.
+    """
     try:
         if not path or path.endswith("/") or (os.path.lexists(path) and stat.S_ISDIR(os.stat(path).st_mode)):
             raise OSError(errno.EINVAL, "Not a plain file")
@@ -25,12 +30,17 @@ def check_output(option: str, path: str) -> None:
         if not os.access(os.path.dirname(path) or ".", os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT) from None
+        raise ConfigError(
+            option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT
+        ) from None
 
 
 @contextmanager
 def replaced(path: str) -> Iterator[str]:
-    """A path with the same ending, for a file that then takes the place of `path`. An exception leaves what was there before."""
+    """A path with the same ending, for a file that then takes the place of `path`.
+
+    An exception leaves what was there before.
+    """
     aside = f"{path}{ASIDE.format(os.getpid())}{Path(path).suffix}"
     try:
         yield aside
@@ -41,7 +51,10 @@ def replaced(path: str) -> Iterator[str]:
 
 @contextmanager
 def made_folder(folder: Path) -> Iterator[None]:
-    """A context in which the folder is there. After an exception, those that were made for it are removed if they are empty."""
+    """A context in which the folder is there.
+
+    After an exception, those that were made for it are removed if they are empty.
+    """
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -9,7 +9,10 @@ from megacore.distributed.processes import stat_fields
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below a process (Linux). Launchers give ranks sessions of their own, so sessions do not show it."""
+    """The processes below a process (Linux).
+
+    Launchers give ranks sessions of their own, so sessions do not show it.
+    """
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -27,5 +30,8 @@ def machine() -> str:
     """A name for this machine that no other has: two may have one host name, and containers share a boot."""
     names = [socket.gethostname()]
     with suppress(OSError):  # not Linux
-        names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+        names += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            str(os.stat("/proc/self/ns/net").st_ino),
+        ]
     return "/".join(names)

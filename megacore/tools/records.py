@@ -1,4 +1,6 @@
-"""A run's records, written by rank 0: config.json, metrics.jsonl, skipped.jsonl; and the lines on the console."""
+"""A run's records, written by rank 0: config.json, metrics.jsonl, skipped.jsonl;
+and the lines on the console.
+"""
 
 import os
 import time
@@ -21,7 +23,8 @@ class Records(Monitor):
     """Writes them. Raises `LogError` where it cannot, and begins anew where somebody has deleted them."""
 
     def __init__(self) -> None:
-        self.watchers = Monitors((), print)  # all who watch the run: some keep files in the same folder, and then begin anew too
+        # all who watch the run: some keep files in the same folder, and then begin anew too
+        self.watchers = Monitors((), print)
         self.metrics: IO[str] | None = None
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
 
@@ -42,7 +45,10 @@ class Records(Monitor):
 
     def skipped(self, record: dict[str, Any]) -> None:
         """Writes a line of skipped.jsonl."""
-        with self._recording(record["step"]), (self.folder / "skipped.jsonl").open("a", encoding="utf-8") as out:
+        with (
+            self._recording(record["step"]),
+            (self.folder / "skipped.jsonl").open("a", encoding="utf-8") as out,
+        ):
             out.write(as_json(record) + "\n")
 
     def reopen(self, first_step: int) -> None:
@@ -75,11 +81,15 @@ class Records(Monitor):
                 self._begin_anew(step)
             yield self.metrics
         except OSError as error:
-            raise LogError(str(self.file), error.strerror or str(error), "room, or a folder that can be written") from None
+            raise LogError(
+                str(self.file), error.strerror or str(error), "room, or a folder that can be written"
+            ) from None
 
     def _begin_anew(self, step: int) -> None:
         if not self.was_deleted:
-            self.say(f"WARNING: {self.file} was deleted while the run wrote it; it begins anew with step {step}")
+            self.say(
+                f"WARNING: {self.file} was deleted while the run wrote it; it begins anew with step {step}"
+            )
         self.was_deleted = True
         self.close()
         others = [monitor for monitor in self.watchers if monitor is not self]
@@ -121,7 +131,10 @@ class Console(Monitor):
     def skipped(self, record: dict[str, Any]) -> None:
         """Prints a step that was not taken."""
         samples = f"{record['first_sample']}–{record['last_sample']}"
-        self.say(f"step {record['step']} skipped: loss {record['loss']:g}, gradient norm {record['grad_norm']:g}, samples {samples}")
+        self.say(
+            f"step {record['step']} skipped: loss {record['loss']:g}, gradient norm "
+            f"{record['grad_norm']:g}, samples {samples}"
+        )
 
 
 def in_brief(figures: Mapping[str, Any]) -> str:

@@ -22,10 +22,12 @@ def retention(directory: Path, keep: int, keep_every: int = 0) -> Callable[[Path
 
 
 def prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
-    """Delete checkpoints older than the `keep` newest whole ones, except those of steps that are multiples of `keep_every`.
+    """Delete checkpoints older than the `keep` newest whole ones, except those of steps that
+    are multiples of `keep_every`.
 
-    `newest` is always kept. It has just been written and read back, so at least one whole checkpoint stays. Only whole ones count
-    towards `keep`, so a damaged one never takes the room of one that could be resumed from.
+    `newest` is always kept. It has just been written and read back, so at least one whole checkpoint stays.
+    Only whole ones count towards `keep`, so a damaged one never takes the room of one that could be resumed
+    from.
     """
     try:
         _prune(directory, newest, keep, keep_every)
@@ -66,18 +68,24 @@ def _delete(path: Path) -> None:
 
 
 def set_aside(directory: Path, above: int) -> None:
-    """Rename checkpoints of steps beyond `above`. A run that starts from `above` reaches these steps again, and would take the old
-    checkpoints for its newest. They can still be given by path, and stay until somebody deletes them."""
+    """Rename checkpoints of steps beyond `above`.
+
+    A run that starts from `above` reaches these steps again, and would take the old checkpoints for its
+    newest. They can still be given by path, and stay until somebody deletes them.
+    """
     moved = []
     for path in checkpoints_in(directory):
         if step_of(path) > above:
-            aside = next(name for i in count(1) if not (name := path.with_name(f"{path.name}.aside{i}")).exists())
+            aside = next(
+                name for i in count(1) if not (name := path.with_name(f"{path.name}.aside{i}")).exists()
+            )
             path.rename(aside)
             moved.append(aside)
     if moved:
         of_size = size_text(sum(file.stat().st_size for path in moved for file in path.glob("*")))
         logger.warning(
-            "checkpoints of a run before this one were set aside, %s: %s. They stay until you delete them: rm -r %s",
+            "checkpoints of a run before this one were set aside, %s: %s. They stay until you delete "
+            "them: rm -r %s",
             of_size,
             ", ".join(path.name for path in reversed(moved)),
             " ".join(shlex.quote(str(path)) for path in reversed(moved)),

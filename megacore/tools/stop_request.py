@@ -18,11 +18,11 @@ def requests() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (a closed terminal) or a file `STOP` in `folder` set `requested`, and
-    do not end the process.
+    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (a closed terminal) or a file `STOP` in
+    `folder` set `requested`, and do not end the process.
 
-    A request may reach only some ranks, so ranks agree on it between steps. Enter it before torch is imported, so that it also
-    notices requests during start-up.
+    A request may reach only some ranks, so ranks agree on it between steps. Enter it before torch is
+    imported, so that it also notices requests during start-up.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

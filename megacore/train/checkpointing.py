@@ -1,4 +1,5 @@
-"""A run's checkpoints: saves them, reports them, handles saves that fail, and chooses the one that a run resumes.
+"""A run's checkpoints: saves them, reports them, handles saves that fail, and
+chooses the one that a run resumes.
 
 To resume, rank 0 finds the checkpoint, and all ranks check that it is whole before they use it.
 """
@@ -26,22 +27,33 @@ class Saving:
     """Saves an engine's tensors in the run's folder. All methods but `read_seconds` are collective."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, engine: Engine, say: Callable[[str], None], clean: Callable[[Path], None] = lambda newest: None
+        self,
+        config: Config,
+        mesh: Mesh,
+        engine: Engine,
+        say: Callable[[str], None],
+        clean: Callable[[Path], None] = lambda newest: None,
     ) -> None:
         """`say` prints a line. `clean`: see `Saver`."""
         self.config, self.engine, self.say = config, engine, say
         folder = Path(resolved(config.log.dir)) / "checkpoints"
-        self.saver = Saver(folder, Ranks(mesh), clean=clean, background=config.checkpoint.async_, device=mesh.device)
+        self.saver = Saver(
+            folder, Ranks(mesh), clean=clean, background=config.checkpoint.async_, device=mesh.device
+        )
         self.step = 0  # of the last save that began
         self.latest: Path | None = None  # the newest that was saved, and its step
         self.latest_step = 0
         self.said: Path | None = None
-        self.on_saved = list[Callable[[Path], None]]()  # each is called once for each checkpoint, on every rank
+        # each is called once for each checkpoint, on every rank
+        self.on_saved = list[Callable[[Path], None]]()
         self.took = 0.0  # seconds from a save's beginning until it was on disk
         self.seconds = 0.0  # that training has waited since the last reading
 
     def save(self, step: int, progress: dict[str, int]) -> None:
-        """Saves the step just done, with the run's `progress`. Returns when it is on disk, or with `checkpoint.async` when it has begun."""
+        """Saves the step just done, with the run's `progress`.
+
+        Returns when it is on disk, or with `checkpoint.async` when it has begun.
+        """
         self.finish()
         started = time.perf_counter()
         config = self.config
@@ -61,7 +73,8 @@ class Saving:
         """Waits for the save that is under way, if there is one.
 
         Raises:
-            CheckpointError: on all ranks, if it failed; with `checkpoint.on_failure=continue` only for the `last` save.
+            CheckpointError: on all ranks, if it failed; with `checkpoint.on_failure=continue` only for the
+                `last` save.
         """
         started = time.perf_counter()
         try:
@@ -77,7 +90,10 @@ class Saving:
         self.seconds += time.perf_counter() - started
 
     def look(self, failed: bool) -> None:
-        """Reports a save that is done. Called between steps, when ranks have agreed whether it has `failed` on any of them."""
+        """Reports a save that is done.
+
+        Called between steps, when ranks have agreed whether it has `failed` on any of them.
+        """
         if failed:
             self.finish()
         elif saved := self.saver.committed:
@@ -97,20 +113,28 @@ class Saving:
 
 
 def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
-    """The newest whole checkpoint that `inputs` name, and whether only its weights are meant; None if they name none. Collective.
+    """The newest whole checkpoint that `inputs` name, and whether only its weights are meant;
+    None if they name none. Collective.
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint that was named is damaged, or all that could be resumed are.
+        CheckpointError: on every rank, if the checkpoint that was named is damaged, or all that could be
+            resumed are.
     """
     ranks = Ranks(mesh)
     while True:
-        # Only rank 0 has looked: others might see the shared file system in another state, and thousands would keep it busy.
-        whole, weights = (broadcast_text(str(path or ""), mesh.world, mesh.device) for path in (inputs.checkpoint, inputs.weights))
+        # Only rank 0 has looked: others might see the shared file system in another state, and thousands
+        # would keep it busy.
+        whole, weights = (
+            broadcast_text(str(path or ""), mesh.world, mesh.device)
+            for path in (inputs.checkpoint, inputs.weights)
+        )
         if not whole and not weights:
             return None
         try:
             opened, inputs.opened = inputs.opened, None
-            return proved(Path(whole or weights), ranks, opened, partial(mesh.observers.phase, "checking a checkpoint")), not whole
+            return proved(
+                Path(whole or weights), ranks, opened, partial(mesh.observers.phase, "checking a checkpoint")
+            ), not whole
         except CheckpointError as damage:
             if not whole:
                 raise
@@ -119,9 +143,9 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
 
 
 def proved(path: Path, ranks: Ranks, opened: Reader | None, note: Callable[[], None]) -> Reader:
-    """Opens the checkpoint in folder `path`; together, the ranks have read all its files and compared them with their digests.
-    Collective. Rank 0 has `opened` it already, and gives the manifest to the others. `note` is called now and then, because this
-    may take longer than a hang.
+    """Opens the checkpoint in folder `path`; together, the ranks have read all its files and compared them
+    with their digests. Collective. Rank 0 has `opened` it already, and gives the manifest to the others.
+    `note` is called now and then, because this may take longer than a hang.
 
     Raises:
         CheckpointError: on every rank, with the first one's reason.
@@ -142,10 +166,15 @@ def proved(path: Path, ranks: Ranks, opened: Reader | None, note: Callable[[], N
 
 
 def engine_state(reader: Reader) -> dict[str, Any]:
-    """What a checkpoint says for `Engine.load_state`. Older ones say a loss scale of 1 for runs that did not scale: it is left out."""
+    """What a checkpoint says for `Engine.load_state`.
+
+    Older ones say a loss scale of 1 for runs that did not scale: it is left out.
+    """
     state: dict[str, Any] = reader.state["engine"]
     scaled = recorded_sections(reader)["train"].get("precision") == "fp16"
-    return {name: value for name, value in state.items() if scaled or name not in ("loss_scale", "good_steps")}
+    return {
+        name: value for name, value in state.items() if scaled or name not in ("loss_scale", "good_steps")
+    }
 
 
 def together(ranks: Ranks, check: Callable[[], None]) -> CheckpointError | None:
@@ -154,7 +183,10 @@ def together(ranks: Ranks, check: Callable[[], None]) -> CheckpointError | None:
     try:
         check()
     except CheckpointError as error:
-        text = json.dumps([part[:1000] for part in (error.where, error.wrong, error.right)], ensure_ascii=False)  # fits in `TEXT_BYTES`
+        # fits in `TEXT_BYTES`
+        text = json.dumps(
+            [part[:1000] for part in (error.where, error.wrong, error.right)], ensure_ascii=False
+        )
     if not (first := ranks.first(text)):
         return None
     return CheckpointError(*json.loads(first))

@@ -42,10 +42,12 @@ def evaluate(
     token_bytes: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Runs the model forward over `samples`, or over `train.eval_batches` batches of them. Collective; all ranks get the same result.
+    """Runs the model forward over `samples`, or over `train.eval_batches` batches of them.
 
-    `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for. Without it no bytes are counted.
-    `between` is called after every batch; an exception in it ends the evaluation.
+    Collective; all ranks get the same result.
+
+    `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for. Without
+    it no bytes are counted. `between` is called after every batch; an exception in it ends the evaluation.
     """
     plan = forward_only(placement_of(config), config.num_microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # losses, targets, bytes
@@ -61,7 +63,8 @@ def evaluate(
         between()
     for stage in runtime.stages:
         stage.train()
-    # Sums over ranks with different samples. Of ranks with the same samples only one counts: it has the last stage and `is_loss_rank`.
+    # Sums over ranks with different samples. Of ranks with the same samples only one counts: it has the last
+    # stage and `is_loss_rank`.
     if not any(stage.last for stage in runtime.stages) or not mesh.is_loss_rank:
         sums.zero_()
     nats, targets, text_bytes = all_reduce(sums, mesh.world).tolist()

@@ -10,7 +10,9 @@ from megacore.train.loader import SampleSource
 
 
 class Inputs(Protocol):
-    """The corpora, and on rank 0 the checkpoint to resume (`checkpoint`) or the checkpoint whose weights to start from (`weights`)."""
+    """The corpora, and on rank 0 the checkpoint to resume (`checkpoint`) or the checkpoint whose
+    weights to start from (`weights`).
+    """
 
     validation: EvalSamples | None
     checkpoint: Path | None
@@ -22,10 +24,16 @@ class Inputs(Protocol):
         """The training samples."""
 
     def look_again(self, resumed: Path | None, step: int) -> None:
-        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved, or else to the one that it `resumed`."""
+        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved, or
+        else to the one that it `resumed`.
+        """
 
     def fall_back(self, damage: CheckpointError) -> None:
-        """On rank 0, goes on to the checkpoint before `checkpoint`, which was found to be damaged when it was read, or raises."""
+        """On rank 0, goes on to the checkpoint before `checkpoint`, which was found to be
+        damaged when it was read, or raises.
+        """
 
     def unigram_entropy(self) -> float | None:
-        """The loss on the validation set, in nats a token, of a model that knows only token frequencies; None if unknown."""
+        """The loss on the validation set, in nats a token, of a model that knows only
+        token frequencies; None if unknown.
+        """

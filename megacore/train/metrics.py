@@ -1,4 +1,6 @@
-"""A run's figures: measures steps, and brings what the device has computed to the host without a step that waits for it."""
+"""A run's figures: measures steps, and brings what the device has computed to the host
+without a step that waits for it.
+"""
 
 import platform
 import resource
@@ -21,7 +23,8 @@ from megacore.model.batch import Microbatch
 from megacore.train.checkpointing import Saving
 from megacore.train.logs import Monitor, Report
 
-# Of tokens a second, and of the part of all pairs that attention needs (`PairsSeen`): MFU, and MFU of causal attention.
+# Of tokens a second, and of the part of all pairs that attention needs (`PairsSeen`): MFU, and MFU of causal
+# attention.
 MFU = Callable[[float, float], tuple[float | None, float | None]]
 LAG = 2  # steps after which a GPU's figures are read: by then they have long arrived
 
@@ -40,20 +43,31 @@ class StepMetrics:
 
 
 class AsyncMetrics:
-    """Holds the figures of the last steps. Which of them are due does not depend on a rank's device, so all ranks take the same.
+    """Holds the figures of the last steps.
 
-    On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never further ahead.
+    Which of them are due does not depend on a rank's device, so all ranks take the same.
+
+    On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never
+    further ahead.
     """
 
-    def __init__(self, device: torch.device, observers: Observers | None = None, losses: Sequence[str] = ()) -> None:
+    def __init__(
+        self, device: torch.device, observers: Observers | None = None, losses: Sequence[str] = ()
+    ) -> None:
         """`losses`: the names of those that each step's figures bring one by one."""
         self.observers, self.losses = Observers() if observers is None else observers, losses
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self.pinned = [torch.empty(5 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
+        self.pinned = (
+            [torch.empty(5 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)]
+            if self.lag
+            else []
+        )
 
     def post(self, step: int, figures: Tensor) -> None:
-        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, *losses]`, fp64 on the device, to the host."""
+        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, *losses]`,
+        fp64 on the device, to the host.
+        """
         if not self.lag:
             self.waiting.append((step, figures, None))
             return
@@ -63,7 +77,10 @@ class AsyncMetrics:
         self.waiting.append((step, host, arrived))
 
     def take(self, *, all_of_them: bool = False) -> list[StepMetrics]:
-        """The figures that are due, in order. With `all_of_them` it waits for the device and takes the others too."""
+        """The figures that are due, in order.
+
+        With `all_of_them` it waits for the device and takes the others too.
+        """
         due = []
         while len(self.waiting) > (0 if all_of_them else self.lag):
             step, figures, arrived = self.waiting.popleft()
@@ -109,7 +126,8 @@ class StepTimer:
 
 
 class PairsSeen:
-    """Counts which part of all pairs of a sample's tokens lie in one document, in the steps since the last reading.
+    """Counts which part of all pairs of a sample's tokens lie in one document, in
+    the steps since the last reading.
 
     It asks the documents' bounds, which the host knows. Without `data.document_mask` it is 1.
     """
@@ -138,21 +156,32 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reserved_memory(device: torch.device) -> int:
-    """The peak of what PyTorch's allocator took from a GPU, in bytes: `peak_memory`, and blocks between that nothing fitted into. A GPU is
-    full by this number. On a CPU there is no such difference."""
+    """The peak of what PyTorch's allocator took from a GPU, in bytes: `peak_memory`, and blocks between that
+    nothing fitted into. A GPU is full by this number. On a CPU there is no such difference.
+    """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
 def unknown(tokens_per_second: float, pairs: float) -> tuple[None, None]:
-    """The utilisation where nobody tells what a token costs and what the devices can do; `megacore.tools.choices` does."""
+    """The utilisation where nobody tells what a token costs and what the devices can do;
+    `megacore.tools.choices` does.
+    """
     return None, None
 
 
 class Reporter:
     """Measures steps, and gathers what all ranks have measured."""
 
-    def __init__(self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor], utilisation: MFU) -> None:
-        self.config, self.mesh, self.saving, self.monitors, self.utilisation = config, mesh, saving, monitors, utilisation
+    def __init__(
+        self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor], utilisation: MFU
+    ) -> None:
+        self.config, self.mesh, self.saving, self.monitors, self.utilisation = (
+            config,
+            mesh,
+            saving,
+            monitors,
+            utilisation,
+        )
         self.pairs = PairsSeen()
         self.tokens = 0  # of all ranks, since the last report
 
@@ -177,12 +206,19 @@ class Reporter:
         seconds = self.timer.read()
         waits = self.mesh.observers.waits()
         own, worked = seconds - waits.for_ranks / steps, waits.device_worked / steps
-        parts = {part: value for monitor in self.monitors for part, value in monitor.parts(worked or own, waits, steps).items()}
+        parts = {
+            part: value
+            for monitor in self.monitors
+            for part, value in monitor.parts(worked or own, waits, steps).items()
+        }
         memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
-        of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts.values()])
+        of_all = self.told_by_all(
+            [seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts.values()]
+        )
         seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
         train, tokens, self.tokens = self.config.train, self.tokens, 0
-        speed, pairs = tokens / steps / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
+        # data ranks have equally many tokens and ranks
+        speed, pairs = tokens / steps / seconds, float(of_all[6].mean())
         mfu, mfu_causal = self.utilisation(speed, pairs)
         stragglers = self.mesh.observers.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         figures: dict[str, Any] = {
@@ -212,5 +248,12 @@ class Reporter:
         return Report(figures, by_rank, by_part, stragglers, saved_step, self.saving.took)
 
     def told_by_all(self, own: list[float]) -> torch.Tensor:
-        """Every rank's numbers, fp64 ``[number, rank]`` on the host. Collective; nothing else of a report waits for the device."""
-        return all_gather(torch.tensor([own], dtype=torch.float64, device=self.mesh.device), self.mesh.world).cpu().T
+        """Every rank's numbers, fp64 ``[number, rank]`` on the host.
+
+        Collective; nothing else of a report waits for the device.
+        """
+        return (
+            all_gather(torch.tensor([own], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
+            .cpu()
+            .T
+        )

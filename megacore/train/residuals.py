@@ -12,10 +12,13 @@ from megacore.engine.compression import BASIS, RESIDUAL
 def read_residuals(reader: Reader, held: Mapping[str, tuple[Tensor, TensorSlice]]) -> list[str]:
     """Restores compression's state among an engine's tensors, and says in up to two lines what became of it.
 
-    Where a parameter has as many as in the checkpoint, each comes back. Else number i of the checkpoint is added to number i mod n of
+    Where a parameter has as many as in the checkpoint, each comes back. Else number i of the checkpoint is
+    added to number i mod n of
     the n that the run has: what gradients still lack is the sum of all, and that stays.
     """
-    saved = {name: reader.manifest.tensors[name].shape[0] for name in reader.names if name.startswith(RESIDUAL)}
+    saved = {
+        name: reader.manifest.tensors[name].shape[0] for name in reader.names if name.startswith(RESIDUAL)
+    }
     moved = set[tuple[int, int]]()
     for key, (tensor, box) in held.items():
         if not key.startswith(RESIDUAL):
@@ -31,7 +34,10 @@ def read_residuals(reader: Reader, held: Mapping[str, tuple[Tensor, TensorSlice]
         if saved.get(name, count) != count:
             moved.add((saved[name], count))
     if saved and not any(key.startswith(RESIDUAL) for key in held):
-        return ["WARNING: the checkpoint's residuals are left out, because this run does not compress gradients: what they hold is lost"]
+        return [
+            "WARNING: the checkpoint's residuals are left out, because this run does not compress "
+            "gradients: what they hold is lost"
+        ]
     texts = ", ".join(f"{was} of each parameter became {now}" for was, now in sorted(moved))
     lines = [f"residuals of gradient compression: {texts}, with the same sum"] if moved else []
     bases = [(key, tensor, box) for key, (tensor, box) in held.items() if key.startswith(BASIS)]
@@ -41,5 +47,8 @@ def read_residuals(reader: Reader, held: Mapping[str, tuple[Tensor, TensorSlice]
             reader.read_into(key, box, tensor)
     missing = sum(known.get(key) != box.global_shape for key, _, box in bases)
     if missing and any(name.startswith(BASIS) for name in known):
-        lines.append(f"low rank: {missing} of {len(bases)} bases are drawn anew, because the checkpoint's are of another layout or rank")
+        lines.append(
+            f"low rank: {missing} of {len(bases)} bases are drawn anew, because the checkpoint's are of "
+            "another layout or rank"
+        )
     return lines

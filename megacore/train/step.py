@@ -28,7 +28,10 @@ from megacore.pipeline.runtime import Runtime
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step, on the device, the same on every rank. Reading one is the caller's choice and waits for the device."""
+    """The results of a step, on the device, the same on every rank.
+
+    Reading one is the caller's choice and waits for the device.
+    """
 
     loss: Tensor  # the global batch's mean, before the update; fp64. Of several losses the sum
     votes: list[Tensor]  # for each of the votes, how many ranks said yes
@@ -39,10 +42,18 @@ class StepResult:
 
 
 class TrainStep:
-    """This rank's stages, engine and plan, and a step through them. Construction and every method are collective over all ranks."""
+    """This rank's stages, engine and plan, and a step through them.
 
-    def __init__(self, config: Config, mesh: Mesh, *, draw: bool = True, layers: Layers | None = None) -> None:
-        """Without `draw` somebody reads the weights, or calls `draw` later. `layers`: of another model than the config's."""
+    Construction and every method are collective over all ranks.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, *, draw: bool = True, layers: Layers | None = None
+    ) -> None:
+        """Without `draw` somebody reads the weights, or calls `draw` later.
+
+        `layers`: of another model than the config's.
+        """
         self.config, self.mesh = config, mesh
         layers = layers_of(config) if layers is None else layers
         check(layers)
@@ -67,8 +78,13 @@ class TrainStep:
         """Draws the first weights into pieces such as `Engine.tensors` gives."""
         config, mesh = self.config, self.mesh
         weights = {key.removeprefix(WEIGHTS): piece for key, piece in held.items() if key.startswith(WEIGHTS)}
-        shards = {name: shard_of(parameter) for stage in self.stages for name, parameter in stage.named_parameters()}
-        threads, note = own_cores(mesh.place.local_world_size), partial(mesh.observers.phase, "drawing weights")
+        shards = {
+            name: shard_of(parameter) for stage in self.stages for name, parameter in stage.named_parameters()
+        }
+        threads, note = (
+            own_cores(mesh.place.local_world_size),
+            partial(mesh.observers.phase, "drawing weights"),
+        )
         initialise(weights, shards, config.train.seed, DTYPES[config.train.precision], threads, note)
 
     def __call__(
@@ -78,9 +94,11 @@ class TrainStep:
         votes: Callable[[], Sequence[float]] = lambda: (),
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Does step `number` (from 1) with this rank's microbatches, without a host synchronisation: what `Trainer.loop` does.
+        """Does step `number` (from 1) with this rank's microbatches, without a host
+        synchronisation: what `Trainer.loop` does.
 
-        `votes` is called after backward, and `before_update` when gradients are the global sums and no parameter has changed yet.
+        `votes` is called after backward, and `before_update` when gradients are the global sums and no
+        parameter has changed yet.
         """
         self.begin(number)
         share = self.forward_backward(batch)
@@ -96,37 +114,52 @@ class TrainStep:
     def forward_backward(self, batch: Sequence[Microbatch]) -> dict[str, Tensor]:
         """Runs the microbatches forward and backward. The engine then has the reduced gradients.
 
-        Returns this rank's part of each loss of the global batch, fp64 on the device. The sum over all ranks is the loss.
+        Returns this rank's part of each loss of the global batch, fp64 on the device. The sum over all ranks
+        is the loss.
         """
         weights = self.weights(batch)
         self.mesh.observers.phase("forward and backward")
         sums = self.runtime.run(self.plans[len(batch)], batch, weights)
-        return {name: self.own_part(loss, sums[loss.name] * weights[loss.name]) for name, loss in self.losses.items()}
+        return {
+            name: self.own_part(loss, sums[loss.name] * weights[loss.name])
+            for name, loss in self.losses.items()
+        }
 
     def own_part(self, loss: Loss, value: Tensor) -> Tensor:
-        """A rank's `value` of a loss where it counts, else zero: of ranks that compute the same, one counts. Ranks without the loss's
-        layers have zero."""
+        """A rank's `value` of a loss where it counts, else zero: of ranks that compute the same, one counts.
+
+        Ranks without the loss's layers have zero.
+        """
         divided = (self.mesh.tp.name,) if loss.sp and self.config.parallel.sequence else ()
         return value.double() if self.mesh.counts(*divided) else torch.zeros_like(value, dtype=torch.float64)
 
     def weights(self, batch: Sequence[Microbatch]) -> dict[str, float | Tensor]:
         """The weight of each loss's sums, known before the first backward and the same on every rank."""
         found: dict[str, float | Tensor] = {}
-        means = {over: self.target_weight(batch) if over == "targets" else self.mean_weight(batch, over) for over in self.fields}
+        means = {
+            over: self.target_weight(batch) if over == "targets" else self.mean_weight(batch, over)
+            for over in self.fields
+        }
         for name, loss in self.losses.items():
             found[name] = means[loss.over] if loss.coefficient == 1.0 else loss.coefficient * means[loss.over]
         return found
 
-    def sum_over_ranks(self, share: Mapping[str, Tensor], votes: Sequence[float]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The global batch's losses, and how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no).
-        One collective brings them all, and nobody waits for it."""
+    def sum_over_ranks(
+        self, share: Mapping[str, Tensor], votes: Sequence[float]
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The global batch's losses, and how many ranks voted yes on each of the questions that ranks decide
+        together (1 is yes, 0 is no). One collective brings them all, and nobody waits for it.
+        """
         self.mesh.observers.phase("loss")
         flags = [torch.full((), vote, dtype=torch.float64, device=self.mesh.device) for vote in votes]
         found = list(all_reduce(torch.stack([*share.values(), *flags]), self.mesh.world))
         return dict(zip(share, found, strict=False)), found[len(share) :]
 
     def update(self, number: int, losses: Mapping[str, Tensor], votes: list[Tensor]) -> StepResult:
-        """Clips the gradients and updates the parameters, at the rate of step `number`. `votes` are handed on."""
+        """Clips the gradients and updates the parameters, at the rate of step `number`.
+
+        `votes` are handed on.
+        """
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
         loss, *others = losses.values()
         for other in others:
@@ -147,9 +180,19 @@ class TrainStep:
         Where some may be, ranks count theirs and sum them: a rank may have more than another, or none.
         """
         if field == "tokens":
-            return 1.0 / (len(batch) * self.config.data_size * self.config.train.micro_batch_size * self.config.train.seq_len)
-        own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
+            return 1.0 / (
+                len(batch)
+                * self.config.data_size
+                * self.config.train.micro_batch_size
+                * self.config.train.seq_len
+            )
+        own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(
+            dtype=torch.float64
+        )
         self.mesh.observers.phase("loss")
         # Every stage has the batch, and so does every tensor rank, of which one counts.
-        total = all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world) / self.mesh.pp.size
+        total = (
+            all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world)
+            / self.mesh.pp.size
+        )
         return 1.0 / total.clamp_(min=1.0)

@@ -1,4 +1,6 @@
-"""Why a run ends before its last step, or goes back: somebody asks it to stop, or too many steps in a row are skipped."""
+"""Why a run ends before its last step, or goes back: somebody asks it to stop, or too
+many steps in a row are skipped.
+"""
 
 from megacore.train.metrics import StepMetrics
 
@@ -15,7 +17,10 @@ class Skips:
     """Counts skipped steps in a row, the same on every rank."""
 
     def __init__(self, limit: int, max_rollbacks: int) -> None:
-        """`limit`: how many steps in a row are too many. `max_rollbacks`: how often the run may go back, however often it is started."""
+        """`limit`: how many steps in a row are too many.
+
+        `max_rollbacks`: how often the run may go back, however often it is started.
+        """
         self.limit, self.max_rollbacks = limit, max_rollbacks
         self.in_a_row = 0
         self.skipped = 0.0  # steps skipped so far
@@ -37,8 +42,13 @@ class Skips:
         if self.in_a_row < self.limit:
             return False
         if self.rollbacks >= self.max_rollbacks:
-            wrong = f"{self.in_a_row} steps in a row were skipped: their loss or gradient was not finite, or a spike"
-            raise TooManySkips(f"{wrong} (optim.max_skips, optim.max_rollbacks; their samples are in skipped.jsonl)")
+            wrong = (
+                f"{self.in_a_row} steps in a row were skipped: their loss or gradient was not finite, "
+                "or a spike"
+            )
+            raise TooManySkips(
+                f"{wrong} (optim.max_skips, optim.max_rollbacks; their samples are in skipped.jsonl)"
+            )
         self.rollbacks += 1
         self.in_a_row = 0
         return True

@@ -57,7 +57,12 @@ class Trainer:
         """
         check_settled(config)
         self.is_writer = mesh.place.rank == 0
-        self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, Monitors(monitors, self.say)
+        self.config, self.mesh, self.inputs, self.monitors = (
+            config,
+            mesh,
+            inputs,
+            Monitors(monitors, self.say),
+        )
         for monitor in monitors:
             monitor.start(config, mesh)
         self.apart = apart
@@ -92,7 +97,9 @@ class Trainer:
             self.step += 1
             batch = self.next_batch()
             self.train_step.begin(self.step)
-            share = self.train_step.forward_backward(batch)  # of the global batch's loss; gradients are the global sums then
+            share = self.train_step.forward_backward(
+                batch
+            )  # of the global batch's loss; gradients are the global sums then
             sums = self.train_step.sum_over_ranks(share, self.votes())
             self.saving.saver.hold_update()
             done = self.train_step.update(self.step, *sums)
@@ -101,7 +108,9 @@ class Trainer:
             self.reporter.count(batch)
 
             logging = self.due(self.config.log.every) or self.is_last
-            arrived = self.async_metrics.take(all_of_them=logging)  # figures of the steps that the device has done
+            arrived = self.async_metrics.take(
+                all_of_them=logging
+            )  # figures of the steps that the device has done
             self.saving.look(failed=any(metrics.failures for metrics in arrived))
             if logging:
                 self.report(arrived[-1], done.lr)
@@ -199,9 +208,17 @@ class Trainer:
         if self.inputs.validation is None:
             return None
         with self.mesh.observers.aside("validation"), self.engine.evaluating():
-            found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.check_stop)
+            found = evaluate(
+                self.config,
+                self.train_step.runtime,
+                self.mesh,
+                self.inputs.validation,
+                between=self.check_stop,
+            )
         if not found.targets:
-            self.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
+            self.say(
+                f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned"
+            )
             return None
         loss = found.loss
         for monitor in self.monitors:
@@ -216,12 +233,19 @@ class Trainer:
         loss = self.validate()
         if loss is not None:
             entropy = self.inputs.unigram_entropy()
-            beside = "" if entropy is None else f"; {entropy:.4f} for a model that knows only how frequent each token is"
+            beside = (
+                ""
+                if entropy is None
+                else f"; {entropy:.4f} for a model that knows only how frequent each token is"
+            )
             self.say(f"final validation loss {loss:.4f} nats a token{beside}")
         if self.latest is not None:
             self.say(f"checkpoint: {self.latest}")
         log = self.config.log
-        self.say(f"records: {log.dir}/metrics.jsonl" + (f", and tensorboard --logdir {log.dir}" if log.tensorboard else ""))
+        self.say(
+            f"records: {log.dir}/metrics.jsonl"
+            + (f", and tensorboard --logdir {log.dir}" if log.tensorboard else "")
+        )
 
     # Checkpoints
 
@@ -255,13 +279,21 @@ class Trainer:
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         tensors = self.engine.tensors()
-        new = {key: piece for key, piece in tensors.items() if weights_alone and is_new(reader, logical_name(key))}
+        new = {
+            key: piece
+            for key, piece in tensors.items()
+            if weights_alone and is_new(reader, logical_name(key))
+        }
         self.train_step.draw_into(new)
         for key, (tensor, box) in tensors.items():
-            if key not in new and (key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE))):
+            if key not in new and (
+                key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE))
+            ):
                 self.mesh.observers.phase("reading a checkpoint")
                 name = logical_name(key)
-                if name.startswith(AVERAGES) or (weights_alone and name.startswith(WEIGHTS)):  # an average may begin here
+                if name.startswith(AVERAGES) or (
+                    weights_alone and name.startswith(WEIGHTS)
+                ):  # an average may begin here
                     name = weights_of(reader, name.partition("/")[2])
                 reader.read_into(name, box, tensor)
         # This also rounds the weights just read into the parameters that compute.
@@ -271,7 +303,9 @@ class Trainer:
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
         self.recorded, self.residuals = recorded_sections(reader), read_residuals(reader, tensors)
-        self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))  # which older checkpoints do not have
+        self.skips.restore(
+            reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0)
+        )  # which older checkpoints do not have
         self.ahead = self.config.train.batches_in(reader.state["samples"]) - reader.step
         return reader.step
 
@@ -286,11 +320,15 @@ class Trainer:
                 self.report_skipped(metrics)
         if not self.skips.too_many():
             return False
-        for metrics in self.async_metrics.take(all_of_them=True):  # steps done meanwhile; their samples are passed over too
+        for metrics in self.async_metrics.take(
+            all_of_them=True
+        ):  # steps done meanwhile; their samples are passed over too
             self.report_skipped(metrics)
         self.saving.finish()
         if self.saved_step == 0:
-            raise TooManySkips(f"{self.skips.limit} steps in a row were skipped, and there is no checkpoint to go back to")
+            raise TooManySkips(
+                f"{self.skips.limit} steps in a row were skipped, and there is no checkpoint to go back to"
+            )
         before, batch = self.step, self.step + self.ahead
         if self.is_writer:
             self.inputs.look_again(self.resumed, self.resumed_step)
@@ -305,10 +343,15 @@ class Trainer:
     def report_skipped(self, metrics: StepMetrics) -> None:
         """Records a step that was skipped, and its samples."""
         number, train = metrics.step + self.ahead, self.config.train
-        samples = {"first_sample": train.samples_through(number - 1), "last_sample": train.samples_through(number) - 1}
+        samples = {
+            "first_sample": train.samples_through(number - 1),
+            "last_sample": train.samples_through(number) - 1,
+        }
         record = {"step": metrics.step, **samples}
         if self.is_writer:
-            self.monitors.tell(Monitor.skipped, record | {"loss": metrics.loss, "grad_norm": metrics.grad_norm})
+            self.monitors.tell(
+                Monitor.skipped, record | {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
+            )
 
     # Stopping
 

@@ -50,8 +50,16 @@ def missing(*more: str) -> str:
     """Why there can be no hosts here; empty if there can. `more`: programs that a test needs besides."""
     if os.geteuid() != 0:
         return "needs root"
-    absent = [name for name in (*PROGRAMS, *more) if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
-    return f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server pdsh openmpi-bin mpich)" if absent else ""
+    absent = [
+        name
+        for name in (*PROGRAMS, *more)
+        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+    ]
+    return (
+        f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server pdsh openmpi-bin mpich)"
+        if absent
+        else ""
+    )
 
 
 class Hosts:
@@ -69,7 +77,11 @@ class Hosts:
         (folder / "authorized").chmod(0o600)
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
         lines = ["127.0.0.1 localhost", *(f"{self.address(i)} node{i}" for i in range(number))]
-        files = {"hosts": "\n".join(lines) + "\n", "ssh_config": SSH.format(folder=folder), "init.sh": INIT.format(folder=folder)}
+        files = {
+            "hosts": "\n".join(lines) + "\n",
+            "ssh_config": SSH.format(folder=folder),
+            "init.sh": INIT.format(folder=folder),
+        }
         for host in range(number):
             own = {"PATH": path} | (variables or {}).get(host, {})
             settings = " ".join(f"{name}={value}" for name, value in own.items())
@@ -99,10 +111,25 @@ class Hosts:
         ip("-n", space, "link", "set", "eth0", "address", f"02:77:00:00:00:{host + 1:02x}")
         ip("-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
-        inside = ["unshare", "-m", "-p", "-u", "-f", "--kill-child", "--mount-proc", "bash", self.folder / "init.sh", f"node{host}"]
+        inside = [
+            "unshare",
+            "-m",
+            "-p",
+            "-u",
+            "-f",
+            "--kill-child",
+            "--mount-proc",
+            "bash",
+            self.folder / "init.sh",
+            f"node{host}",
+        ]
         with (self.folder / f"sshd{host}.log").open("ab") as log:
             self.inits[host] = subprocess.Popen(
-                ["ip", "netns", "exec", space, *inside], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                ["ip", "netns", "exec", space, *inside],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         pid, deadline = self.inits[host].pid, time.monotonic() + 30
         children = Path(f"/proc/{pid}/task/{pid}/children")
@@ -120,7 +147,9 @@ class Hosts:
         """The command line that runs a command on a host, in this process's working directory."""
         return ["nsenter", "-t", str(self.pids[host]), "-n", "-m", "-p", "-u", "--wd=.", *command]
 
-    def run(self, host: int, *command: str, cwd: Path = ROOT, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, host: int, *command: str, cwd: Path = ROOT, timeout: float = 120, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """What a command on a host prints, and its status. All that it started there on hosts ends with it when it takes too long."""
         process = self.popen(host, *command, cwd=cwd, **variables)
         try:
@@ -128,14 +157,22 @@ class Hosts:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            raise AssertionError(f"{' '.join(command)} took more than {timeout:.0f} s\n{out[-3000:]}\n{err[-3000:]}") from None
+            raise AssertionError(
+                f"{' '.join(command)} took more than {timeout:.0f} s\n{out[-3000:]}\n{err[-3000:]}"
+            ) from None
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def popen(self, host: int, *command: str, cwd: Path = ROOT, **variables: str) -> "subprocess.Popen[str]":
         """A command on a host, started."""
-        own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        own = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
         ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        environment = {name: value for name, value in os.environ.items() if name not in ranks} | own | variables
+        environment = (
+            {name: value for name, value in os.environ.items() if name not in ranks} | own | variables
+        )
         return subprocess.Popen(
             self.inside(host, *command),
             cwd=cwd, env=environment, text=True, start_new_session=True,
@@ -159,7 +196,9 @@ class Hosts:
 
     def processes(self, host: int, word: str) -> list[str]:
         """The command lines on a host that hold a word: who was left behind."""
-        said = subprocess.run(self.inside(host, "ps", "-ww", "-eo", "args", "--no-headers"), capture_output=True, text=True).stdout
+        said = subprocess.run(
+            self.inside(host, "ps", "-ww", "-eo", "args", "--no-headers"), capture_output=True, text=True
+        ).stdout
         return [line for line in said.splitlines() if word in line]
 
     def own_folder(self, path: Path) -> None:

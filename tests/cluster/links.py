@@ -1,7 +1,10 @@
-"""What a slow link between two hosts costs, and what the engine's ways to make gradients smaller save. Needs root.
+"""What a slow link between two hosts costs, and what the engine's ways to make gradients smaller save.
 
-Two hosts on one machine with two data ranks each (see `hosts`) train through torchrun: with the link limited by `tc … tbf`, and
-without a limit. Bytes are those that both hosts' interfaces have sent in a run, over its steps. The loss is that of a smaller model.
+Needs root.
+
+Two hosts on one machine with two data ranks each (see `hosts`) train through torchrun: with the link limited
+by `tc … tbf`, and without a limit. Bytes are those that both hosts' interfaces have sent in a run, over its
+steps. The loss is that of a smaller model.
 """
 
 import argparse
@@ -32,7 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {  # how gradients travel: settings of the en
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 257},
-    "train": {"seq_len": 128, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16", "device": "cpu"},
+    "train": {
+        "seq_len": 128,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "precision": "bf16",
+        "device": "cpu",
+    },
     "engine": {"bucket_mib": 4},
     "checkpoint": {"last": False, "resume": "never"},
     "parallel": {"timeout_seconds": 120},
@@ -51,16 +60,37 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__ or "")
     parser.add_argument(
-        "--rates", default="1gbit,unlimited", metavar="RATE,…", help="of the link, as tc writes them; empty: none (%(default)s)"
+        "--rates",
+        default="1gbit,unlimited",
+        metavar="RATE,…",
+        help="of the link, as tc writes them; empty: none (%(default)s)",
     )
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each timed run (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="in each of which every setting runs once (%(default)s)")
-    parser.add_argument("--loss-steps", type=int, default=200, metavar="N", help="of each run whose loss counts; 0: none (%(default)s)")
     parser.add_argument(
-        "--settings", default="fp32:1,bf16:1,fp32:2,bf16:2", metavar="KIND:LEVELS,…", help=f"of {', '.join(KINDS)} (%(default)s)"
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="in each of which every setting runs once (%(default)s)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="writes the figures, beside those of the other kind and rates if the file has them"
+        "--loss-steps",
+        type=int,
+        default=200,
+        metavar="N",
+        help="of each run whose loss counts; 0: none (%(default)s)",
+    )
+    parser.add_argument(
+        "--settings",
+        default="fp32:1,bf16:1,fp32:2,bf16:2",
+        metavar="KIND:LEVELS,…",
+        help=f"of {', '.join(KINDS)} (%(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="writes the figures, beside those of the other kind and rates if the file has them",
     )
     return parser.parse_args(argv)
 
@@ -78,17 +108,47 @@ def sent(link: Hosts) -> int:
     """Bytes that all hosts have sent."""
     counter = "/sys/class/net/eth0/statistics/tx_bytes"
     mount = "mount -t sysfs none /sys 2>/dev/null; cat " + counter  # each network has a /sys of its own
-    return sum(int(subprocess.check_output(link.inside(host, "unshare", "-m", "sh", "-c", mount))) for host in range(HOSTS))
+    return sum(
+        int(subprocess.check_output(link.inside(host, "unshare", "-m", "sh", "-c", mount)))
+        for host in range(HOSTS)
+    )
 
 
-def train(link: Hosts, folder: Path, settings: dict[str, dict[str, Any]], steps: int, *overrides: str) -> tuple[list[dict[str, Any]], int]:
+def train(
+    link: Hosts, folder: Path, settings: dict[str, dict[str, Any]], steps: int, *overrides: str
+) -> tuple[list[dict[str, Any]], int]:
     """A run's logged steps, and the bytes that hosts have sent."""
     (folder / "config.json").write_text(json.dumps(settings))
     name, before = f"run{time.monotonic_ns()}", sent(link)
-    script = [str(ROOT / "launch/pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={folder}/{name}", f"train.steps={steps}"]
-    meet = ["--nnodes", str(HOSTS), "--nproc-per-node", str(RANKS), "--master-addr", "node0", "--master-port", "29411"]
+    script = [
+        str(ROOT / "launch/pretrain.py"),
+        "--config",
+        f"{folder}/config.json",
+        f"log.dir={folder}/{name}",
+        f"train.steps={steps}",
+    ]
+    meet = [
+        "--nnodes",
+        str(HOSTS),
+        "--nproc-per-node",
+        str(RANKS),
+        "--master-addr",
+        "node0",
+        "--master-port",
+        "29411",
+    ]
     started = [
-        link.popen(host, sys.executable, "-m", "torch.distributed.run", *meet, "--node-rank", str(host), *script, *overrides)
+        link.popen(
+            host,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *meet,
+            "--node-rank",
+            str(host),
+            *script,
+            *overrides,
+        )
         for host in range(HOSTS)
     ]
     ended = [process.communicate(timeout=500) for process in started]
@@ -114,13 +174,26 @@ def engine_of(kind: str, levels: int) -> dict[str, dict[str, Any]]:
 def predicted(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The bytes that a rank sends over data ranks in a step, by group."""
     config = resolve(json.loads(json.dumps(settings)), [], "links", HOSTS * RANKS).config
-    return {name: sent for name, sent in sent_by_group(rank_traffic(config, RANKS)[0]).items() if name.startswith("dp")}
+    return {
+        name: sent
+        for name, sent in sent_by_group(rank_traffic(config, RANKS)[0]).items()
+        if name.startswith("dp")
+    }
 
 
 def timed(
-    link: Hosts, folder: Path, common: dict[str, dict[str, Any]], rate: str, variant: tuple[str, int], steps: int, speeds: list[float]
+    link: Hosts,
+    folder: Path,
+    common: dict[str, dict[str, Any]],
+    rate: str,
+    variant: tuple[str, int],
+    steps: int,
+    speeds: list[float],
 ) -> dict[str, Any]:
-    """One run of a setting. Adds its speed, that of its median step, to `speeds`, and returns the result's row with all of them."""
+    """One run of a setting.
+
+    Adds its speed, that of its median step, to `speeds`, and returns the result's row with all of them.
+    """
     settings = merged(common, engine_of(*variant))
     lines, bytes_sent = train(link, folder, settings, steps)
     speeds.append(median(line["tokens_per_second"] for line in lines[SKIPPED:]))
@@ -145,34 +218,60 @@ def kept(file: Path, kind: str, figures: dict[str, Any]) -> list[dict[str, Any]]
 def run(argv: list[str]) -> None:
     """Measures, and prints a line for each run."""
     args = parse(argv)
-    variants = [(kind, int(levels)) for kind, levels in (setting.split(":") for setting in args.settings.split(","))]
+    variants = [
+        (kind, int(levels)) for kind, levels in (setting.split(":") for setting in args.settings.split(","))
+    ]
     if why_not := missing("tc"):
         raise ConfigError("hosts", why_not, "root, and Debian's iproute2 and openssh-server")
-    figures: dict[str, Any] = machine.describe() | {"settings": SETTINGS, "hosts": HOSTS, "ranks on each": RANKS, "speed": [], "loss": []}
+    figures: dict[str, Any] = machine.describe() | {
+        "settings": SETTINGS,
+        "hosts": HOSTS,
+        "ranks on each": RANKS,
+        "speed": [],
+        "loss": [],
+    }
     with tempfile.TemporaryDirectory() as name, hosts(Path(name), HOSTS) as link:
         folder = Path(name)
-        prepare = [ROOT / "launch/prepare.py", "--input", ROOT / "megacore", "--output", folder / "code", "--tokenizer", "bytes"]
+        prepare = [
+            ROOT / "launch/prepare.py",
+            "--input",
+            ROOT / "megacore",
+            "--output",
+            folder / "code",
+            "--tokenizer",
+            "bytes",
+        ]
         subprocess.run([sys.executable, *prepare], check=True, stdout=subprocess.DEVNULL)
         common = merged(SETTINGS, {"data": {"train": f"{folder}/code"}})
         for rate in filter(None, args.rates.split(",")):
             limit(link, rate)
             speeds: dict[tuple[str, int], list[float]] = {variant: [] for variant in variants}
             rows = []
-            for _ in range(args.rounds):  # settings take turns, so that what else the machine does meets all of them
-                rows = [timed(link, folder, common, rate, variant, args.steps, speeds[variant]) for variant in variants]
+            # settings take turns, so that what else the machine does meets all of them
+            for _ in range(args.rounds):
+                rows = [
+                    timed(link, folder, common, rate, variant, args.steps, speeds[variant])
+                    for variant in variants
+                ]
             figures["speed"] += rows
             for row in rows:
                 speed, megabytes = row["tokens_per_second"], row["link_bytes_per_step"] / 1e6
-                found = f"{median(speed):.0f} tokens/s ({speed[0]:.0f} to {speed[-1]:.0f}), {megabytes:.1f} MB a step"
+                found = (
+                    f"{median(speed):.0f} tokens/s ({speed[0]:.0f} to {speed[-1]:.0f}), "
+                    f"{megabytes:.1f} MB a step"
+                )
                 print(f"{rate:>10} {row['dtype']} {row['levels']}: {found}", flush=True)
         limit(link, "unlimited")
         for dtype, levels in variants if args.loss_steps else []:
             settings = merged(common, SMALL, engine_of(dtype, levels))
             lines, _ = train(link, folder, settings, args.loss_steps)
             last = [line["loss"] for line in lines[-10:]]
-            figures["loss"].append({"dtype": dtype, "levels": levels, "first": lines[0]["loss"], "last_ten": last})
+            figures["loss"].append(
+                {"dtype": dtype, "levels": levels, "first": lines[0]["loss"], "last_ten": last}
+            )
             print(
-                f"{dtype} {levels}: loss {last[-1]:.6f} at step {args.loss_steps}, of the last ten {mean(last):.6f}",
+                f"{dtype} {levels}: loss {last[-1]:.6f} at step {args.loss_steps}, of the last ten "
+                f"{mean(last):.6f}",
                 flush=True,
             )
     if args.out is not None:

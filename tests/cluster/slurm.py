@@ -1,4 +1,7 @@
-"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, which end with the test. Needs root and Debian's slurm-wlm."""
+"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, which end with the test.
+
+Needs root and Debian's slurm-wlm.
+"""
 
 import os
 import shutil
@@ -65,7 +68,9 @@ class Slurm:
     def run(self, *command: str, cwd: Path | None = None, timeout: float = 60) -> str:
         """What a command of Slurm's prints."""
         environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=timeout)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=timeout
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout.strip()
 
@@ -82,7 +87,9 @@ class Slurm:
         """The job, once it is in one of some states."""
         deadline = time.monotonic() + seconds
         while (found := self.fields(job))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"job {job} is {found['JobState']}, not {' or '.join(states)}, after {seconds:.0f} s"
+            assert time.monotonic() < deadline, (
+                f"job {job} is {found['JobState']}, not {' or '.join(states)}, after {seconds:.0f} s"
+            )
             time.sleep(0.5)
         return found
 
@@ -99,7 +106,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     while len(set(ports.values())) < len(names):
         ports = {name: free_port() for name in names}
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports))
-    for i in range(2):  # GPUs in name: Slurm counts them and tells tasks their numbers, as it does for real ones
+    # GPUs in name: Slurm counts them and tells tasks their numbers, as it does for real ones
+    for i in range(2):
         os.mknod(folder / f"gpu{i}", 0o600 | stat.S_IFCHR, os.stat(os.devnull).st_rdev)
     (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
     key = folder / "munge.key"
@@ -107,7 +115,12 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key.chmod(0o600)
     own = [
         f"--{name}={folder}/munge.{ending}"
-        for name, ending in (("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))
+        for name, ending in (
+            ("socket", "socket"),
+            ("pid-file", "pid"),
+            ("log-file", "log"),
+            ("seed-file", "seed"),
+        )
     ]
     commands = [
         ["munged", "--foreground", "--force", f"--key-file={key}", *own],
@@ -119,7 +132,15 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     with (folder / "output").open("w") as output:
         try:
             for command in commands:
-                resolving = ["unshare", "--mount", "sh", "-c", f'mount --bind {folder}/hosts /etc/hosts && exec "$@"', "sh", *command]
+                resolving = [
+                    "unshare",
+                    "--mount",
+                    "sh",
+                    "-c",
+                    f'mount --bind {folder}/hosts /etc/hosts && exec "$@"',
+                    "sh",
+                    *command,
+                ]
                 started.append(subprocess.Popen(resolving, env=environment, stdout=output, stderr=output))
                 if command[0] == "munged":
                     await_file(folder / "munge.socket")
@@ -150,7 +171,10 @@ def await_nodes(found: Slurm) -> None:
     deadline = time.monotonic() + 60
     while True:
         try:
-            if found.run("sinfo", "--noheader", "--Node", "--partition=low", "--format=%t").split() == ["idle", "idle"]:
+            if found.run("sinfo", "--noheader", "--Node", "--partition=low", "--format=%t").split() == [
+                "idle",
+                "idle",
+            ]:
                 return
         except AssertionError:
             if time.monotonic() > deadline:

@@ -76,20 +76,41 @@ class Run:
     SCRIPT = "launch/pretrain.py"
     OVERRIDES: tuple[str, ...] = ()
 
-    def __init__(self, four: Hosts, folder: Path, name: str, names: list[str], *options: str, head: int = 0) -> None:
+    def __init__(
+        self, four: Hosts, folder: Path, name: str, names: list[str], *options: str, head: int = 0
+    ) -> None:
         self.four, self.folder, self.run, self.names = four, folder, folder / name, names
         self.hostfile = folder / f"hostfile_{name}"
         self.hostfile.write_text("".join(f"{host} slots=1\n" for host in names))
-        script = [str(ROOT / self.SCRIPT), "--config", f"{folder}/config.json", f"log.dir={self.run}", *self.OVERRIDES]
+        script = [
+            str(ROOT / self.SCRIPT),
+            "--config",
+            f"{folder}/config.json",
+            f"log.dir={self.run}",
+            *self.OVERRIDES,
+        ]
         hostfile = ["--hostfile", str(self.hostfile)]
         if "--hosts-command" in options:
             options, hostfile = (*options, f"cat {self.hostfile}"), []
         launcher = ["deepspeed", *hostfile, *script]
-        supervise = ["python", str(ROOT / "launch" / "supervise.py"), "--backoff", "1", "--look", "inf", "--resize-pause", "0", *options]
+        supervise = [
+            "python",
+            str(ROOT / "launch" / "supervise.py"),
+            "--backoff",
+            "1",
+            "--look",
+            "inf",
+            "--resize-pause",
+            "0",
+            *options,
+        ]
         self.lines: list[tuple[float, str]] = []
         self.began = time.monotonic()
         self.process = four.popen(head, *supervise, *launcher, cwd=folder)
-        self.readers = [threading.Thread(target=self._read, args=(pipe,)) for pipe in (self.process.stdout, self.process.stderr)]
+        self.readers = [
+            threading.Thread(target=self._read, args=(pipe,))
+            for pipe in (self.process.stdout, self.process.stderr)
+        ]
         for reader in self.readers:
             reader.start()
 
@@ -141,7 +162,10 @@ class Run:
         self.wait(lambda: len(re.findall(r"supervise: \d+ ranks", self.said)) > starts)
         begun = self.step()
         again = self.wait(lambda: self.step() != begun or self.step() == STEPS)
-        print(f"{name}: named after {first - struck:.1f} s, trains again after {again - struck:.1f} s", flush=True)
+        print(
+            f"{name}: named after {first - struck:.1f} s, trains again after {again - struck:.1f} s",
+            flush=True,
+        )
 
     def finish(self, name: str) -> None:
         """The run ends with the losses and the weights of one process, and leaves nobody behind on any host."""
@@ -153,15 +177,23 @@ class Run:
         assert ours[-1] == pytest.approx(theirs[-1], rel=TOLERANCE)
         before, after = (Reader(locate(self.folder / each)) for each in ("one", self.run.name))
         found = list(compare(before, after))
-        assert all(part.what.startswith(("values", "only bits")) and part.relative < TOLERANCE for part in found), found
-        print(f"{name}: weights and moments differ by {max((part.relative for part in found), default=0.0):.1e}", flush=True)
+        assert all(
+            part.what.startswith(("values", "only bits")) and part.relative < TOLERANCE for part in found
+        ), found
+        print(
+            f"{name}: weights and moments differ by {max((part.relative for part in found), default=0.0):.1e}",
+            flush=True,
+        )
         self.alone()
 
     def alone(self) -> None:
         """No host has a rank left, nor a process that watches."""
         deadline = time.monotonic() + 10
         while left := [
-            line for host in self.four.inits for word in ("pretrain.py", "heartbeat") for line in self.four.processes(host, word)
+            line
+            for host in self.four.inits
+            for word in ("pretrain.py", "heartbeat")
+            for line in self.four.processes(host, word)
         ]:
             assert time.monotonic() < deadline, left
             time.sleep(0.5)
@@ -178,20 +210,42 @@ def test_a_cut_link_is_named_by_both_sides(four: Hosts, tmp_path: Path) -> None:
     finally:
         four.mend(1)
     assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "heartbeat: nothing was heard from host node1 (rank 1) for 3 s" in said[0] and "node0 ends its rank 0" in said[0]
-    assert "heartbeat: host node1 hears nothing from host node0 (rank 0)" in said[1] and "node1 ends its rank 1" in said[1]
+    assert (
+        "heartbeat: nothing was heard from host node1 (rank 1) for 3 s" in said[0]
+        and "node0 ends its rank 0" in said[0]
+    )
+    assert (
+        "heartbeat: host node1 hears nothing from host node0 (rank 0)" in said[1]
+        and "node1 ends its rank 1" in said[1]
+    )
 
 
 @slow
 def test_a_name_that_no_host_has_is_said_before_ranks_meet(four: Hosts, folder: Path) -> None:
     """The store's client would try it for minutes, and say nothing of the name."""
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node9", "MASTER_PORT": "29701"}
-    command = ["python", str(ROOT / "launch" / "pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={folder}/nowhere"]
+    place = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "node9",
+        "MASTER_PORT": "29701",
+    }
+    command = [
+        "python",
+        str(ROOT / "launch" / "pretrain.py"),
+        "--config",
+        f"{folder}/config.json",
+        f"log.dir={folder}/nowhere",
+    ]
     began = time.monotonic()
     variables = [f"{name}={value}" for name, value in place.items()]
     done = four.run(1, "env", *variables, *command, timeout=60)
     assert done.returncode == 1 and time.monotonic() - began < NAMED_SECONDS
-    assert "node1 knows no host named node9, where the ranks are to meet (MASTER_ADDR)" in done.stderr.splitlines()[-1]
+    assert (
+        "node1 knows no host named node9, where the ranks are to meet (MASTER_ADDR)"
+        in done.stderr.splitlines()[-1]
+    )
 
 
 @slow
@@ -203,7 +257,10 @@ def test_a_spare_takes_the_place_of_a_host_that_is_cut_off(four: Hosts, folder: 
             assert run.hosts() == ["node0", "node2", "node3"]
             assert "no answer from node1 (" in run.said
             for host in ("node0", "node2"):
-                assert re.search(rf"{host}: heartbeat: nothing was heard from host node1 .*; {host} ends its rank", run.said)
+                assert re.search(
+                    rf"{host}: heartbeat: nothing was heard from host node1 .*; {host} ends its rank",
+                    run.said,
+                )
         finally:
             four.mend(1)
         run.finish("link cut")
@@ -214,8 +271,15 @@ def test_the_first_host_may_be_lost(four: Hosts, folder: Path) -> None:
     """With it go the store, the answers to heartbeats, and whoever would judge."""
     with Run(four, folder, "first", ["node1", "node2", "node3"]) as run:
         try:
-            run.strike("link of rank 0's host cut", lambda: four.cut(1), r"host node2 hears nothing from host node1 \(rank 0\)")
-            assert run.hosts() == ["node2", "node3"] and "host node3 hears nothing from host node1 (rank 0)" in run.said
+            run.strike(
+                "link of rank 0's host cut",
+                lambda: four.cut(1),
+                r"host node2 hears nothing from host node1 \(rank 0\)",
+            )
+            assert (
+                run.hosts() == ["node2", "node3"]
+                and "host node3 hears nothing from host node1 (rank 0)" in run.said
+            )
         finally:
             four.mend(1)
         run.finish("link of rank 0's host cut")
@@ -230,16 +294,25 @@ def test_a_host_that_is_gone_comes_back(four: Hosts, folder: Path) -> None:
         run.strike("host gone", lambda: four.end(1), named)
         assert run.hosts() == ["node0", "node2"]
         four.boot(1)
-        run.strike("rank killed", lambda: kill_rank(four, 2), r"rank 1 .*host node2.* (is dead|has ended)", after=run.step() + 10)
+        run.strike(
+            "rank killed",
+            lambda: kill_rank(four, 2),
+            r"rank 1 .*host node2.* (is dead|has ended)",
+            after=run.step() + 10,
+        )
         assert run.hosts() == ["node0", "node1", "node2"]
         run.finish("host gone, back, and a rank killed")
 
 
 def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain") -> None:
     """Kills a rank on a host, as the kernel does when memory runs out."""
-    found = subprocess.run(four.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True).stdout
+    found = subprocess.run(
+        four.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True
+    ).stdout
     pids = [
-        line.split()[0] for line in found.splitlines() if re.search(rf"-u \S*{script}\.py --local_rank", line) and "launcher" not in line
+        line.split()[0]
+        for line in found.splitlines()
+        if re.search(rf"-u \S*{script}\.py --local_rank", line) and "launcher" not in line
     ]
     assert len(pids) == 1, found
     subprocess.run(four.inside(host, "kill", "-9", pids[0]), check=True)
@@ -248,12 +321,17 @@ def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain") -> None:
 @slow
 def test_hosts_that_cannot_be_reached_are_left_out(four: Hosts, folder: Path) -> None:
     """One does not let anybody in, and one does not exist: each is named with what ssh says."""
-    subprocess.run(four.inside(1, "mount", "--bind", "/dev/null", str(four.folder / "authorized")), check=True)
+    subprocess.run(
+        four.inside(1, "mount", "--bind", "/dev/null", str(four.folder / "authorized")), check=True
+    )
     try:
         with Run(four, folder, "refused", ["node0", "node1", "node9", "node2"]) as run:
             named = run.wait(lambda: "no answer from" in run.said)
             assert named - run.began < NAMED_SECONDS
-            assert re.search(r"no answer from node1 \(.*Permission denied.*\), node9 \(.*Could not resolve hostname node9.*\)", run.said)
+            assert re.search(
+                r"no answer from node1 \(.*Permission denied.*\), node9 \(.*Could not resolve hostname node9.*\)",
+                run.said,
+            )
             print(f"sshd refuses, wrong name: named after {named - run.began:.1f} s", flush=True)
             run.finish("sshd refuses, wrong name")
             assert run.hosts() == ["node0", "node2"]
@@ -266,10 +344,14 @@ def test_hosts_that_cannot_be_reached_are_left_out(four: Hosts, folder: Path) ->
 def test_clocks_may_be_apart(four: Hosts, folder: Path) -> None:
     """A host ten minutes ahead is no fault; and when one is lost, its clock does not delay the news."""
     with Run(four, folder, "clocks", ["node3", "node0", "node1"]) as run:
-        there = subprocess.run(four.inside(0, "ssh", "node3", "date +%s"), capture_output=True, text=True).stdout
+        there = subprocess.run(
+            four.inside(0, "ssh", "node3", "date +%s"), capture_output=True, text=True
+        ).stdout
         assert int(there) - time.time() > 590
         try:
-            run.strike("link cut, clocks apart", lambda: four.cut(1), r"nothing was heard from host node1 \(rank 2\)")
+            run.strike(
+                "link cut, clocks apart", lambda: four.cut(1), r"nothing was heard from host node1 \(rank 2\)"
+            )
             assert run.hosts() == ["node3", "node0"]
         finally:
             four.mend(1)

@@ -1,4 +1,5 @@
-"""Hosts join and leave a run in good health: it saves, is laid out anew and goes on, and nobody kills anything.
+"""Hosts join and leave a run in good health: it saves, is laid out anew and goes
+on, and nobody kills anything.
 
 `pytest -s` shows the seconds from a change until the run is asked to stop, has stopped, and trains again.
 """
@@ -55,12 +56,20 @@ class Growing(Run):
         self.wait(lambda: self.step() > (self.layouts() or [(0, 0)])[-1][1] + 10)
         starts, seen, struck = len(self.layouts()), len(self.lines), time.monotonic()
         self.name(names)
-        heard = [self.wait(lambda pattern=pattern: any(re.search(pattern, line) for _, line in list(self.lines[seen:]))) - struck  # type: ignore[misc]
-                 for pattern in ("is asked to save and stop", r"supervise: \d+ ranks")]  # fmt: skip
+        heard = [
+            self.wait(
+                lambda pattern=pattern: any(re.search(pattern, line) for _, line in list(self.lines[seen:]))
+            )
+            - struck  # type: ignore[misc]
+            for pattern in ("is asked to save and stop", r"supervise: \d+ ranks")
+        ]
         self.wait(lambda: len(self.layouts()) > starts and self.step() > self.layouts()[-1][1])
         assert self.layouts()[-1][0] == size, self.said[-6000:]
-        print(f"{name}: asked to stop after {heard[0]:.1f} s, saved and stopped after {heard[1]:.1f} s, "
-              f"trains again after {time.monotonic() - struck:.1f} s", flush=True)  # fmt: skip
+        print(
+            f"{name}: asked to stop after {heard[0]:.1f} s, saved and stopped after {heard[1]:.1f} s, "
+            f"trains again after {time.monotonic() - struck:.1f} s",
+            flush=True,
+        )
 
     def name(self, names: list[str]) -> None:
         """Writes the hostfile anew, in one go."""
@@ -74,15 +83,29 @@ class Growing(Run):
         assert "ended with status" not in self.said
 
     def proved(self, sizes: list[int]) -> None:
-        """The run ends with the losses of one process, and no sample was lost or read twice, through these numbers of data ranks."""
+        """The run ends with the losses of one process, and no sample was lost or read twice,
+        through these numbers of data ranks.
+        """
         self.finish("a run of " + ", ".join(map(str, sizes)))
         assert [size for size, _ in self.layouts()] == sizes
-        ours, theirs = ({line["step"]: line["loss"] for line in metrics(self.folder / each)} for each in (self.run.name, "one"))
+        ours, theirs = (
+            {line["step"]: line["loss"] for line in metrics(self.folder / each)}
+            for each in (self.run.name, "one")
+        )
         assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=TOLERANCE)
         ends = [after for _, after in self.layouts()[1:]] + [STEPS]
-        legs = [f"dp{size}:{end}" for (size, after), end in zip(self.layouts(), ends, strict=True) if end > after]
+        legs = [
+            f"dp{size}:{end}" for (size, after), end in zip(self.layouts(), ends, strict=True) if end > after
+        ]
         legs[-1] = legs[-1].partition(":")[0]
-        proof = run_script("launch/samples.py", "--config", f"{self.folder}/config.json", "--prove", "--layouts", ",".join(legs))
+        proof = run_script(
+            "launch/samples.py",
+            "--config",
+            f"{self.folder}/config.json",
+            "--prove",
+            "--layouts",
+            ",".join(legs),
+        )
         print(f"--layouts {','.join(legs)}\n{proof.stdout}", flush=True)
         assert proof.returncode == 0 and "0 missing, 0 repeated" in proof.stdout, proof.stdout
 
@@ -98,7 +121,9 @@ def test_hosts_of_a_hostfile_join_and_leave(two: Hosts, folder: Path) -> None:
 
 def test_hosts_that_a_command_prints(two: Hosts, folder: Path) -> None:
     """The same, and a host that comes and goes all the time makes no more starts than the rules allow."""
-    with Growing(two, folder, "command", ["node0"], "--look", "1", "--resize-pause", "30", "--hosts-command") as run:
+    with Growing(
+        two, folder, "command", ["node0"], "--look", "1", "--resize-pause", "30", "--hosts-command"
+    ) as run:
         run.wait(lambda: run.step() > 5)
         began = time.monotonic()
         while time.monotonic() - began < 90.0 and run.process.poll() is None:
@@ -113,7 +138,10 @@ def test_hosts_that_a_command_prints(two: Hosts, folder: Path) -> None:
 
 
 def test_a_host_that_joins_and_cannot_train(two: Hosts, folder: Path) -> None:
-    """It answers, and its ranks die at once. The run would fail with it again and again, until it is given up."""
+    """It answers, and its ranks die at once.
+
+    The run would fail with it again and again, until it is given up.
+    """
     python = str(Path(sys.executable).resolve())
     subprocess.run(two.inside(1, "mount", "--bind", "/bin/false", python), check=True)
     try:
@@ -139,7 +167,9 @@ class SlowSave(Growing):
     OVERRIDES = ("checkpoint.every=10",)
 
     def change_while_saving(self, names: list[str], strike: Callable[[], object] = lambda: None) -> None:
-        """Names other hosts as soon as a save has begun, strikes before it has ended, and waits for the next start."""
+        """Names other hosts as soon as a save has begun, strikes before it has
+        ended, and waits for the next start.
+        """
         folder = self.run / "checkpoints"
         self.wait(lambda: any(folder.glob("*.partial")))
         starts, asked = len(self.layouts()), self.said.count("asked to save and stop")
@@ -151,7 +181,9 @@ class SlowSave(Growing):
 
 
 def test_growing_while_a_save_is_unfinished(two: Hosts, folder: Path) -> None:
-    """The save is waited for; and where its rank is killed then, the run goes on from the one before, on more hosts."""
+    """The save is waited for; and where its rank is killed then, the run goes on from
+    the one before, on more hosts.
+    """
     with SlowSave(two, folder, "saving", ["node0"], "--look", "0.2", "--resize-pause", "0") as run:
         run.change_while_saving(["node0", "node1"])
         run.change_while_saving(["node0"], lambda: kill_rank(two, 0, "tests/cluster/slow_save"))

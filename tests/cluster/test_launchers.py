@@ -17,7 +17,9 @@ from tests.training import write_config, write_corpus
 
 WHY_NOT = missing("pdsh")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}")
-slow = pytest.mark.skipif(not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh")
+slow = pytest.mark.skipif(
+    not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh"
+)
 STEPS = 6
 TOLERANCE = 1e-9  # fp64: sums in another order, over some steps
 
@@ -26,7 +28,12 @@ TOLERANCE = 1e-9  # fp64: sums in another order, over some steps
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shared folder with a config of two stages of two tensor ranks, a corpus, and the run of one process."""
     found = tmp_path_factory.mktemp("shared")
-    write_config(found, write_corpus(found), train={"steps": STEPS, "precision": "fp64"}, parallel={"timeout_seconds": 60})
+    write_config(
+        found,
+        write_corpus(found),
+        train={"steps": STEPS, "precision": "fp64"},
+        parallel={"timeout_seconds": 60},
+    )
     one = run_script("launch/pretrain.py", "--config", f"{found}/config.json", f"log.dir={found}/one")
     assert one.returncode == 0, one.stderr
     return found
@@ -34,7 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(folder: Path, name: str) -> list[str]:
     """The script and its arguments; `name` is the run's."""
-    script = [str(ROOT / "launch" / "pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={folder}/{name}"]
+    script = [
+        str(ROOT / "launch" / "pretrain.py"),
+        "--config",
+        f"{folder}/config.json",
+        f"log.dir={folder}/{name}",
+    ]
     return [*script, "parallel.tensor=2", "parallel.pipeline=2"]
 
 
@@ -45,12 +57,18 @@ def check(folder: Path, name: str, done: "subprocess.CompletedProcess[str]") -> 
     assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=TOLERANCE)
     before, after = (Reader(locate(folder / run)) for run in ("one", name))
     found = list(compare(before, after))
-    assert all(part.what.startswith(("values", "only bits")) and part.relative < TOLERANCE for part in found), found
+    assert all(
+        part.what.startswith(("values", "only bits")) and part.relative < TOLERANCE for part in found
+    ), found
 
 
 def losses(run: Path) -> list[float]:
     """Of every step."""
-    return [line["loss"] for text in (run / "metrics.jsonl").read_text().splitlines() if "loss" in (line := json.loads(text))]
+    return [
+        line["loss"]
+        for text in (run / "metrics.jsonl").read_text().splitlines()
+        if "loss" in (line := json.loads(text))
+    ]
 
 
 def test_deepspeed_over_pdsh(two: Hosts, folder: Path) -> None:
@@ -64,7 +82,18 @@ def test_deepspeed_over_pdsh(two: Hosts, folder: Path) -> None:
 @slow
 def test_torchrun_c10d(two: Hosts, folder: Path) -> None:
     """torchrun's own rendezvous, whose address is the first host's."""
-    meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400", "--rdzv-id", "run"]
+    meet = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "node0:29400",
+        "--rdzv-id",
+        "run",
+    ]
     check(folder, "c10d", on_both(two, [["torchrun", *meet, *arguments(folder, "c10d")]] * 2, folder))
 
 
@@ -72,7 +101,9 @@ def test_torchrun_c10d(two: Hosts, folder: Path) -> None:
 def test_torchrun_static(two: Hosts, folder: Path) -> None:
     """torchrun with numbered nodes."""
     meet = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "node0", "--master-port", "29401"]
-    commands = [["torchrun", *meet, "--node-rank", str(host), *arguments(folder, "static")] for host in range(2)]
+    commands = [
+        ["torchrun", *meet, "--node-rank", str(host), *arguments(folder, "static")] for host in range(2)
+    ]
     check(folder, "static", on_both(two, commands, folder))
 
 
@@ -81,7 +112,9 @@ def on_both(two: Hosts, commands: list[list[str]], folder: Path) -> "subprocess.
     started = [two.popen(host, *command, cwd=folder) for host, command in enumerate(commands)]
     ended = [(process.communicate(timeout=120), process.returncode) for process in started]
     return subprocess.CompletedProcess(
-        commands[0], max(status for _, status in ended), *("".join(part) for part in zip(*(said for said, _ in ended), strict=True))
+        commands[0],
+        max(status for _, status in ended),
+        *("".join(part) for part in zip(*(said for said, _ in ended), strict=True)),
     )
 
 
@@ -91,7 +124,28 @@ def on_both(two: Hosts, commands: list[list[str]], folder: Path) -> "subprocess.
 def test_mpirun(two: Hosts, folder: Path, slots: int, options: list[str]) -> None:
     """OpenMPI with a list of hosts: as many ranks as they have slots, and one rank a host."""
     name = f"mpirun{slots}"
-    ranks = ["--allow-run-as-root", "--host", f"node0:{slots},node1:{slots}", "-n", str(2 * slots), *options, "-x", "OMP_NUM_THREADS"]
+    ranks = [
+        "--allow-run-as-root",
+        "--host",
+        f"node0:{slots},node1:{slots}",
+        "-n",
+        str(2 * slots),
+        *options,
+        "-x",
+        "OMP_NUM_THREADS",
+    ]
     layout = [] if slots == 2 else ["parallel.tensor=1"]
-    done = two.run(0, "mpirun", *ranks, "-x", "MASTER_ADDR=node0", "-x", "PATH", "python", *arguments(folder, name), *layout, cwd=folder)
+    done = two.run(
+        0,
+        "mpirun",
+        *ranks,
+        "-x",
+        "MASTER_ADDR=node0",
+        "-x",
+        "PATH",
+        "python",
+        *arguments(folder, name),
+        *layout,
+        cwd=folder,
+    )
     check(folder, name, done)

@@ -16,7 +16,9 @@ from tests.training import write_config, write_corpus
 
 WHY_NOT = missing("pdsh")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}")
-slow = pytest.mark.skipif(not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh")
+slow = pytest.mark.skipif(
+    not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh"
+)
 PORT = 29611
 # Takes four fifths of a core in every millisecond, before all other programs.
 HOG = """import os, time
@@ -43,7 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def preflight(two: Hosts, folder: Path, *options: str) -> tuple[int, dict]:
     """The status and the JSON of a preflight from the first host."""
-    command = ["python", str(ROOT / "launch" / "preflight.py"), "--hostfile", "hostfile", "--config", "config.json", "--json", *options]
+    command = [
+        "python",
+        str(ROOT / "launch" / "preflight.py"),
+        "--hostfile",
+        "hostfile",
+        "--config",
+        "config.json",
+        "--json",
+        *options,
+    ]
     done = two.run(0, *command, "--port", str(PORT), cwd=folder)
     assert done.stdout, done.stderr[-3000:]
     return done.returncode, json.loads(done.stdout)
@@ -101,7 +112,9 @@ def other_torch(two: Hosts, folder: Path) -> Iterator[None]:
     found = next(file for file in distribution("torch").files or [] if file.name == "METADATA")
     file = Path(str(distribution("torch").locate_file(found)))
     lines = file.read_text().splitlines()
-    (folder / "METADATA").write_text("\n".join("Version: 2.9.1" if line.startswith("Version: ") else line for line in lines))
+    (folder / "METADATA").write_text(
+        "\n".join("Version: 2.9.1" if line.startswith("Version: ") else line for line in lines)
+    )
     with mounted(two, folder / "METADATA", file):
         yield
 
@@ -151,7 +164,9 @@ def background(two: Hosts, *command: str) -> Iterator[None]:
         assert process.stdout is not None and process.stdout.readline()
         yield
     finally:
-        for line in two.run(1, "pgrep", "-f", "preflight-fault").stdout.split():  # in the host's own process namespace
+        for line in two.run(
+            1, "pgrep", "-f", "preflight-fault"
+        ).stdout.split():  # in the host's own process namespace
             two.run(1, "kill", "-9", line)
         process.wait(10)
 
@@ -196,7 +211,9 @@ FAULTS: list[tuple[Callable, str, str]] = [
 
 
 @slow
-@pytest.mark.parametrize(("fault", "check", "text"), [pytest.param(*row, id=row[0].__name__) for row in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "check", "text"), [pytest.param(*row, id=row[0].__name__) for row in FAULTS]
+)
 def test_each_fault_is_named(two: Hosts, folder: Path, fault: Callable, check: str, text: str) -> None:
     """What would otherwise be found by a run that hangs, or not at all."""
     if fault is slow_core and len(os.sched_getaffinity(0)) < 2:
@@ -217,7 +234,21 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
     with hosts(tmp_path, 4) as four:
         write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run")})
         (tmp_path / "hostfile").write_text("".join(f"node{i} slots=1\n" for i in range(4)))
-        limit = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit", "burst", "64k", "latency", "50ms"]
+        limit = [
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            "20mbit",
+            "burst",
+            "64k",
+            "latency",
+            "50ms",
+        ]
         assert four.run(2, *limit).returncode == 0
         status, said = preflight(four, tmp_path)
     found = [(finding["host"], finding["check"]) for finding in said["findings"]]
@@ -227,9 +258,21 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
 
 def on_both(two: Hosts, folder: Path, hosts_there: tuple[int, ...] = (0, 1)) -> tuple[int, dict]:
     """Preflight in ranks that torchrun starts, on both hosts or on fewer; the status of the first host and rank 0's JSON."""
-    torchrun = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "node0", "--master-port", str(PORT)]
+    torchrun = [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "node0",
+        "--master-port",
+        str(PORT),
+    ]
     script = [str(ROOT / "launch" / "preflight.py"), "--config", "config.json", "--json"]
-    started = [two.popen(host, *torchrun, "--node-rank", str(host), *script, cwd=folder) for host in hosts_there]
+    started = [
+        two.popen(host, *torchrun, "--node-rank", str(host), *script, cwd=folder) for host in hosts_there
+    ]
     ended = [process.communicate(timeout=150) for process in started]
     assert "{" in ended[0][0], ended[0]
     return started[0].returncode, json.loads(ended[0][0][ended[0][0].index("{") :])
@@ -243,7 +286,9 @@ def test_ranks_of_a_launcher(two: Hosts, folder: Path) -> None:
     assert len(said["together"]["links"]) == 2
     with other_torch(two, folder):
         status, said = on_both(two, folder)
-    assert status == 1 and {finding["check"] for finding in said["findings"]} == {"versions"}, said["findings"]
+    assert status == 1 and {finding["check"] for finding in said["findings"]} == {"versions"}, said[
+        "findings"
+    ]
     assert said["exclude"] == "node1" and isinstance(said["together"], str)
 
 
@@ -251,7 +296,15 @@ def test_ranks_of_a_launcher(two: Hosts, folder: Path) -> None:
 def test_a_dry_run_prints_what_a_launch_does(two: Hosts, folder: Path) -> None:
     """Word for word, and variable for variable; and it starts nothing on any host."""
     (folder / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\n")
-    command = ["python", str(ROOT / "launch" / "preflight.py"), "--dry-run", "--hostfile", "hostfile", "--config", "config.json"]
+    command = [
+        "python",
+        str(ROOT / "launch" / "preflight.py"),
+        "--dry-run",
+        "--hostfile",
+        "hostfile",
+        "--config",
+        "config.json",
+    ]
     two.cut(1)
     try:
         printed = two.run(0, *command, "--port", str(PORT), "train.seed=5", cwd=folder)
@@ -262,18 +315,30 @@ def test_a_dry_run_prints_what_a_launch_does(two: Hosts, folder: Path) -> None:
     assert lines[0].startswith("here: deepspeed --hostfile hostfile --master_addr node0")
     # The command of the first line, with a script in pretrain's place that tells what it was given.
     teller = folder / "tell.py"
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ]
     teller.write_text(
         f"import os, sys\nvariables = [name + '=' + os.environ[name] for name in {names}]\n"
         "line = ['told', *variables, sys.executable, '-u', *sys.argv, os.environ['NCCL_DEBUG']]\n"
         "sys.stdout.write(' '.join(line) + '\\n')\n"  # in one write: the ranks of a host share a pipe
     )
-    words = [str(teller) if word.endswith("pretrain.py") else word for word in lines[0].removeprefix("here: ").split()]
+    words = [
+        str(teller) if word.endswith("pretrain.py") else word
+        for word in lines[0].removeprefix("here: ").split()
+    ]
     done = two.run(0, *words, cwd=folder)
     (folder / ".deepspeed_env").unlink()
     told = sorted(line.partition("told ")[2] for line in done.stdout.splitlines() if "told " in line)
     expected = sorted(line.strip() + " WARN" for line in lines if line.startswith("  RANK="))
-    assert len(told) == 4 and told == [line.replace(str(ROOT / "launch" / "pretrain.py"), str(teller)) for line in expected], done.stderr[
-        -2000:
-    ]
+    assert len(told) == 4 and told == [
+        line.replace(str(ROOT / "launch" / "pretrain.py"), str(teller)) for line in expected
+    ], done.stderr[-2000:]
     assert all("export NCCL_DEBUG=WARN" in line for line in lines if line.startswith("node"))

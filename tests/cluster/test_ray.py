@@ -1,4 +1,6 @@
-"""launch/ray_train.py on a Ray cluster of two nodes on this machine: calm, a worker is killed, a node joins, a node is lost."""
+"""launch/ray_train.py on a Ray cluster of two nodes on this machine: calm, a worker is
+killed, a node joins, a node is lost.
+"""
 
 import importlib.util
 import json
@@ -32,7 +34,9 @@ CPUS = 2  # of a node
 PATIENCE = 480.0  # seconds, on a busy machine
 GROWING = 40  # steps of a run whose nodes join and leave
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {
+    "OMP_NUM_THREADS": "1"
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,9 @@ def calm(folder: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = [str(ROOT / "launch" / "pretrain.py"), "--config", "config.json", f"log.dir={name}", *overrides]
     command = [sys.executable, *launcher, *script]
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     return folder / name
 
@@ -72,7 +78,14 @@ def calm(folder: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
 @contextmanager
 def started(cluster: Any, folder: Path, name: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """A run on the cluster, in `folder`/`name`, which ends with the block."""
-    command = [sys.executable, ROOT / "launch" / "ray_train.py", "--config", "config.json", f"log.dir={name}", *arguments]
+    command = [
+        sys.executable,
+        ROOT / "launch" / "ray_train.py",
+        "--config",
+        "config.json",
+        f"log.dir={name}",
+        *arguments,
+    ]
     with (folder / f"{name}.txt").open("w") as said:
         variables = ENVIRONMENT | {"RAY_ADDRESS": cluster.address}
         process = subprocess.Popen(command, cwd=folder, env=variables, text=True, stdout=said, stderr=said)
@@ -95,7 +108,9 @@ def await_step(folder: Path, name: str, step: int) -> None:
     """Waits until a run has done some steps."""
     deadline, records = time.monotonic() + PATIENCE, folder / name / "metrics.jsonl"
     while not records.exists() or not (done := metrics(folder / name)) or done[-1]["step"] < step:
-        assert time.monotonic() < deadline, f"step {step} was not reached\n{(folder / f'{name}.txt').read_text()[-3000:]}"
+        assert time.monotonic() < deadline, (
+            f"step {step} was not reached\n{(folder / f'{name}.txt').read_text()[-3000:]}"
+        )
         time.sleep(0.1)
 
 
@@ -134,12 +149,17 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def differences(ours: Path, theirs: Path) -> list[float]:
-    """Relative differences of tensors between the last checkpoints of two runs; empty if they are bitwise equal."""
+    """Relative differences of tensors between the last checkpoints of two runs;
+    empty if they are bitwise equal.
+    """
     return [part.relative for part in compare(Reader(locate(theirs)), Reader(locate(ours)))]
 
 
 def test_a_killed_worker_goes_on(cluster: Any, folder: Path) -> None:
-    """A rank that dies would end the run, or change it. The calm runs, in the same layout and of one process, are without Ray."""
+    """A rank that dies would end the run, or change it.
+
+    The calm runs, in the same layout and of one process, are without Ray.
+    """
     layout = ["parallel.tensor=2", "parallel.pipeline=2"]
     with started(cluster, folder, "killed", "--workers", str(WORKERS), *layout) as run:
         await_step(folder, "killed", 8)
@@ -172,8 +192,13 @@ def test_a_node_joins_a_run_in_good_health_and_one_is_lost(cluster: Any, folder:
         await_said(folder, "elastic", "the Ray cluster has 2 slots: 1 ranks become 2")
         asked = time.monotonic() - began
         await_size(folder, "elastic", [1, 2])
-        await_step(folder, "elastic", starts(folder, "elastic")[1][1] + 7)  # a checkpoint of two workers is there
-        print(f"a node joins: asked to stop after {asked:.1f} s, trains again within {time.monotonic() - began:.1f} s", flush=True)
+        # a checkpoint of two workers is there
+        await_step(folder, "elastic", starts(folder, "elastic")[1][1] + 7)
+        print(
+            f"a node joins: asked to stop after {asked:.1f} s, trains again within "
+            f"{time.monotonic() - began:.1f} s",
+            flush=True,
+        )
         began = time.monotonic()
         cluster.remove_node(node, allow_graceful=False)
         await_size(folder, "elastic", [1, 2, 1])
@@ -183,7 +208,9 @@ def test_a_node_joins_a_run_in_good_health_and_one_is_lost(cluster: Any, folder:
     assert said.count("ended with status") == 1, "the lost node alone makes a start fail"
     one = calm(folder, "one_fp64", *fp64)
     ours, theirs = losses(folder / "elastic"), dict(losses(one))
-    assert [loss for _, loss in ours] == pytest.approx([theirs[step] for step, _ in ours], rel=1e-9), "those of steps done twice too"
+    assert [loss for _, loss in ours] == pytest.approx([theirs[step] for step, _ in ours], rel=1e-9), (
+        "those of steps done twice too"
+    )
     assert {step for step, _ in ours} == set(range(1, GROWING + 1))
     assert max(differences(folder / "elastic", one), default=0.0) < 1e-9
     (_, _), (_, grown), (_, shrunk) = starts(folder, "elastic")
@@ -198,11 +225,16 @@ def test_a_node_joins_a_run_in_good_health_and_one_is_lost(cluster: Any, folder:
     ("arguments", "said"),
     [
         (["--workers", "2", "data.train=nowhere"], "data error: nowhere.bin: missing"),
-        (["--workers", "8"], "config error: --workers: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs"),
+        (
+            ["--workers", "8"],
+            "config error: --workers: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs",
+        ),
     ],
 )
 def test_mistakes_are_one_line(cluster: Any, folder: Path, arguments: list[str], said: str) -> None:
-    """Ray would start a run again and again whose data are missing, or wait for machines that the cluster does not have."""
+    """Ray would start a run again and again whose data are missing, or wait for machines
+    that the cluster does not have.
+    """
     with started(cluster, folder, "mistaken", *arguments) as run:
         heard = finish(run, folder, "mistaken", status=2)
     assert heard.splitlines()[-1].startswith(said), heard

@@ -1,4 +1,6 @@
-"""launch/slurm under a real Slurm: a run on two nodes, preemption, the signal before the time limit, arrays."""
+"""launch/slurm under a real Slurm: a run on two nodes, preemption, the signal before
+the time limit, arrays.
+"""
 
 import contextlib
 import json
@@ -15,7 +17,9 @@ from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus
 
-WHY_NOT = missing() or ("" if os.environ.get("MEGACORE_CLUSTER") else "minutes long: bash tests/cluster/run.sh")
+WHY_NOT = missing() or (
+    "" if os.environ.get("MEGACORE_CLUSTER") else "minutes long: bash tests/cluster/run.sh"
+)
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"Slurm: {WHY_NOT}")
 OPTIONS = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0")
 SCRIPT = str(ROOT / "launch" / "slurm" / "pretrain.sbatch")
@@ -31,18 +35,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where jobs are submitted: the checkout's scripts, a corpus and a config of slow steps, so that there is time to disturb them."""
+    """Where jobs are submitted: the checkout's scripts, a corpus and a config of slow steps, so that
+    there is time to disturb them.
+    """
     found = tmp_path_factory.mktemp("submitted")
     (found / "launch").symlink_to(ROOT / "launch")
     train = {"steps": STEPS, "seq_len": 128, "global_batch_size": 16, "precision": "fp64"}
-    write_config(found, write_corpus(found, tokens=20_000), train=train, model={"hidden_size": 128, "max_positions": 128})
+    write_config(
+        found,
+        write_corpus(found, tokens=20_000),
+        train=train,
+        model={"hidden_size": 128, "max_positions": 128},
+    )
     return found
 
 
 @pytest.fixture(scope="module")
 def calm(folder: Path, cluster: Slurm) -> Path:
     """The run that nobody disturbs."""
-    job = cluster.submit(folder, *OPTIONS, "--no-requeue", SCRIPT, "--config", "config.json", f"log.dir={folder}/calm")
+    job = cluster.submit(
+        folder, *OPTIONS, "--no-requeue", SCRIPT, "--config", "config.json", f"log.dir={folder}/calm"
+    )
     cluster.wait(job, "COMPLETED", seconds=180)
     return folder / "calm"
 
@@ -79,7 +92,9 @@ def test_two_nodes_train_as_one_process_does(folder: Path, calm: Path) -> None:
 
 def test_a_preempted_job_goes_on(cluster: Slurm, folder: Path, calm: Path) -> None:
     """Preemption would lose the steps since the last checkpoint, or end the run."""
-    job = cluster.submit(folder, *OPTIONS, "--partition=low", SCRIPT, "--config", "config.json", f"log.dir={folder}/preempted")
+    job = cluster.submit(
+        folder, *OPTIONS, "--partition=low", SCRIPT, "--config", "config.json", f"log.dir={folder}/preempted"
+    )
     await_step(folder / "preempted", 5)
     other = cluster.submit(folder, "--nodes=2", "--exclusive", "--partition=high", "--wrap=sleep 2")
     cluster.wait(other, "COMPLETED", seconds=90)
@@ -90,8 +105,10 @@ def test_a_preempted_job_goes_on(cluster: Slurm, folder: Path, calm: Path) -> No
 
 
 def test_status_75_is_requeued(cluster: Slurm, folder: Path, calm: Path) -> None:
-    """A run that saved because its time was nearly over would not go on. Slurm sends the signal of `--signal` as `scancel` does here:
-    to the tasks alone."""
+    """A run that saved because its time was nearly over would not go on.
+
+    Slurm sends the signal of `--signal` as `scancel` does here: to the tasks alone.
+    """
     job = cluster.submit(folder, *OPTIONS, SCRIPT, "--config", "config.json", f"log.dir={folder}/signalled")
     await_step(folder / "signalled", 5)
     cluster.run("scancel", "--signal=USR1", job)
@@ -104,7 +121,9 @@ def test_status_75_is_requeued(cluster: Slurm, folder: Path, calm: Path) -> None
 
 
 def test_a_time_limit_is_no_end(cluster: Slurm, folder: Path, calm: Path) -> None:
-    """The signal that Slurm itself sends before the time limit would end the run, or the requeued job would not go on."""
+    """The signal that Slurm itself sends before the time limit would end the run, or
+    the requeued job would not go on.
+    """
     options = [*OPTIONS, "--time=2", "--signal=USR1@40"]
     job = cluster.submit(folder, *options, SCRIPT, "--config", "config.json", f"log.dir={folder}/limited")
     await_step(folder / "limited", 5)
@@ -112,7 +131,8 @@ def test_a_time_limit_is_no_end(cluster: Slurm, folder: Path, calm: Path) -> Non
     for pid in ranks_of(folder / "limited"):
         os.kill(pid, signal.SIGSTOP)
     cluster.wait(job, "COMPLETED", seconds=360)
-    assert int(cluster.fields(job)["Restarts"]) >= 1  # on a slow machine its second start comes near the limit too
+    # on a slow machine its second start comes near the limit too
+    assert int(cluster.fields(job)["Restarts"]) >= 1
     assert "stopped on request" in (folder / f"slurm-megacore-{job}.out").read_text()
     assert_equal_bitwise(folder / "limited", calm)
 
@@ -130,7 +150,13 @@ def ranks_of(run: Path) -> list[int]:
 
 def test_srun_alone(cluster: Slurm, folder: Path, calm: Path) -> None:
     """The command of the README, without a batch script."""
-    script = ["python", str(ROOT / "launch" / "pretrain.py"), "--config", "config.json", f"log.dir={folder}/srun"]
+    script = [
+        "python",
+        str(ROOT / "launch" / "pretrain.py"),
+        "--config",
+        "config.json",
+        f"log.dir={folder}/srun",
+    ]
     cluster.run("srun", "--ntasks=4", "--ntasks-per-node=2", *script, cwd=folder, timeout=120)
     assert_equal_bitwise(folder / "srun", calm)
 
@@ -143,9 +169,12 @@ def submit_instead(cluster: Slurm, folder: Path, script: str, *options: str) -> 
 
 
 def test_ranks_need_not_end_at_once(cluster: Slurm, folder: Path) -> None:
-    """The first rank to end with 75 would have srun kill the others, whose status is another: the job would not be requeued."""
+    """The first rank to end with 75 would have srun kill the others, whose status is another:
+    the job would not be requeued.
+    """
     script = (
-        "import os, sys, time\ntime.sleep(int(os.environ['SLURM_PROCID']))\nsys.exit(0 if 'SLURM_RESTART_COUNT' in os.environ else 75)\n"
+        "import os, sys, time\ntime.sleep(int(os.environ['SLURM_PROCID']))\nsys.exit(0 if "
+        "'SLURM_RESTART_COUNT' in os.environ else 75)\n"
     )
     job = submit_instead(cluster, folder / "apart", script, "--gpus-per-node=0")
     found = cluster.wait(job, "COMPLETED", "FAILED", seconds=240)
@@ -154,17 +183,24 @@ def test_ranks_need_not_end_at_once(cluster: Slurm, folder: Path) -> None:
 
 def test_one_visible_gpu_a_task(cluster: Slurm, folder: Path) -> None:
     """Slurm would refuse the options together, or show every task all GPUs of its node."""
-    script = "import os\nprint('rank', os.environ['SLURM_PROCID'], 'sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    script = (
+        "import os\nprint('rank', os.environ['SLURM_PROCID'], 'sees', "
+        "os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    )
     job = submit_instead(cluster, folder / "seen", script, "--gpus-per-node=2", "--gpus-per-task=1")
     cluster.wait(job, "COMPLETED", seconds=60)
     said = (folder / "seen" / f"slurm-megacore-{job}.out").read_text()
-    assert sorted(line for line in said.splitlines() if line.startswith("rank")) == [f"rank {rank} sees {rank % 2}" for rank in range(4)]
+    assert sorted(line for line in said.splitlines() if line.startswith("rank")) == [
+        f"rank {rank} sees {rank % 2}" for rank in range(4)
+    ]
 
 
 def test_an_array_trains_each_line(cluster: Slurm, folder: Path) -> None:
     """All tasks would train the same, or write into one folder."""
     rows = ["optim.lr=1e-3 train.steps=3", "optim.lr=2e-3 train.steps=4"]
-    (folder / "runs.txt").write_text("".join(f"{row} log.dir={folder}/array_{i}\n" for i, row in enumerate(rows, 1)))
+    (folder / "runs.txt").write_text(
+        "".join(f"{row} log.dir={folder}/array_{i}\n" for i, row in enumerate(rows, 1))
+    )
     options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--array=1-3")
     job = cluster.submit(folder, *options, SCRIPT, "--runs", "runs.txt", "--config", "config.json")
     for task in (1, 2):

@@ -1,8 +1,9 @@
-"""A run of two hosts goes on for a minute beside strangers, and a host that is frozen meanwhile is named within its limit.
+"""A run of two hosts goes on for a minute beside strangers, and a host that is frozen
+meanwhile is named within its limit.
 
-The strangers know every port and door of heartbeats and of figures, flood them, and hold idle, slow and garbled connections: from a
-third host, and on both hosts as another user and as the run's own. Somebody also writes into the run's records.
-`pytest -s` shows the figures.
+The strangers know every port and door of heartbeats and of figures, flood them, and hold idle, slow and
+garbled connections: from a third host, and on both hosts as another user and as the run's own. Somebody also
+writes into the run's records. `pytest -s` shows the figures.
 """
 
 import os
@@ -48,7 +49,9 @@ def listening(three: Hosts, host: int) -> list[str]:
     """What a host's heartbeat listens on, as `tests.strangers` takes it, but for the host's name."""
 
     def ask(kind: str) -> list[str]:
-        said = subprocess.run(three.inside(host, "ss", f"-Hln{kind}p"), capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            three.inside(host, "ss", f"-Hln{kind}p"), capture_output=True, text=True, check=True
+        ).stdout
         return [line for line in said.splitlines() if '"python' in line]
 
     ports = [f"udp:{port}" for line in ask("u") for port in re.findall(r"[*\]0]:(\d+)", line)]
@@ -57,14 +60,23 @@ def listening(three: Hosts, host: int) -> list[str]:
 
 def ranks_on(three: Hosts, host: int) -> list[str]:
     """The processes of a host that train, by their numbers there."""
-    said = subprocess.run(three.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True).stdout
-    return [line.split()[0] for line in said.splitlines() if re.search(r"-u \S*launch/pretrain\.py --local_rank", line)]
+    said = subprocess.run(
+        three.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True
+    ).stdout
+    return [
+        line.split()[0]
+        for line in said.splitlines()
+        if re.search(r"-u \S*launch/pretrain\.py --local_rank", line)
+    ]
 
 
 def scraped(three: Hosts, host: int) -> float:
     """Seconds that a scrape from the third host takes."""
     began = time.monotonic()
-    code = f"import urllib.request as u; print(u.urlopen('http://node{host}:{PORT}/metrics', timeout=10).read().decode())"
+    code = (
+        f"import urllib.request as u; print(u.urlopen('http://node{host}:{PORT}/metrics', "
+        "timeout=10).read().decode())"
+    )
     said = subprocess.run(three.inside(2, "python3", "-c", code), capture_output=True, text=True, timeout=20)
     assert "megacore_loss" in said.stdout, said.stderr[-500:]
     return time.monotonic() - began
@@ -78,16 +90,28 @@ def test_a_run_goes_on_beside_strangers(three: Hosts, tmp_path: Path) -> None:
     with Watched(three, tmp_path, "run", ["node0", "node1"]) as run, ExitStack() as ended:
         run.wait(lambda: run.step() >= 20)
         found = {host: listening(three, host) for host in (0, 1)}
-        assert all(sorted(each.split(":")[0] for each in those) == ["udp", "unix"] for those in found.values()), found
+        assert all(
+            sorted(each.split(":")[0] for each in those) == ["udp", "unix"] for those in found.values()
+        ), found
         for host in found:
             for rank in ranks_on(three, host):
-                subprocess.run(three.inside(host, "prlimit", "--pid", rank, f"--nofile={DESCRIPTORS}"), check=True)
+                subprocess.run(
+                    three.inside(host, "prlimit", "--pid", rank, f"--nofile={DESCRIPTORS}"), check=True
+                )
         quiet = run.step()
         time.sleep(10)
         pace = (run.step() - quiet) / 10
-        ports = [each.replace("udp:", f"udp:node{host}:") for host, those in found.items() for each in those if each.startswith("udp")]
+        ports = [
+            each.replace("udp:", f"udp:node{host}:")
+            for host, those in found.items()
+            for each in those
+            if each.startswith("udp")
+        ]
         far = [*ports, *(f"tcp:node{host}:{PORT}" for host in found)]
-        works = [(2, far), *((host, [door]) for host, those in found.items() for door in those if door.startswith("unix"))]
+        works = [
+            (2, far),
+            *((host, [door]) for host, those in found.items() for door in those if door.startswith("unix")),
+        ]
         for host, targets in works:
             for who in ([], ["--nobody"]):
                 command = ["python", "-m", "tests.strangers", str(10 * STRANGE_SECONDS), *targets, *who]
@@ -104,19 +128,29 @@ def test_a_run_goes_on_beside_strangers(three: Hosts, tmp_path: Path) -> None:
         steps = run.step() - first
         lasted = time.monotonic() - began
         said = run.said
-        assert said.count(" ranks on ") == 1 and "supervise: the run ended" not in said and "Too many open files" not in said, said[-6000:]
+        assert (
+            said.count(" ranks on ") == 1
+            and "supervise: the run ended" not in said
+            and "Too many open files" not in said
+        ), said[-6000:]
         assert "watches on" not in said and "could not look" not in said, said[-6000:]
         struck = time.monotonic()
-        subprocess.run(three.inside(1, "sh", "-c", "kill -STOP -1"), check=False)  # all of the host but its first process, its sshd
+        # all of the host but its first process, its sshd
+        subprocess.run(three.inside(1, "sh", "-c", "kill -STOP -1"), check=False)
         os.kill(three.pids[1], signal.SIGSTOP)
         run.wait(lambda: "nothing was heard from host node1 (rank 1)" in run.said, 60)
-        named = next(when for when, line in run.lines if "nothing was heard from host node1 (rank 1)" in line) - struck
+        named = (
+            next(when for when, line in run.lines if "nothing was heard from host node1 (rank 1)" in line)
+            - struck
+        )
         assert named < 1.5 * SILENT_SECONDS, run.said[-6000:]
         run.wait(lambda: "1 ranks on 1 of 2 hosts" in run.said)
         last = run.step()
         again = run.wait(lambda: run.step() > last) - struck
     print(
-        f"beside strangers for {lasted:.0f} s: {steps} steps, {steps / lasted:.2f} a second, and {pace:.2f} before; {len(seconds)} scrapes,"
-        f" the slowest in {max(seconds):.2f} s; a host frozen meanwhile was named after {named:.1f} s, and the other trains again after"
+        f"beside strangers for {lasted:.0f} s: {steps} steps, {steps / lasted:.2f} a second, and "
+        f"{pace:.2f} before; {len(seconds)} scrapes,"
+        f" the slowest in {max(seconds):.2f} s; a host frozen meanwhile was named after {named:.1f} s, "
+        "and the other trains again after"
         f" {again:.1f} s"
     )

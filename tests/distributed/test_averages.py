@@ -21,11 +21,13 @@ from tests.distributed.test_evaluate import figures_of
 from tests.pool import ROOT, Pool
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
-# Every elementwise rule in one model; a rule that takes signs steps by noise where a gradient is zero, as that of the keys' biases.
+# Every elementwise rule in one model; a rule that takes signs steps by noise where a gradient is zero, as
+# that of the keys' biases.
 MIXED = (
     "model.qkv_bias=false",
     "optim.slow_warmup=10",
-    'optim.groups=[{"match": ["blocks.0.*", "embedding.*"], "kind": "lion"}, {"match": ["blocks.1.*", "*norm*"], "kind": "ademamix"}]',
+    'optim.groups=[{"match": ["blocks.0.*", "embedding.*"], "kind": "lion"}, {"match": ["blocks.1.*", '
+    '"*norm*"], "kind": "ademamix"}]',
 )
 EMA = (*MIXED, "optim.ema=0.7")
 FEW = "train.global_batch_size=16"  # four microbatches: two for each data rank or stage of a pipeline
@@ -39,12 +41,20 @@ def workers() -> Iterator[ProofWorkers]:
         yield workers
 
 
-@pytest.mark.parametrize("rules", [EMA, FREE, SOAP], ids=["lion, ademamix, ema", "schedule_free", "soap, ema"])
+@pytest.mark.parametrize(
+    "rules", [EMA, FREE, SOAP], ids=["lion, ademamix, ema", "schedule_free", "soap, ema"]
+)
 @pytest.mark.parametrize(
     ("layout", "engine"),
-    [("tp2pp2", "engine.kind=native"), ("tp2dp2", "engine.shard_optimizer=true"), ("tp2dp2", "engine.kind=fsdp")],
+    [
+        ("tp2pp2", "engine.kind=native"),
+        ("tp2dp2", "engine.shard_optimizer=true"),
+        ("tp2dp2", "engine.kind=fsdp"),
+    ],
 )
-def test_every_layout_is_the_papers_formula(workers: ProofWorkers, layout: str, engine: str, rules: tuple[str, ...]) -> None:
+def test_every_layout_is_the_papers_formula(
+    workers: ProofWorkers, layout: str, engine: str, rules: tuple[str, ...]
+) -> None:
     """Weights, state, averages, and the validation loss, which is that of the averages."""
     proof = prove(Options(TINY, [FEW, *rules, engine], [parse(layout)]), workers=workers)
     found = {key: d for result in proof.results for key, d in result.differences.items()}
@@ -69,16 +79,22 @@ def swapped_betas() -> Any:
 
 
 def first_weights_in_the_mean() -> Any:
-    """Another: the mean of `optim.ema` keeps the part of the first weights, as if there had been steps before."""
+    """Another: the mean of `optim.ema` keeps the part of the first weights, as if
+    there had been steps before.
+    """
     from megacore.engine.averages import WeightAverages
 
     update = WeightAverages.update
-    return mock.patch.object(WeightAverages, "update", lambda self, updates, skip: update(self, updates + 1, skip))
+    return mock.patch.object(
+        WeightAverages, "update", lambda self, updates, skip: update(self, updates + 1, skip)
+    )
 
 
 @pytest.mark.parametrize("mistake", [swapped_betas, first_weights_in_the_mean])
 def test_a_mistake_in_a_rule_is_found(workers: ProofWorkers, mistake: Any) -> None:
-    proof = prove(Options(TINY, [FEW, *EMA], [parse("dp2")], plant=f"{__name__}:{mistake.__name__}"), workers=workers)
+    proof = prove(
+        Options(TINY, [FEW, *EMA], [parse("dp2")], plant=f"{__name__}:{mistake.__name__}"), workers=workers
+    )
     kinds = {difference.kind for difference in proof.results[0].beyond}
     assert not proof.holds and kinds >= ({"lion_m", "parameter"} if mistake is swapped_betas else {"average"})
 
@@ -88,14 +104,19 @@ def not_restored(config: str, overrides: list[str], log_dir: str) -> int:
     held = HeldTensors.tensors
 
     def copied(self: HeldTensors) -> Any:
-        return {key: (tensor.clone() if key.startswith("average/") else tensor, box) for key, (tensor, box) in held(self).items()}
+        return {
+            key: (tensor.clone() if key.startswith("average/") else tensor, box)
+            for key, (tensor, box) in held(self).items()
+        }
 
     with mock.patch.object(HeldTensors, "tensors", copied):
         return training.run_rank(config, overrides, log_dir)
 
 
 def trained(pool: Pool, folder: Path, name: str, ranks: int, *overrides: str) -> Path:
-    assert set(pool.run(ranks, training.run_rank, str(folder / "config.json"), list(overrides), str(folder / name))) <= {0}
+    assert set(
+        pool.run(ranks, training.run_rank, str(folder / "config.json"), list(overrides), str(folder / name))
+    ) <= {0}
     return folder / name
 
 
@@ -106,7 +127,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     training.write_corpus(folder, "valid", tokens=300, seed=1)
     train = {"steps": 8, "eval_every": 2, "eval_batches": 0}
     more = {"data": {"valid": str(folder / "valid")}, "checkpoint": {"every": 4, "keep": 9}}
-    config = json.loads(Path(training.write_config(folder, prefix, train=train, optim={"decay_steps": 8}, **more)).read_text())
+    config = json.loads(
+        Path(training.write_config(folder, prefix, train=train, optim={"decay_steps": 8}, **more)).read_text()
+    )
     config["data"]["train"] = prefix
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -130,14 +153,22 @@ RESUMED = {"ema": ("optim.ema=0.9",), "schedule_free": ("optim.kind=schedule_fre
 @pytest.fixture(scope="module", params=RESUMED)
 def whole(request: pytest.FixtureRequest, pool: Pool, folder: Path) -> tuple[str, Path]:
     """A run that keeps averages, on two data ranks that divide them."""
-    return request.param, trained(pool, folder, f"whole_{request.param}", 2, *RESUMED[request.param], *SHARDED)
+    return request.param, trained(
+        pool, folder, f"whole_{request.param}", 2, *RESUMED[request.param], *SHARDED
+    )
 
 
-def test_a_run_that_goes_on_in_another_layout_has_the_same_average(whole: tuple[str, Path], pool: Pool, folder: Path) -> None:
-    """Bit by bit where nothing else differs; an average that begins anew, or stays as its old rank had it, would be another."""
+def test_a_run_that_goes_on_in_another_layout_has_the_same_average(
+    whole: tuple[str, Path], pool: Pool, folder: Path
+) -> None:
+    """Bit by bit where nothing else differs; an average that begins anew, or stays as its old
+    rank had it, would be another.
+    """
     kind, run = whole
     trained(pool, folder, f"resumed_{kind}", 2, *RESUMED[kind], "train.steps=4", "parallel.data=2")
-    resumed = trained(pool, folder, f"resumed_{kind}", 2, *RESUMED[kind], "parallel.data=2", "engine.kind=fsdp")
+    resumed = trained(
+        pool, folder, f"resumed_{kind}", 2, *RESUMED[kind], "parallel.data=2", "engine.kind=fsdp"
+    )
     assert same(tensors(run, 4, "average"), tensors(resumed, 4, "average"))
     apart = tensors(resumed, 8, "average")
     for name, average in tensors(run, 8, "average").items():
@@ -149,10 +180,14 @@ def test_a_run_that_goes_on_in_another_layout_has_the_same_average(whole: tuple[
         assert not all(np.allclose(found[name], apart[name], rtol=1e-4, atol=1e-6) for name in apart)
     trained(pool, folder, f"again_{kind}", 2, *RESUMED[kind], "train.steps=4", *SHARDED)
     again = trained(pool, folder, f"again_{kind}", 2, *RESUMED[kind], *SHARDED)
-    assert same(tensors(run, 8, "average"), tensors(again, 8, "average")) and same(tensors(run, 8, "model"), tensors(again, 8, "model"))
+    assert same(tensors(run, 8, "average"), tensors(again, 8, "average")) and same(
+        tensors(run, 8, "model"), tensors(again, 8, "model")
+    )
 
 
-def test_validation_and_evaluation_are_of_the_average(whole: tuple[str, Path], pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_validation_and_evaluation_are_of_the_average(
+    whole: tuple[str, Path], pool: Pool, folder: Path, tmp_path: Path
+) -> None:
     """And what was trained is as if nobody had evaluated; `--weights trained` measures that."""
     kind, run = whole
     unseen = trained(pool, folder, f"unseen_{kind}", 2, *RESUMED[kind], *SHARDED, "train.eval_every=0")
@@ -160,32 +195,44 @@ def test_validation_and_evaluation_are_of_the_average(whole: tuple[str, Path], p
     logged = {line["step"]: line["valid_loss"] for line in training.lines(run) if "valid_loss" in line}
 
     def measured(*choice: str) -> float:
-        return float(pool.run(1, figures_of, ["--checkpoint", str(run), *choice], f"{tmp_path}/figures.json")[0]["nats_per_token"])
+        return float(
+            pool.run(1, figures_of, ["--checkpoint", str(run), *choice], f"{tmp_path}/figures.json")[0][
+                "nats_per_token"
+            ]
+        )
 
     assert measured() == measured("--weights", "average") == pytest.approx(logged[8], rel=1e-6)
     assert measured("--weights", "trained") != pytest.approx(logged[8], rel=1e-4)
 
 
 def test_ema_changes_nothing_that_is_trained(pool: Pool, folder: Path) -> None:
-    """It is the mean of the weights behind each step, the later ones with more weight; and may begin in the middle of a run."""
+    """It is the mean of the weights behind each step, the later ones with more weight; and
+    may begin in the middle of a run.
+    """
     plain = trained(pool, folder, "plain", 1, "checkpoint.every=1")
     ema = trained(pool, folder, "ema", 1, "checkpoint.every=1", "optim.ema=0.6")
     assert same(tensors(plain, 8, "model"), tensors(ema, 8, "model")) and not tensors(plain, 8, "average")
     parts = [0.6 ** (8 - step) for step in range(1, 9)]
     steps = [tensors(ema, step, "model") for step in range(1, 9)]
     for name, average in tensors(ema, 8, "average").items():
-        right = sum(part * step[name.replace("average/", "model/")] for part, step in zip(parts, steps, strict=True)) / sum(parts)
+        right = sum(
+            part * step[name.replace("average/", "model/")] for part, step in zip(parts, steps, strict=True)
+        ) / sum(parts)
         np.testing.assert_allclose(average, right, rtol=1e-5, atol=1e-7)
     begun = trained(pool, folder, "plain", 1, "train.steps=9", "optim.decay_steps=9", "optim.ema=0.6")
     part = (1 - 0.6) / (1 - 0.6**9)
     before, after = tensors(begun, 8, "model"), tensors(begun, 9, "model")
     for name, average in tensors(begun, 9, "average").items():
         model = name.replace("average/", "model/")
-        np.testing.assert_allclose(average, before[model] + part * (after[model] - before[model]), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            average, before[model] + part * (after[model] - before[model]), rtol=1e-5, atol=1e-7
+        )
 
 
 def test_soap_goes_on_in_other_layouts(pool: Pool, folder: Path) -> None:
-    """Its bases belong to whole matrices, whoever owns them: one that begins anew would change the loss of the next step."""
+    """Its bases belong to whole matrices, whoever owns them: one that begins anew would
+    change the loss of the next step.
+    """
     soap = ("optim.kind=soap", "train.precision=fp64", "train.eval_every=0")
     whole = trained(pool, folder, "whole_soap", 1, *soap)
     trained(pool, folder, "moved_soap", 2, *soap, "train.steps=4", *SHARDED)

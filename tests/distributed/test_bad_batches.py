@@ -34,7 +34,9 @@ def updates(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("engine", [[], ["engine.kind=fsdp"]])
-def test_a_gradient_that_is_bad_on_one_rank_is_skipped_by_all(pool: Any, config: str, tmp_path: Path, engine: list[str]) -> None:
+def test_a_gradient_that_is_bad_on_one_rank_is_skipped_by_all(
+    pool: Any, config: str, tmp_path: Path, engine: list[str]
+) -> None:
     """After the reduction, data ranks could take different decisions, and from there on have different weights."""
     pool.run(2, poisoned_rank, config, [*OVERRIDES, *engine], str(tmp_path / "run"), [3, 5], float("nan"))
     assert skipped(tmp_path / "run") == [(3, 16, 23), (5, 32, 39)]
@@ -46,32 +48,65 @@ def test_a_spike_is_skipped_and_its_threshold_decides(pool: Any, config: str, tm
     longer = ["train.steps=24", "checkpoint.every=24", "optim.spike_threshold=30"]
     pool.run(2, poisoned_rank, config, longer, str(tmp_path / "run"), [20], 1e4)
     assert skipped(tmp_path / "run") == [(20, 152, 159)]
-    pool.run(2, poisoned_rank, config, [*longer, "optim.spike_threshold=1e9"], str(tmp_path / "all"), [20], 1e4)
+    pool.run(
+        2, poisoned_rank, config, [*longer, "optim.spike_threshold=1e9"], str(tmp_path / "all"), [20], 1e4
+    )
     assert not (tmp_path / "all/skipped.jsonl").exists()
 
 
 def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Path) -> None:
     """Batches 5, 6 and 7 are bad: back to the checkpoint of step 4, and on with batch 8, also after a restart."""
     limits = ["checkpoint.every=4", "optim.max_skips=3", "optim.max_rollbacks=1"]
-    read = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan"))
+    read = pool.run(
+        2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan")
+    )
     assert read[0] == read[1] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert [m["step"] for m in training.metrics(tmp_path / "run")] == list(range(1, 9))
     assert updates(tmp_path / "run") == 8, "every step was taken in the end"
-    again = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=9"], str(tmp_path / "run"), [], 1.0)
+    again = pool.run(
+        2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=9"], str(tmp_path / "run"), [], 1.0
+    )
     assert again[0] == [12]
-    with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):  # the run's one rollback is used up
-        pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=14"], str(tmp_path / "run"), [13, 14, 15], float("nan"))
+    with pytest.raises(
+        Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"
+    ):  # the run's one rollback is used up
+        pool.run(
+            2,
+            poisoned_rank,
+            config,
+            [*OVERRIDES, *limits, "train.steps=14"],
+            str(tmp_path / "run"),
+            [13, 14, 15],
+            float("nan"),
+        )
     with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):
-        pool.run(2, poisoned_rank, config, [*OVERRIDES, "optim.max_skips=3"], str(tmp_path / "fails"), [5, 6, 7], float("nan"))
+        pool.run(
+            2,
+            poisoned_rank,
+            config,
+            [*OVERRIDES, "optim.max_skips=3"],
+            str(tmp_path / "fails"),
+            [5, 6, 7],
+            float("nan"),
+        )
 
 
-def test_a_run_goes_back_to_the_checkpoint_that_it_was_started_from(pool: Any, config: str, tmp_path: Path) -> None:
+def test_a_run_goes_back_to_the_checkpoint_that_it_was_started_from(
+    pool: Any, config: str, tmp_path: Path
+) -> None:
     """Before its own first save a run that resumes another's checkpoint would find none, or take an older one that is in its folder."""
     pool.run(1, poisoned_rank, config, [*OVERRIDES, "train.steps=4"], str(tmp_path / "first"), [], 1.0)
     saved = tmp_path / "first/checkpoints"
     shutil.copytree(saved / "step_00000002", tmp_path / "run/checkpoints/step_00000002")
-    limits = ["checkpoint.every=8", "optim.max_skips=3", "optim.max_rollbacks=1", f"checkpoint.resume={saved / 'step_00000004'}"]
-    read = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan"))
+    limits = [
+        "checkpoint.every=8",
+        "optim.max_skips=3",
+        "optim.max_rollbacks=1",
+        f"checkpoint.resume={saved / 'step_00000004'}",
+    ]
+    read = pool.run(
+        2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan")
+    )
     assert read[0] == [5, 6, 7, 8, 9, 10, 11]
     assert updates(tmp_path / "run") == 8, "every step was taken in the end"
 
@@ -80,10 +115,14 @@ def test_skips_are_on_record_behind_a_rollback_and_a_restart(pool: Any, config: 
     """Back at step 4 the count of skips begins lower, and samples are ahead of steps: bad batches still are named, also the first one, by
     their own samples. A run that is started again has skipped nothing new."""
     limits = ["checkpoint.every=4", "optim.max_skips=3", "optim.max_rollbacks=1"]
-    read = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7, 8, 10], float("nan"))
+    read = pool.run(
+        2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7, 8, 10], float("nan")
+    )
     assert read[0] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     expected = [(5, 32, 39), (6, 40, 47), (7, 48, 55), (5, 56, 63), (7, 72, 79)]
     assert skipped(tmp_path / "run") == expected
-    pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=10"], str(tmp_path / "run"), [], 1.0)
+    pool.run(
+        2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=10"], str(tmp_path / "run"), [], 1.0
+    )
     assert skipped(tmp_path / "run") == expected
     assert [m["skipped"] for m in training.metrics(tmp_path / "run")] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]

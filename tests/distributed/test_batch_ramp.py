@@ -1,4 +1,7 @@
-"""`train.batch_ramp`: global batches that grow. Which samples each step has, what is proved, logged and resumed."""
+"""`train.batch_ramp`: global batches that grow.
+
+Which samples each step has, what is proved, logged and resumed.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,14 @@ GROWING = "train.batch_ramp=[[2,4],[5,8]]"
 
 
 def test_steps_and_samples_belong_together() -> None:
-    """Against a list, written out: a step that begins where another ends by one sample would repeat or leave out the rest of the run."""
+    """Against a list, written out: a step that begins where another ends by one sample would repeat or
+    leave out the rest of the run.
+    """
     train, sizes = TrainConfig(global_batch_size=16, batch_ramp=RAMP), [4, 4, 8, 8, 8, 12, 16, 16, 16]
     assert [train.batch_at(number) for number in range(1, 10)] == sizes
-    assert [train.samples_through(number) for number in range(10)] == [sum(sizes[:number]) for number in range(10)]
+    assert [train.samples_through(number) for number in range(10)] == [
+        sum(sizes[:number]) for number in range(10)
+    ]
     for samples in range(sum(sizes)):
         assert train.batches_in(samples) == max(n for n in range(10) if sum(sizes[:n]) <= samples)
     plain = TrainConfig(global_batch_size=8)
@@ -44,20 +51,37 @@ def coverage(folder: Path) -> EpochCoverage:
 def test_an_epoch_is_read_once(tmp_path: Path) -> None:
     found = coverage(tmp_path)
     assert (found.missing, found.repeated) == (0, 0) and found.reads == found.samples
-    with mock.patch.object(TrainConfig, "samples_through", lambda self, number: sum(self.batch_at(n) for n in range(1, number))):
-        assert coverage(tmp_path).repeated, "the planted fault: each step begins with the samples of the step before"
-    with mock.patch.object(TrainConfig, "samples_through", lambda self, number: number * self.global_batch_size):
-        assert coverage(tmp_path).missing, "the planted fault: a step begins where it would among full batches"
+    with mock.patch.object(
+        TrainConfig, "samples_through", lambda self, number: sum(self.batch_at(n) for n in range(1, number))
+    ):
+        assert coverage(tmp_path).repeated, (
+            "the planted fault: each step begins with the samples of the step before"
+        )
+    with mock.patch.object(
+        TrainConfig, "samples_through", lambda self, number: number * self.global_batch_size
+    ):
+        assert coverage(tmp_path).missing, (
+            "the planted fault: a step begins where it would among full batches"
+        )
 
 
 def test_growing_batches_are_proved() -> None:
-    """Weights of losses, samples, keys of microbatches and schedules, in layouts with other numbers of microbatches."""
+    """Weights of losses, samples, keys of microbatches and schedules, in layouts with
+    other numbers of microbatches.
+    """
     with provers() as workers:
-        for layouts, more in (("tp2,pp2,dp2@gpipe", ()), ("pp2dp2", ("engine.shard_optimizer=true", "model.dropout=0.1"))):
+        for layouts, more in (
+            ("tp2,pp2,dp2@gpipe", ()),
+            ("pp2dp2", ("engine.shard_optimizer=true", "model.dropout=0.1")),
+        ):
             options = Options(TINY, ["train.batch_ramp=[[9,4]]", *more], list(map(parse, layouts.split(","))))
             assert prove(options, workers=workers).holds, layouts
-        options = Options(TINY, ["train.batch_ramp=[[9,4]]"], [parse("dp2")], plant=f"{__name__}:always_the_last_size")
-        assert not prove(options, workers=workers).holds, "the planted fault: a sum of few samples, weighted as the mean of many"
+        options = Options(
+            TINY, ["train.batch_ramp=[[9,4]]"], [parse("dp2")], plant=f"{__name__}:always_the_last_size"
+        )
+        assert not prove(options, workers=workers).holds, (
+            "the planted fault: a sum of few samples, weighted as the mean of many"
+        )
 
 
 def always_the_last_size() -> Any:
@@ -73,8 +97,12 @@ def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ramp")
     checkpoints = {"every": 1, "keep": 9}
     train = {"steps": 8, "global_batch_size": 16, "precision": "fp64"}
-    training.write_config(folder, training.write_corpus(folder), train=train, checkpoint=checkpoints, optim={"decay_steps": 8})
-    assert pool.run(1, training.run_rank, str(folder / "config.json"), [GROWING], str(folder / "whole")) == [0]
+    training.write_config(
+        folder, training.write_corpus(folder), train=train, checkpoint=checkpoints, optim={"decay_steps": 8}
+    )
+    assert pool.run(1, training.run_rank, str(folder / "config.json"), [GROWING], str(folder / "whole")) == [
+        0
+    ]
     return folder
 
 
@@ -91,11 +119,16 @@ def test_a_run_goes_on_in_the_middle(whole: Path, pool: Pool, tmp_path: Path, st
     """On two data ranks: a rank that counts steps as batches of one size would read other samples."""
     resume = f"checkpoint.resume={whole}/whole/checkpoints/step_{step:08d}"
     overrides = [GROWING, resume, "parallel.data=2"]
-    assert pool.run(2, training.run_rank, str(whole / "config.json"), overrides, str(tmp_path / "run")) == [0, 0]
+    assert pool.run(2, training.run_rank, str(whole / "config.json"), overrides, str(tmp_path / "run")) == [
+        0,
+        0,
+    ]
     right, found = training.metrics(whole / "whole")[step:], training.metrics(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(step + 1, 9))
     for before, after in zip(right, found, strict=True):
-        assert after["loss"] == pytest.approx(before["loss"], rel=1e-12) and after["tokens"] == before["tokens"]
+        assert (
+            after["loss"] == pytest.approx(before["loss"], rel=1e-12) and after["tokens"] == before["tokens"]
+        )
 
 
 def test_only_what_is_to_come_may_change(whole: Path) -> None:
@@ -104,7 +137,9 @@ def test_only_what_is_to_come_may_change(whole: Path) -> None:
     def refused(step: int, *overrides: str) -> str:
         resume = f"checkpoint.resume={whole}/whole/checkpoints/step_{step:08d}"
         try:
-            Inputs(load(str(whole / "config.json"), [*overrides, resume, f"log.dir={whole}/another"]).config, 0)
+            Inputs(
+                load(str(whole / "config.json"), [*overrides, resume, f"log.dir={whole}/another"]).config, 0
+            )
         except CheckpointError as error:
             return str(error)
         return ""
@@ -112,7 +147,10 @@ def test_only_what_is_to_come_may_change(whole: Path) -> None:
     for step, ramp in ((4, "[[2,4],[5,8]]"), (4, "[[2,4],[4,8],[6,12]]"), (1, "[[1,4],[3,6]]")):
         assert not refused(step, f"train.batch_ramp={ramp}")
     assert not refused(5, "train.batch_ramp=[[2,4],[5,8]]", "train.global_batch_size=32")
-    assert "was saved with train.batch_ramp [[2, 4], [5, 8]], not []: samples would repeat or be skipped" in refused(4)
+    assert (
+        "was saved with train.batch_ramp [[2, 4], [5, 8]], not []: samples would repeat or be skipped"
+        in refused(4)
+    )
     assert "train.batch_ramp" in refused(4, "train.batch_ramp=[[3,4],[5,8]]")
     assert "train.global_batch_size 16, not 32" in refused(6, GROWING, "train.global_batch_size=32")
 
@@ -126,4 +164,7 @@ def test_the_plan_and_the_samples_say_every_size(whole: Path, capsys: pytest.Cap
     assert "to step 2, global_batch_size 4 = micro_batch_size 2 × microbatches 1 × data 2" in said
     assert "then global_batch_size 16 = micro_batch_size 2 × microbatches 4 × data 2" in said
     assert samples.run([*config, "--prove", "--layouts", "dp2:4,dp1"]) == 0
-    assert "global_batch_size 4 to step 2; then global_batch_size 8 to step 5; then global_batch_size 16" in capsys.readouterr().out
+    assert (
+        "global_batch_size 4 to step 2; then global_batch_size 8 to step 5; then global_batch_size 16"
+        in capsys.readouterr().out
+    )

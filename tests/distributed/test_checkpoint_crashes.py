@@ -1,4 +1,7 @@
-"""A save that dies anywhere leaves a whole checkpoint behind. All points are tried, not some: each call that changes the disk."""
+"""A save that dies anywhere leaves a whole checkpoint behind.
+
+All points are tried, not some: each call that changes the disk.
+"""
 
 import os
 import tempfile
@@ -25,7 +28,9 @@ WAYS: list[tuple[Any, int, int, bool]] = [
 
 @pytest.fixture
 def fast_folder(tmp_path: Path) -> Iterator[str]:
-    """In memory where that can be had: there are thousands of fsyncs, which take their time on a disk that others use."""
+    """In memory where that can be had: there are thousands of fsyncs, which take their
+    time on a disk that others use.
+    """
     memory = Path("/dev/shm")
     if not memory.is_dir():
         yield str(tmp_path)

@@ -1,4 +1,7 @@
-"""A checkpoint written in one layout is read in any other, bitwise. Ranks are threads: saving needs a barrier, not a process group."""
+"""A checkpoint written in one layout is read in any other, bitwise.
+
+Ranks are threads: saving needs a barrier, not a process group.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +20,8 @@ from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 
 LAYERS = 3
-# Logical shape, and the dim that tensor parallelism cuts. 65 rows are pieces of ceil(65 / tp); 5 rows over 4 ranks leave the last empty.
+# Logical shape, and the dim that tensor parallelism cuts. 65 rows are pieces of ceil(65 / tp); 5 rows over 4
+# ranks leave the last empty.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "embedding.weight": ((65, 8), 0),
     **{f"blocks.{layer}.qkv.weight": ((24, 8), 0) for layer in range(LAYERS)},
@@ -30,7 +34,11 @@ KINDS = {"model": torch.bfloat16, "adam_m": torch.float32, "adam_v": torch.float
 
 def logical() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    names = [(f"{kind}/{name}", shape, dtype) for kind, dtype in KINDS.items() for name, (shape, _) in SHAPES.items()]
+    names = [
+        (f"{kind}/{name}", shape, dtype)
+        for kind, dtype in KINDS.items()
+        for name, (shape, _) in SHAPES.items()
+    ]
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape, dtype in names}
 
 
@@ -43,7 +51,9 @@ def cut(whole: Tensor, dim: int | None, rank: int, count: int) -> Tensor:
 
 
 def on_rank(stage: int, tp_rank: int, pp: int, tp: int) -> dict[str, LocalTensor]:
-    """What a rank holds: its tensor-parallel pieces of its stage; the tied embedding again, as a copy, on the last stage."""
+    """What a rank holds: its tensor-parallel pieces of its stage; the tied embedding
+    again, as a copy, on the last stage.
+    """
     stages = {"embedding.weight": sorted({0, pp - 1}), "head.bias": [pp - 1]}
     stages |= {name: [int(name.split(".")[1]) * pp // LAYERS] for name in SHAPES if name.startswith("blocks")}
     pieces = {}
@@ -60,7 +70,11 @@ def on_rank(stage: int, tp_rank: int, pp: int, tp: int) -> dict[str, LocalTensor
 
 
 def save_as(
-    directory: Path, tp: int, pp: int, dp: int = 1, change: Callable[[int, dict[str, LocalTensor]], None] = lambda *_: None
+    directory: Path,
+    tp: int,
+    pp: int,
+    dp: int = 1,
+    change: Callable[[int, dict[str, LocalTensor]], None] = lambda *_: None,
 ) -> Path:
     """Save from tp × dp × pp ranks at once; `change(rank, pieces)` plants faults."""
 
@@ -68,7 +82,10 @@ def save_as(
         tp_rank, dp_rank, stage = ranks.rank % tp, ranks.rank // tp % dp, ranks.rank // (tp * dp)
         pieces = on_rank(stage, tp_rank, pp, tp)
         copies = AxisPlacement("dp", dp_rank, dp)
-        pieces = {name: (held, replace(shard, along=(*shard.along, copies))) for name, (held, shard) in pieces.items()}
+        pieces = {
+            name: (held, replace(shard, along=(*shard.along, copies)))
+            for name, (held, shard) in pieces.items()
+        }
         change(ranks.rank, pieces)
         return save(directory, 7, pieces, {}, ranks=ranks, keep=1)
 
@@ -82,34 +99,49 @@ def test_any_layout_reads_what_any_other_wrote(saved, count, tmp_path):
     reader.verify()
     assert reader.names == sorted(logical())
     for name, whole in logical().items():
-        for dim in (SHAPES[name.split("/")[1]][1], *range(whole.ndim)):  # also along a dim it was not cut along
+        # also along a dim it was not cut along
+        for dim in (SHAPES[name.split("/")[1]][1], *range(whole.ndim)):
             for index in range(count):
                 read = reader.read(name, piece(tuple(whole.shape), dim, index, count))
-                assert read.dtype == whole.dtype and torch.equal(read, cut(whole, dim, index, count)), f"{name} dim {dim} piece {index}"
+                assert read.dtype == whole.dtype and torch.equal(read, cut(whole, dim, index, count)), (
+                    f"{name} dim {dim} piece {index}"
+                )
 
 
 def test_copies_are_written_once_and_dealt_out(tmp_path):
-    """Data ranks', replicated and tied tensors: each element is on disk once, and no rank writes much more than another, or a save
-    of unsharded state would wait for the first data rank alone."""
+    """Data ranks', replicated and tied tensors: each element is on disk once, and no rank writes much more
+    than another, or a save of unsharded state would wait for the first data rank alone.
+    """
     path = save_as(tmp_path, tp=2, pp=2, dp=4)
     manifest = Reader(path).manifest
     assert len(list(manifest.pieces("model/blocks.0.norm.weight"))) == 1
     assert len(list(manifest.pieces("model/embedding.weight"))) == 2
     assert len(manifest.files) == 16
     for stage in (0, 1):
-        sizes = [manifest.files[f"rank_{rank:05d}.safetensors"].bytes for rank in range(8 * stage, 8 * stage + 8)]
+        sizes = [
+            manifest.files[f"rank_{rank:05d}.safetensors"].bytes for rank in range(8 * stage, 8 * stage + 8)
+        ]
         assert max(sizes) - min(sizes) <= 65 * 8 // 2 * 8 + 1024, "the largest tensor's piece, and headers"
 
 
 @pytest.mark.parametrize("large", [0, 30, 64])
 def test_dealing_is_even(tmp_path, large):
-    """By bytes, and not by number: of one large and many small tensors the large one is a rank's whole part, wherever it stands."""
+    """By bytes, and not by number: of one large and many small tensors the large one is a rank's
+    whole part, wherever it stands.
+    """
     sizes = [64] * 64
     sizes.insert(large, 4096)
 
     def rank_saves(ranks: ThreadRanks) -> None:
         copies = (AxisPlacement("dp", ranks.rank, ranks.world),)
-        save(tmp_path, 1, {f"w{i}": (torch.ones(size), Shard((size,), copies)) for i, size in enumerate(sizes)}, {}, ranks=ranks, keep=1)
+        save(
+            tmp_path,
+            1,
+            {f"w{i}": (torch.ones(size), Shard((size,), copies)) for i, size in enumerate(sizes)},
+            {},
+            ranks=ranks,
+            keep=1,
+        )
 
     run_threads(2, rank_saves)
     manifest = Reader(tmp_path / "step_00000001").manifest
@@ -139,7 +171,10 @@ def widen(rank: int, pieces: dict[str, LocalTensor]) -> None:
     ("change", "message"),
     [
         (lose_a_piece, r"tensor adam_v/blocks\.0\.qkv\.weight has slices for 96 of its 192 elements"),
-        (write_a_copy, r"tensor adam_v/embedding\.weight has overlapping slices.* in rank_00001.* in rank_00003"),
+        (
+            write_a_copy,
+            r"tensor adam_v/embedding\.weight has overlapping slices.* in rank_00001.* in rank_00003",
+        ),
         (widen, r"tensor model/blocks\.0\.qkv\.weight is float32 .* on rank 1 \(bfloat16"),
     ],
 )
@@ -159,6 +194,8 @@ def test_the_failing_rank_gives_its_reason(tmp_path, monkeypatch):
         return original(file, *rest)
 
     monkeypatch.setattr(write, "write_safetensors", full)
-    with pytest.raises(CheckpointError, match=r"step_00000007: was not saved: rank 2 of 4: No space left on device"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000007: was not saved: rank 2 of 4: No space left on device"
+    ):
         save_as(tmp_path, tp=2, pp=2)
     assert find_latest(tmp_path) is None

@@ -1,4 +1,6 @@
-"""What thousands of ranks would make slow: how much a manifest says of a slice, who reads it, and who looks at files."""
+"""What thousands of ranks would make slow: how much a manifest says of a slice, who
+reads it, and who looks at files.
+"""
 
 import os
 from collections import Counter
@@ -44,7 +46,10 @@ def looks() -> Iterator[Counter[str]]:
 def test_a_slice_takes_few_bytes_of_the_manifest(tmp_path: Path) -> None:
     """A million of them are read in seconds at 20 bytes each, and in a minute at 160."""
     whole = torch.randn(3000, 2)
-    rows = {f"w#{i + 1}" if i else "w": (whole[i : i + 1], TensorSlice((3000, 2), (i, 0), (1, 2))) for i in range(3000)}
+    rows = {
+        f"w#{i + 1}" if i else "w": (whole[i : i + 1], TensorSlice((3000, 2), (i, 0), (1, 2)))
+        for i in range(3000)
+    }
     path = save(tmp_path, 1, rows, {}, keep=1)
     assert (path / MANIFEST).stat().st_size < 3000 * 24 + 1000
     reader = Reader(path)
@@ -73,17 +78,25 @@ def test_what_one_rank_has_read_and_looked_at_the_others_are_told(tmp_path: Path
     assert not +seen, "all that there is to look at was handed over"
     assert readers[0] is opened and all(reader.trusted for reader in readers)
     for reader in readers:
-        assert torch.equal(reader.read("w", piece((8, 3))), torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 3))
+        assert torch.equal(
+            reader.read("w", piece((8, 3))), torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 3)
+        )
 
 
 @pytest.mark.parametrize("damage", ["deleted", "cut off", "a bit", "a longer header"])
-def test_what_happens_to_a_file_behind_rank_0s_back_is_one_line_on_every_rank(tmp_path: Path, damage: str) -> None:
+def test_what_happens_to_a_file_behind_rank_0s_back_is_one_line_on_every_rank(
+    tmp_path: Path, damage: str
+) -> None:
     path = saved_by_four(tmp_path)
     opened, file = Reader(path), path / "rank_00002.safetensors"
     content = file.read_bytes()
     file.unlink()
     if damage != "deleted":
-        changes = {"cut off": content[:-8], "a bit": content[:-1] + bytes([content[-1] ^ 1]), "a longer header": b"\x01" + content[1:]}
+        changes = {
+            "cut off": content[:-8],
+            "a bit": content[:-1] + bytes([content[-1] ^ 1]),
+            "a longer header": b"\x01" + content[1:],
+        }
         file.write_bytes(changes[damage])
     said = []
 
@@ -93,7 +106,9 @@ def test_what_happens_to_a_file_behind_rank_0s_back_is_one_line_on_every_rank(tm
         said.append(str(caught.value))
 
     run_threads(4, refused)
-    assert len(said) == 4 and len(set(said)) == 1 and "rank_00002.safetensors" in said[0] and "\n" not in said[0]
+    assert (
+        len(said) == 4 and len(set(said)) == 1 and "rank_00002.safetensors" in said[0] and "\n" not in said[0]
+    )
 
 
 def looking_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple[int, dict[str, int]]:

@@ -1,4 +1,6 @@
-"""Checkpoints in real runs: moved from layout to layout, saved beside training, passed over where damaged, missed on a full disk."""
+"""Checkpoints in real runs: moved from layout to layout, saved beside training, passed over where
+damaged, missed on a full disk.
+"""
 
 import errno
 import json
@@ -41,7 +43,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("corpus")
-    return training.write_config(folder, training.write_corpus(folder), train={"steps": 10}, optim={"warmup_steps": 2, "decay_steps": 10})
+    return training.write_config(
+        folder,
+        training.write_corpus(folder),
+        train={"steps": 10},
+        optim={"warmup_steps": 2, "decay_steps": 10},
+    )
 
 
 def figures(folder: Path) -> dict[int, tuple[float, float]]:
@@ -75,7 +82,9 @@ def warned_rank(config_path: str, overrides: list[str], log_dir: str) -> str:
 
 
 def hop(config_path: str, overrides: list[str], log_dir: str) -> None:
-    """Goes on from the newest checkpoint; before the first step, and so in this layout, it is saved once more, as a copy."""
+    """Goes on from the newest checkpoint; before the first step, and so in this layout,
+    it is saved once more, as a copy.
+    """
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
     inputs = Inputs(config, place.rank)
@@ -105,7 +114,12 @@ CHAINS = {  # each of four ranks but the last
     "context": [
         ["parallel.context=4", "parallel.context_method=ring", "engine.shard_optimizer=true"],
         ["parallel.context=2", "parallel.context_method=ulysses", "engine.kind=fsdp"],
-        ["parallel.context=2", "parallel.context_method=gather", "parallel.tensor=2", "parallel.sequence=true"],
+        [
+            "parallel.context=2",
+            "parallel.context_method=gather",
+            "parallel.tensor=2",
+            "parallel.sequence=true",
+        ],
         ["parallel.context=2", "parallel.pipeline=2"],
         ["parallel.context=1"],
     ],
@@ -114,14 +128,19 @@ CHAINS = {  # each of four ranks but the last
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_carries_the_same_tensors(pool: Any, config: str, tmp_path: Path, chain: str) -> None:
-    """Layouts, or schedules with one chunk a rank and two, in a row, two steps each: contents have the same digests behind each hop,
-    moments too, and training is the unmoved run's within 1e-5."""
+    """Layouts, or schedules with one chunk a rank and two, in a row, two steps each: contents have the same
+    digests behind each hop, moments too, and training is the unmoved run's within 1e-5.
+    """
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert pool.run(1, training.run_rank, config, [], str(whole)) == [0]
     for index, layout in enumerate(CHAINS[chain]):
         steps = 2 * index + 2
         pool.run(
-            1 if index == 4 else 4, hop, config, [*layout, f"train.steps={steps}", "checkpoint.every=2", "checkpoint.keep=9"], str(moved)
+            1 if index == 4 else 4,
+            hop,
+            config,
+            [*layout, f"train.steps={steps}", "checkpoint.every=2", "checkpoint.keep=9"],
+            str(moved),
         )
     for step in (2, 4, 6, 8):
         saved, again = (Reader(moved / folder / f"step_{step:08d}") for folder in ("checkpoints", "copies"))
@@ -148,8 +167,12 @@ def test_a_finished_run_leaves_its_model(pool: Any, config: str, tmp_path: Path)
     """Hours of training must not end with nothing because a key was not set. Who wants nothing says so."""
     for number, (overrides, steps) in enumerate(SAVES.items()):
         folder = tmp_path / str(number)
-        assert pool.run(1, training.run_rank, config, ["train.steps=3", *overrides.split()], str(folder)) == [0]
-        assert sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*")) == steps, overrides
+        assert pool.run(1, training.run_rank, config, ["train.steps=3", *overrides.split()], str(folder)) == [
+            0
+        ]
+        assert sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*")) == steps, (
+            overrides
+        )
     assert pool.run(1, training.run_rank, config, ["train.steps=3"], str(tmp_path / "0")) == [0]
     assert sorted(figures(tmp_path / "0")) == [1, 2, 3], "the same command finds that all is done"
 
@@ -173,14 +196,20 @@ def saved_run(pool: Any, config: str, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def test_a_damaged_newest_is_named_and_the_one_before_used(pool: Any, config: str, saved_run: Path, tmp_path: Path) -> None:
-    """One bit of one tensor, which only reading everything shows: two ranks share that, and agree to go back to step 2."""
+def test_a_damaged_newest_is_named_and_the_one_before_used(
+    pool: Any, config: str, saved_run: Path, tmp_path: Path
+) -> None:
+    """One bit of one tensor, which only reading everything shows: two ranks share that,
+    and agree to go back to step 2.
+    """
     run = Path(shutil.copytree(saved_run, tmp_path / "run"))
     flip_last_bit(run / "checkpoints/step_00000004")
     said, silent = pool.run(2, warned_rank, config, ["train.steps=6", "parallel.data=2"], str(run))
     assert "A CHECKPOINT IS DAMAGED AND WAS SKIPPED" in said and "step_00000002" in said and silent == ""
     assert "step_00000004: tensor model/" in said and "has changed in rank_00000.safetensors" in said
-    assert sorted(figures(run)) == [1, 2, 3, 4, 5, 6] and figures(run)[3] != figures(saved_run)[3], "data=2 sums in another order"
+    assert sorted(figures(run)) == [1, 2, 3, 4, 5, 6] and figures(run)[3] != figures(saved_run)[3], (
+        "data=2 sums in another order"
+    )
     assert figures(run)[4] == pytest.approx(figures(saved_run)[4], rel=1e-4)
 
 
@@ -188,8 +217,13 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_script("launch/pretrain.py", *arguments)
 
 
-def test_nothing_whole_is_refused_and_never_trained_over(config: str, saved_run: Path, tmp_path: Path) -> None:
-    """All damaged, in a bit of a tensor: status 2 and one line, and not a run from nothing. What was named is not replaced either."""
+def test_nothing_whole_is_refused_and_never_trained_over(
+    config: str, saved_run: Path, tmp_path: Path
+) -> None:
+    """All damaged, in a bit of a tensor: status 2 and one line, and not a run from nothing.
+
+    What was named is not replaced either.
+    """
     run = Path(shutil.copytree(saved_run, tmp_path / "run"))
     for path in (run / "checkpoints").iterdir():
         flip_last_bit(path)
@@ -197,11 +231,22 @@ def test_nothing_whole_is_refused_and_never_trained_over(config: str, saved_run:
     refused = start("--config", config, f"log.dir={run}")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     last = refused.stderr.strip().splitlines()[-1]
-    assert last.startswith("checkpoint error: ") and "tensor model/" in last and "no checkpoint before it is whole" in last
+    assert (
+        last.startswith("checkpoint error: ")
+        and "tensor model/" in last
+        and "no checkpoint before it is whole" in last
+    )
     assert (run / "metrics.jsonl").read_text() == before
-    (run / "checkpoints/step_00000002").rename(run / "checkpoints/step_00000003")  # of which nothing is said where 4 is named
-    refused = start("--config", config, f"log.dir={run}", f"checkpoint.resume={run}/checkpoints/step_00000004")
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "step_00000004: tensor model/" in refused.stderr
+    # of which nothing is said where 4 is named
+    (run / "checkpoints/step_00000002").rename(run / "checkpoints/step_00000003")
+    refused = start(
+        "--config", config, f"log.dir={run}", f"checkpoint.resume={run}/checkpoints/step_00000004"
+    )
+    assert (
+        refused.returncode == 2
+        and refused.stderr.count("\n") == 1
+        and "step_00000004: tensor model/" in refused.stderr
+    )
 
 
 STATES: dict[str, Any] = {
@@ -217,7 +262,9 @@ STATES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", STATES)
-def test_a_hostile_state_is_refused_in_one_line(config: str, saved_run: Path, tmp_path: Path, key: str) -> None:
+def test_a_hostile_state_is_refused_in_one_line(
+    config: str, saved_run: Path, tmp_path: Path, key: str
+) -> None:
     """Of a checkpoint that is whole: the run must not stumble over what it holds once ranks have met."""
     run = Path(shutil.copytree(saved_run, tmp_path / "run"))
     manifest = json.loads((run / "checkpoints/step_00000004/manifest.json").read_text())
@@ -237,17 +284,27 @@ def test_a_hostile_state_is_refused_in_one_line(config: str, saved_run: Path, tm
         pytest.param(["engine.shard_optimizer=true"], id="sharded"),
         pytest.param(["engine.kind=fsdp"], id="fsdp"),
         pytest.param(
-            zero("zero3"), id="zero3", marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+            zero("zero3"),
+            id="zero3",
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
         ),
     ],
 )
-def test_an_update_waits_until_what_it_changes_is_copied(pool: Any, config: str, tmp_path: Path, engine: list[str]) -> None:
+def test_an_update_waits_until_what_it_changes_is_copied(
+    pool: Any, config: str, tmp_path: Path, engine: list[str]
+) -> None:
     """Or a checkpoint saved beside training would hold some tensors of its own step and some of the next."""
     saved = ["train.steps=4", "checkpoint.every=2", *engine]
     assert pool.run(2, training.run_rank, config, saved, str(tmp_path / "loop")) == [0, 0]
-    assert pool.run(2, slowly_copied_rank, config, [*saved, "checkpoint.async=true"], str(tmp_path / "beside")) == [0, 0]
-    loop, beside = (Reader(tmp_path / name / "checkpoints/step_00000002").manifest.tensors for name in ("loop", "beside"))
-    assert {name: tensor.digest for name, tensor in loop.items()} == {name: tensor.digest for name, tensor in beside.items()}
+    assert pool.run(
+        2, slowly_copied_rank, config, [*saved, "checkpoint.async=true"], str(tmp_path / "beside")
+    ) == [0, 0]
+    loop, beside = (
+        Reader(tmp_path / name / "checkpoints/step_00000002").manifest.tensors for name in ("loop", "beside")
+    )
+    assert {name: tensor.digest for name, tensor in loop.items()} == {
+        name: tensor.digest for name, tensor in beside.items()
+    }
 
 
 def full_rank(config_path: str, overrides: list[str], log_dir: str, full_at: int) -> tuple[str, int]:
@@ -277,17 +334,31 @@ def full_rank(config_path: str, overrides: list[str], log_dir: str, full_at: int
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_one_ranks_full_disk_ends_or_spares_the_run_on_all(pool: Any, config: str, tmp_path: Path, background: str) -> None:
-    overrides = ["train.steps=6", "checkpoint.every=2", f"checkpoint.async={background}", "parallel.pipeline=2"]
+def test_one_ranks_full_disk_ends_or_spares_the_run_on_all(
+    pool: Any, config: str, tmp_path: Path, background: str
+) -> None:
+    overrides = [
+        "train.steps=6",
+        "checkpoint.every=2",
+        f"checkpoint.async={background}",
+        "parallel.pipeline=2",
+    ]
     ended = pool.run(2, full_rank, config, overrides, str(tmp_path / "run"), 4)
     checkpoints = tmp_path / "run/checkpoints"
     boundary = 5 if background == "true" else 4
     for text, last in ended:
-        assert last == boundary, "an error of the background must come out at the next step's boundary, on every rank"
-        assert "step_00000004: was not saved: rank 1 of 2: No space left on device; it needs 775.5 KiB in all and" in text
+        assert last == boundary, (
+            "an error of the background must come out at the next step's boundary, on every rank"
+        )
+        assert (
+            "step_00000004: was not saved: rank 1 of 2: No space left on device; it needs 775.5 KiB in "
+            "all and" in text
+        )
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000002"]
     checkpoint.opened(checkpoints / "step_00000002", deep=True)  # raises, if it is damaged
-    ended = pool.run(2, full_rank, config, [*overrides, "checkpoint.on_failure=continue"], str(tmp_path / "run"), 4)
+    ended = pool.run(
+        2, full_rank, config, [*overrides, "checkpoint.on_failure=continue"], str(tmp_path / "run"), 4
+    )
     assert ended == [("0", 6), ("0", 6)]
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000002", "step_00000006"]
 
@@ -297,7 +368,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint and a half."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(folder)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -306,10 +379,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_disk_that_is_really_full(pool: Any, config: str, small_disk: Path, background: str) -> None:
-    """The second checkpoint does not fit beside the first: the run ends with what was needed, and the first is whole."""
+    """The second checkpoint does not fit beside the first: the run ends with what was
+    needed, and the first is whole.
+    """
     overrides = ["train.steps=4", "checkpoint.every=2", "checkpoint.keep=1", f"checkpoint.async={background}"]
     with pytest.raises(
-        Exception, match=r"step_00000004: was not saved: .*No space left.*it needs 775\.5 KiB in all .* and \d+.* KiB was free"
+        Exception,
+        match=r"step_00000004: was not saved: .*No space left.*it needs 775\.5 KiB in all .* and \d+.* "
+        r"KiB was free",
     ):
         pool.run(1, training.run_rank, config, overrides, str(small_disk / "run"))
     assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["step_00000002"]

@@ -1,6 +1,8 @@
-"""Sequences divided over context ranks, and into documents, train as one process does with a whole mask, to the rounding of fp64.
+"""Sequences divided over context ranks, and into documents, train as one process does with a whole
+mask, to the rounding of fp64.
 
-Pairs of features stand here; `launch/verify.py --layouts cp2,cp4,… parallel.context_method=…` runs any product of them.
+Pairs of features stand here; `launch/verify.py --layouts cp2,cp4,… parallel.context_method=…` runs any
+product of them.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,16 @@ from megacore.config.schema import MASK
 from megacore.context_parallel import attention
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, parts, positions_of, runs_by_rank, runs_of
+from megacore.context_parallel.sharding import (
+    EVEN,
+    Documents,
+    Run,
+    Runs,
+    parts,
+    positions_of,
+    runs_by_rank,
+    runs_of,
+)
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.files import ROOT
@@ -31,10 +42,17 @@ from tests.commands import provers
 from tests.training import write_config
 
 TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu
-LEARNED = ["model.position=learned", "model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.dropout=0.1"]
+LEARNED = [
+    "model.position=learned",
+    "model.norm=layernorm",
+    "model.activation=gelu",
+    "model.bias=true",
+    "model.dropout=0.1",
+]
 DOCUMENTS = ["data.document_mask=true"]
 PACKED = ["data.packing=best_fit"]
-FEW = "train.global_batch_size=16"  # four microbatches: two for each data rank, one for each stage of a pipeline
+# four microbatches: two for each data rank, one for each stage of a pipeline
+FEW = "train.global_batch_size=16"
 MASKED = "data.train=MASKED"  # stands for a corpus with a mask: some ranks then learn nothing in a step
 
 
@@ -60,11 +78,19 @@ def workers() -> Iterator[ProofWorkers]:
         ("auto", "pp2dp2", [*PACKED, MASKED]),
     ],
 )
-def test_equals_one_process(workers: ProofWorkers, tmp_path: Path, method: str, layouts: str, overrides: list[str]) -> None:
-    """A gradient wrong only in backward, a loss scaled by the number of ranks, or a target lost at a piece's edge would train on, worse."""
+def test_equals_one_process(
+    workers: ProofWorkers, tmp_path: Path, method: str, layouts: str, overrides: list[str]
+) -> None:
+    """A gradient wrong only in backward, a loss scaled by the number of ranks, or a target lost at a
+    piece's edge would train on, worse.
+    """
     (tmp_path / f"corpus{MASK}").touch()
     overrides = [override.replace("MASKED", str(tmp_path / "corpus")) for override in overrides]
-    options = Options(TINY, [FEW, *overrides, f"parallel.context_method={method}"], [parse(name) for name in layouts.split(",")])
+    options = Options(
+        TINY,
+        [FEW, *overrides, f"parallel.context_method={method}"],
+        [parse(name) for name in layouts.split(",")],
+    )
     proof = prove(options, workers=workers)
     assert proof.holds, [(r.layout.name, r.failure, r.impossible, r.beyond[:1]) for r in proof.results]
     assert max(d.relative for result in proof.results for d in result.differences.values()) < 1e-9
@@ -72,8 +98,9 @@ def test_equals_one_process(workers: ProofWorkers, tmp_path: Path, method: str, 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_have_equal_work_within_documents(ranks: int) -> None:
-    """Documents of all lengths: with early and late pieces alone, one rank has a third more than the mean, and all wait for it. A
-    twentieth is what counts as even."""
+    """Documents of all lengths: with early and late pieces alone, one rank has a third more than the mean,
+    and all wait for it. A twentieth is what counts as even.
+    """
     assert EVEN <= 1.05
     seq, generator = 8192, np.random.default_rng(ranks)
     for _ in range(5):
@@ -97,12 +124,16 @@ HEAD, BATCH = 8, 2
 
 
 def largest_error(method: str, seq: int, documents: Documents | None, group: Group) -> float:
-    """The largest difference of this rank's output and gradients from those of the formula on whole sequences."""
+    """The largest difference of this rank's output and gradients from those of
+    the formula on whole sequences.
+    """
     whole = [x.requires_grad_() for x in inputs(BATCH, seq, HEAD)[:3]]
     grad = inputs(BATCH, seq, HEAD)[3]
     right = masked(*whole, documents)
     right.backward(grad)
-    own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(seq, group.size, group.rank, documents)])
+    own = torch.cat(
+        [torch.arange(run.start, run.stop) for run in runs_of(seq, group.size, group.rank, documents)]
+    )
     here = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
     out = attention.attend(*here, Sequences(seq, group, method, documents), SCALE)
     out.backward(grad[:, :, own])
@@ -111,11 +142,14 @@ def largest_error(method: str, seq: int, documents: Documents | None, group: Gro
 
 
 def errors(config_path: str, seq: int) -> dict[str, float]:
-    """`largest_error` of every method, without documents and with them; also as a GPU's kernel would compute them in few calls."""
+    """`largest_error` of every method, without documents and with them; also as a GPU's kernel
+    would compute them in few calls.
+    """
     place = place_from_environment()
     config = load(config_path, [f"parallel.context={place.world_size}"], place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
-    rows = ((0, 1, 3, seq), (0, seq - 1, seq))  # of one token, of most of a piece, across pieces, over all ranks
+    # of one token, of most of a piece, across pieces, over all ranks
+    rows = ((0, 1, 3, seq), (0, seq - 1, seq))
     methods = [m for m in ("gather", "ring", "ulysses") if m != "ulysses" or HEADS % place.world_size == 0]
     found = {f"{m} {d is not None}": largest_error(m, seq, d, mesh.cp) for m in methods for d in (None, rows)}
     with standing_in():
@@ -126,14 +160,20 @@ def errors(config_path: str, seq: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("ranks", "seq"), [(2, 4), (2, 20), (3, 6), (4, 8), (4, 24)])
 def test_attention_equals_the_formula(run_ranks: Any, tmp_path: Path, ranks: int, seq: int) -> None:
-    """Also where a piece is one token, so that some parts have no keys. fp64 rounds sums of some dozen terms near 1 to 1e-15."""
-    config = write_config(tmp_path, "unused", train={"seq_len": seq, "global_batch_size": 2, "micro_batch_size": 2})
+    """Also where a piece is one token, so that some parts have no keys. fp64 rounds sums of
+    some dozen terms near 1 to 1e-15.
+    """
+    config = write_config(
+        tmp_path, "unused", train={"seq_len": seq, "global_batch_size": 2, "micro_batch_size": 2}
+    )
     for found in run_ranks(ranks, errors, config, seq):
         assert max(found.values()) < 1e-13, found
 
 
 def low_precision_inputs(dtype: torch.dtype) -> dict[str, list[Tensor]]:
-    """q, k, v and the gradient of the output by name; in `dtype`, values that strain its rounding and its range."""
+    """q, k, v and the gradient of the output by name; in `dtype`, values that
+    strain its rounding and its range.
+    """
     generator = torch.Generator().manual_seed(1)
     q, k, v, grad = (torch.randn(BATCH, HEADS, 64, 32, generator=generator) for _ in range(4))
     along = 3 * torch.randn(BATCH, HEADS, 1, 32, generator=generator)
@@ -154,12 +194,16 @@ def low_precision_inputs(dtype: torch.dtype) -> dict[str, list[Tensor]]:
 
 def relative_errors(config_path: str, dtype: torch.dtype) -> dict[str, dict[str, list[float]]]:
     """By input and method, the error of the gradients of q, k and v on this rank, beside fp64's."""
-    mesh = Mesh(load(config_path, ["parallel.context=2"], 2).config, place_from_environment(), torch.device("cpu"))
+    mesh = Mesh(
+        load(config_path, ["parallel.context=2"], 2).config, place_from_environment(), torch.device("cpu")
+    )
     own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(64, 2, mesh.cp.rank)])
     found: dict[str, dict[str, list[float]]] = {}
     for name, tensors in low_precision_inputs(dtype).items():
         right = [x.double().requires_grad_() for x in tensors[:3]]
-        torch.nn.functional.scaled_dot_product_attention(*right, is_causal=True, scale=0.3).backward(tensors[3].double())
+        torch.nn.functional.scaled_dot_product_attention(*right, is_causal=True, scale=0.3).backward(
+            tensors[3].double()
+        )
         for method in ("gather", "ring", "ulysses"):
             here = [x[:, :, own].clone().requires_grad_() for x in tensors[:3]]
             attention.attend(*here, Sequences(64, mesh.cp, method), 0.3).backward(tensors[3][:, :, own])
@@ -171,12 +215,15 @@ def relative_errors(config_path: str, dtype: torch.dtype) -> dict[str, dict[str,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_method_rounds_alike(run_ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    """A sum in 16 bits, or an output's product with its gradient in 16 bits, would err several times as much, or overflow.
+    """A sum in 16 bits, or an output's product with its gradient in 16 bits, would err
+    several times as much, or overflow.
 
-    Where products cancel, an error may be many times the dtype's rounding. So methods are compared with each other; they may
-    differ by a factor of two, because they add in different orders.
+    Where products cancel, an error may be many times the dtype's rounding. So methods are compared with each
+    other; they may differ by a factor of two, because they add in different orders.
     """
-    config = write_config(tmp_path, "unused", train={"seq_len": 64, "global_batch_size": 2, "micro_batch_size": 2})
+    config = write_config(
+        tmp_path, "unused", train={"seq_len": 64, "global_batch_size": 2, "micro_batch_size": 2}
+    )
     for found in run_ranks(2, relative_errors, config, dtype):
         for name, by_method in found.items():
             for at, errors in enumerate(zip(*by_method.values(), strict=True)):

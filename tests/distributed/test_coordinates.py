@@ -1,4 +1,6 @@
-"""The coordinate check: muP's sizes do not depend on the width in real layouts, the standard parametrization's do, and mistakes show."""
+"""The coordinate check: muP's sizes do not depend on the width in real layouts, the standard
+parametrization's do, and mistakes show.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ from megacore.tools.verify.workers import ProofWorkers
 from tests.commands import provers
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
-SMALL = ["model.num_layers=2", "model.head_size=16", "model.num_heads=16", "optim.lr=0.01"]  # of the config's 256 features
+# of the config's 256 features
+SMALL = ["model.num_layers=2", "model.head_size=16", "model.num_heads=16", "optim.lr=0.01"]
 WIDTHS, STEPS = [32, 64, 128], 3
 
 
@@ -30,8 +33,12 @@ def check(workers: ProofWorkers) -> Check:
     return measure(TINY, SMALL, WIDTHS, [parse("one"), parse("tp2")], STEPS, workers=workers)
 
 
-def test_only_the_standard_parametrization_grows(check: Check, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The planted mistake is the standard parametrization itself: its updates move a layer's outputs in proportion to the width."""
+def test_only_the_standard_parametrization_grows(
+    check: Check, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The planted mistake is the standard parametrization itself: its updates move a layer's
+    outputs in proportion to the width.
+    """
     assert check.faults() == [] and verdict(check).startswith("muP holds: ")
     for layout in check.layouts:
         for kind, layer in check.curves:
@@ -59,12 +66,18 @@ def test_a_fan_in_of_the_shard_is_caught(workers: ProofWorkers) -> None:
 
 
 def test_a_rate_that_ignores_the_width_is_caught(check: Check) -> None:
-    """As if a rule of updates of its own were said to be like Adam's: muP's column is then the standard one."""
+    """As if a rule of updates of its own were said to be like Adam's: muP's column is
+    then the standard one.
+    """
     wrong = Check(check.layouts, check.widths, check.limit, True, {})
     for case, sizes in check.sizes.items():
         if case.parametrization == STANDARD:
             wrong.sizes[case] = wrong.sizes[type(case)(case.layout, MUP, case.width)] = sizes
-    slopes = [fault.rpartition(" ")[2] for fault in wrong.faults() if fault.startswith("tp2: updates × fan-in of blocks.")]
+    slopes = [
+        fault.rpartition(" ")[2]
+        for fault in wrong.faults()
+        if fault.startswith("tp2: updates × fan-in of blocks.")
+    ]
     assert len(slopes) == 2 and all(0.95 < float(slope) < 1.05 for slope in slopes)
 
 
@@ -78,7 +91,10 @@ def test_a_rate_that_ignores_the_width_is_caught(check: Check) -> None:
         (["--widths", "64,100"], "--widths: 100 would have 3.125 heads of head_size 32"),
         (["--layouts", ","], "--layouts: names none"),
         (["--layouts", "two"], "--layouts: 'two' is no layout"),
-        (["--layouts", "tp4", "--widths", "64,128"], "model.num_heads: 2 is not a multiple of parallel.tensor 4"),
+        (
+            ["--layouts", "tp4", "--widths", "64,128"],
+            "model.num_heads: 2 is not a multiple of parallel.tensor 4",
+        ),
         (["--steps", "0"], "--steps: 0 is no number of steps"),
         (["--limit", "nan"], "--limit: nan is no slope"),
         (["--plot", "/no/such/folder/x.png"], "--plot: /no/such/folder/x.png is in no folder that exists"),

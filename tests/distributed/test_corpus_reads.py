@@ -25,8 +25,16 @@ def start(config_path: str, log_dir: str) -> int:
         lengths.append(length)
         return read(self, start, length)
 
-    config = load(config_path, [f"log.dir={log_dir}", f"data.valid={load(config_path).config.data.train}"], place.world_size).config
-    with mock.patch.object(IndexedTokens, "read", counted), mock.patch.object(Trainer, "run", lambda *_: 0), StopRequest(None) as stop:
+    config = load(
+        config_path,
+        [f"log.dir={log_dir}", f"data.valid={load(config_path).config.data.train}"],
+        place.world_size,
+    ).config
+    with (
+        mock.patch.object(IndexedTokens, "read", counted),
+        mock.patch.object(Trainer, "run", lambda *_: 0),
+        StopRequest(None) as stop,
+    ):
         assert pretrain.train(config, place, stop) == 0
     return sum(lengths)
 

@@ -1,4 +1,6 @@
-"""`train.deterministic`: two runs of the same command leave the same bits, in metrics and checkpoints; chance and time do not."""
+"""`train.deterministic`: two runs of the same command leave the same bits, in metrics and
+checkpoints; chance and time do not.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,11 @@ from tests import training
 from tests.commands import run_script
 from tests.distributed.test_launch import PRETRAIN
 
-LAYOUTS: dict[int, list[str]] = {1: [], 8: ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"]}  # by ranks
+# by ranks
+LAYOUTS: dict[int, list[str]] = {
+    1: [],
+    8: ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
+}
 COMMON = ["train.deterministic=true", "train.steps=6", "checkpoint.every=6", "model.dropout=0.1"]
 
 
@@ -42,8 +48,12 @@ def deterministic_rank(config: str, overrides: list[str], log_dir: str, noise: f
 
 
 def remains(log_dir: Path) -> tuple[list[tuple[float, float]], dict[str, bytes]]:
-    """What a run leaves that another may be compared with: (loss, norm) of each step, and its checkpoint's tensor files."""
-    tensors = {file.name: file.read_bytes() for file in (log_dir / "checkpoints/step_00000006").glob("*.safetensors")}
+    """What a run leaves that another may be compared with: (loss, norm) of each step, and
+    its checkpoint's tensor files.
+    """
+    tensors = {
+        file.name: file.read_bytes() for file in (log_dir / "checkpoints/step_00000006").glob("*.safetensors")
+    }
     return [(m["loss"], m["grad_norm"]) for m in training.metrics(log_dir)], tensors
 
 
@@ -61,9 +71,12 @@ def test_random_numbers_without_a_name_are_noticed(pool: Any, config: str, tmp_p
     """The planted fault: noise of 1e-6 from a generator whose state goes on from whatever ran before."""
     for name in ("once", "again"):
         assert pool.run(1, deterministic_rank, config, COMMON, str(tmp_path / name), 1e-6) == [0]
-    (figures, tensors), (other_figures, other_tensors) = (remains(tmp_path / name) for name in ("once", "again"))
+    (figures, tensors), (other_figures, other_tensors) = (
+        remains(tmp_path / name) for name in ("once", "again")
+    )
     assert figures != other_figures and tensors != other_tensors
-    assert [f[0] for f in figures] == pytest.approx([f[0] for f in other_figures], rel=1e-3)  # what no loss curve would show
+    # what no loss curve would show
+    assert [f[0] for f in figures] == pytest.approx([f[0] for f in other_figures], rel=1e-3)
 
 
 def test_pretrain_heeds_the_setting(config: str, tmp_path: Path) -> None:
@@ -73,5 +86,8 @@ def test_pretrain_heeds_the_setting(config: str, tmp_path: Path) -> None:
         done = run_script(*command, f"train.deterministic={setting}", CUBLAS_WORKSPACE_CONFIG=":0:0")
         assert done.returncode == status, done.stderr
         if status:
-            assert done.stderr.startswith("config error: CUBLAS_WORKSPACE_CONFIG: :0:0 lets") and done.stderr.count("\n") == 1
+            assert (
+                done.stderr.startswith("config error: CUBLAS_WORKSPACE_CONFIG: :0:0 lets")
+                and done.stderr.count("\n") == 1
+            )
     assert json.loads((tmp_path / "run/config.json").read_text())["train"]["deterministic"] is False

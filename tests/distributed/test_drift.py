@@ -1,4 +1,6 @@
-"""Parameters that tensor ranks hold alike and that drift apart end a run, with parameter, rank and step; others do not."""
+"""Parameters that tensor ranks hold alike and that drift apart end a run, with
+parameter, rank and step; others do not.
+"""
 
 import contextlib
 from pathlib import Path
@@ -14,9 +16,14 @@ from megacore.train.trainer import Trainer
 from tests import training
 
 
-def compared_rank(config_path: str, overrides: list[str], log_dir: str, spoilt: bool, over_nccl: bool = False) -> int:
-    """A run that compares in every second step. With `spoilt` one bit of one number is another on tensor rank 1, from step 3 on.
-    `over_nccl`: the comparison takes the backend for that one."""
+def compared_rank(
+    config_path: str, overrides: list[str], log_dir: str, spoilt: bool, over_nccl: bool = False
+) -> int:
+    """A run that compares in every second step.
+
+    With `spoilt` one bit of one number is another on tensor rank 1, from step 3 on. `over_nccl`: the
+    comparison takes the backend for that one.
+    """
     step, done = NativeEngine.step, []
 
     def then_spoilt(self: Any, *rest: Any) -> Any:
@@ -31,27 +38,56 @@ def compared_rank(config_path: str, overrides: list[str], log_dir: str, spoilt: 
     plant = mock.patch.object(NativeEngine, "step", then_spoilt) if spoilt else contextlib.nullcontext()
     elsewhere = mock.patch.object(drift.Drift, "is_fault", False) if over_nccl else contextlib.nullcontext()
     said: list[str] = []
-    with mock.patch.object(drift, "EVERY", 2), plant, elsewhere, mock.patch.object(Trainer, "say", lambda self, text: said.append(text)):
+    with (
+        mock.patch.object(drift, "EVERY", 2),
+        plant,
+        elsewhere,
+        mock.patch.object(Trainer, "say", lambda self, text: said.append(text)),
+    ):
         status = training.run_rank(config_path, overrides, log_dir)
-    return status if not over_nccl else sum("WARNING: parameters that tensor ranks hold alike" in text for text in said)
+    return (
+        status
+        if not over_nccl
+        else sum("WARNING: parameters that tensor ranks hold alike" in text for text in said)
+    )
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> str:
-    return training.write_config(tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": 4})
+    return training.write_config(
+        tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": 4}
+    )
 
 
 LAYOUTS: dict[int, list[str]] = {
     2: ["parallel.tensor=2"],
-    # The uneven vocabulary lays out each tensor rank's buffers differently, and stages hold different parameters.
-    8: ["parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true", "model.tie_embeddings=false"],
-    4: ["parallel.tensor=2", "parallel.sequence=true", "parallel.data=2", "engine.kind=fsdp", "train.precision=bf16"],
+    # The uneven vocabulary lays out each tensor rank's buffers differently, and stages hold different
+    # parameters.
+    8: [
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.data=2",
+        "engine.shard_optimizer=true",
+        "model.tie_embeddings=false",
+    ],
+    4: [
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "parallel.data=2",
+        "engine.kind=fsdp",
+        "train.precision=bf16",
+    ],
 }
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_equal_parameters_are_not_called_different(pool: Any, config_path: str, tmp_path: Path, ranks: int) -> None:
-    assert pool.run(ranks, compared_rank, config_path, LAYOUTS[ranks], str(tmp_path / "run"), False) == [0] * ranks
+def test_equal_parameters_are_not_called_different(
+    pool: Any, config_path: str, tmp_path: Path, ranks: int
+) -> None:
+    assert (
+        pool.run(ranks, compared_rank, config_path, LAYOUTS[ranks], str(tmp_path / "run"), False)
+        == [0] * ranks
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -63,6 +99,8 @@ def test_one_bit_ends_the_run(pool: Any, config_path: str, tmp_path: Path, ranks
 
 
 def test_what_may_be_another_order_of_sums_is_said_once(pool: Any, config_path: str, tmp_path: Path) -> None:
-    """Over NCCL each tensor rank's data ranks may add up in an order of their own: a healthy run would end at its 50th step."""
+    """Over NCCL each tensor rank's data ranks may add up in an order of their own: a healthy
+    run would end at its 50th step.
+    """
     overrides = [*LAYOUTS[2], "train.steps=6"]
     assert pool.run(2, compared_rank, config_path, overrides, str(tmp_path / "run"), True, True) == [1, 1]

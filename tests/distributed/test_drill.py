@@ -20,7 +20,18 @@ from tests.pool import ROOT
 
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     config = training.write_config(tmp_path, training.write_corpus(tmp_path))
-    command = [sys.executable, "launch/drill.py", "--config", config, "--ranks", "2", "--fault", "kill:rank=1,step=4", "--watch", "30"]
+    command = [
+        sys.executable,
+        "launch/drill.py",
+        "--config",
+        config,
+        "--ranks",
+        "2",
+        "--fault",
+        "kill:rank=1,step=4",
+        "--watch",
+        "30",
+    ]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "drill"), "train.steps=5", "checkpoint.every=2"],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
@@ -30,12 +41,19 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Pa
     assert done.returncode == 0 and outcome["as_expected"], done.stdout + done.stderr + said
     assert "resumed after step 2 of 5" in said
     assert "rank 1 (host " in outcome["cause"] and "is dead" in outcome["cause"]
-    assert (outcome["restarts"], outcome["steps_lost"], outcome["final_step"], outcome["same_weights"]) == (1, 1, 5, True)
+    assert (outcome["restarts"], outcome["steps_lost"], outcome["final_step"], outcome["same_weights"]) == (
+        1,
+        1,
+        5,
+        True,
+    )
 
 
 def test_a_run_that_fails_without_a_fault_is_one_line_with_its_reason(tmp_path: Path) -> None:
     launcher = "sh -c \"echo 'data error: d.bin: missing (make it)' >&2; exit 2\""
-    with pytest.raises(ConfigError, match=r"ended with status 2, data error: d.bin: missing \(make it\) \(all .*calm.txt\)"):
+    with pytest.raises(
+        ConfigError, match=r"ended with status 2, data error: d.bin: missing \(make it\) \(all .*calm.txt\)"
+    ):
         Drill("configs/gpt_tiny.json", [], 4, tmp_path, launcher).calm()
 
 
@@ -50,9 +68,21 @@ def test_every_fault_says_what_must_come_of_it() -> None:
         ("kill:rank=4,step=7", [], "there are 4 ranks (rank=0 to rank=3, or more --ranks)"),
         ("kill:rank=0,step=0", [], "the run has 12 steps (step=1 to step=12)"),
         ("kill:rank=0,step=13", [], "the run has 12 steps (step=1 to step=12)"),
-        ("corrupt:rank=0,step=7", [], "the run has 12 steps, its second checkpoint is of step 8 (step=9 to step=12)"),
-        ("corrupt:rank=0,step=7", ["checkpoint.every=6"], "the run has 12 steps, its second checkpoint is of step 12 (more train.steps)"),
-        ("corrupt:rank=0,step=9", ["checkpoint.keep=1"], "checkpoint.keep=1 keeps none to fall back to (checkpoint.keep=2)"),
+        (
+            "corrupt:rank=0,step=7",
+            [],
+            "the run has 12 steps, its second checkpoint is of step 8 (step=9 to step=12)",
+        ),
+        (
+            "corrupt:rank=0,step=7",
+            ["checkpoint.every=6"],
+            "the run has 12 steps, its second checkpoint is of step 12 (more train.steps)",
+        ),
+        (
+            "corrupt:rank=0,step=9",
+            ["checkpoint.keep=1"],
+            "checkpoint.keep=1 keeps none to fall back to (checkpoint.keep=2)",
+        ),
         (
             "disk_full:rank=0,step=7",
             ["checkpoint.on_failure=continue"],
@@ -63,12 +93,28 @@ def test_every_fault_says_what_must_come_of_it() -> None:
             ["checkpoint.every=5", "checkpoint.last=false"],
             "nothing is saved from that step on (checkpoint.last=true)",
         ),
-        ("disk_full:rank=0,step=7", ["checkpoint.every=0"], "checkpoint.every=0 saves none on the way (checkpoint.every=4)"),
+        (
+            "disk_full:rank=0,step=7",
+            ["checkpoint.every=0"],
+            "checkpoint.every=0 saves none on the way (checkpoint.every=4)",
+        ),
     ],
 )
-def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(spec: str, overrides: list[str], wrong: str, tmp_path: Path) -> None:
+def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(
+    spec: str, overrides: list[str], wrong: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--fault: {spec}: {wrong}")):
-        run(["--config", "configs/gpt_tiny.json", "--output", str(tmp_path / "drill"), "--fault", spec, *overrides])
+        run(
+            [
+                "--config",
+                "configs/gpt_tiny.json",
+                "--output",
+                str(tmp_path / "drill"),
+                "--fault",
+                spec,
+                *overrides,
+            ]
+        )
     assert not list(tmp_path.iterdir())
 
 

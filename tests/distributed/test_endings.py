@@ -15,9 +15,13 @@ from tests import training
 from tests.pool import CONTEXT, ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
-BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
+BENCHMARKS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
+)
 TINY = ["--config", "configs/gpt_tiny.json"]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {
+    "OMP_NUM_THREADS": "1"
+}
 
 # A thread of gloo's is in Python code when the run ends, and wakes while the interpreter is taken apart.
 LATE = """
@@ -58,7 +62,15 @@ exit_rank_with(run)
 
 def test_a_finished_run_keeps_its_status() -> None:
     """With an ordinary end: terminate called without an active exception, status 134."""
-    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (75, "the last words", "")
 
 
@@ -66,7 +78,9 @@ def test_a_finished_run_keeps_its_status() -> None:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint to show and to write texts with."""
     folder = tmp_path_factory.mktemp("endings")
-    config = load(training.write_config(folder, "none", data={"tokenizer": "bytes"}, model={"vocab_size": 256}), [], 1).config
+    config = load(
+        training.write_config(folder, "none", data={"tokenizer": "bytes"}, model={"vocab_size": 256}), [], 1
+    ).config
     return str(training.write_weights(folder, config))
 
 
@@ -94,7 +108,10 @@ def play(argv: list[str], stdout: str | None, stderr: Path) -> None:
 def test_output_that_nobody_reads_or_that_has_no_room(weights: str, tmp_path: Path, output: str) -> None:
     """`| head` is no mistake, and a full disk is one line; neither is a traceback, nor what a finished command returns."""
     script, arguments = OUTPUTS[output]
-    argv = [str(ROOT / "launch" / script), *(weights if argument == "WEIGHTS" else argument for argument in arguments)]
+    argv = [
+        str(ROOT / "launch" / script),
+        *(weights if argument == "WEIGHTS" else argument for argument in arguments),
+    ]
     no_room = "config error: stdout: cannot be written: No space left on device (a terminal, a pipe or a file with room)\n"
     for stdout, expected in ((None, (141, "")), ("/dev/full", (2, no_room))):
         process = CONTEXT.Process(target=play, args=(argv, stdout, tmp_path / "stderr"))
@@ -122,9 +139,28 @@ IMPORTS_TORCH = {
 WITHOUT_TORCH = {"figures", "heartbeats", "planner", "planner_against"}
 OTHERS = {"prepare.py", "compare.py", "instructlab.py"}  # which are asked otherwise
 IMPORTS = [  # compare.py imports nothing before it has read the runs
-    *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in {*IMPORTS_TORCH, *OTHERS}),
-    ("pydantic", ["launch/instructlab.py", "README.md", "--run", "none", "--data", "none", "--output", "TEMP/none.json"]),
-    ("numpy", ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"]),
+    *(
+        ("pydantic", [f"launch/{script}", *TINY])
+        for script in SCRIPTS
+        if script not in {*IMPORTS_TORCH, *OTHERS}
+    ),
+    (
+        "pydantic",
+        [
+            "launch/instructlab.py",
+            "README.md",
+            "--run",
+            "none",
+            "--data",
+            "none",
+            "--output",
+            "TEMP/none.json",
+        ],
+    ),
+    (
+        "numpy",
+        ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"],
+    ),
     *(("torch", [f"launch/{script}", *arguments]) for script, arguments in IMPORTS_TORCH.items()),
     *(("torch", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS if name not in WITHOUT_TORCH),
 ]
@@ -139,7 +175,9 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
         (folder / f"{module}.py").write_text(SWALLOWED if module == "torch" else INTERRUPTED)
         environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
         command = [word.replace("TEMP", str(tmp_path)) for word in command]
-        heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where the suite itself was started to ignore it, as by nohup
+        heeds = partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL
+        )  # also where the suite itself was started to ignore it, as by nohup
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
@@ -150,5 +188,8 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
             preexec_fn=heeds,
         )
         said = process.communicate(timeout=60)[1]
-        found[f"{module} in {' '.join(command)}"] = process.returncode, said.removeprefix("interrupted: nothing was written\n")
+        found[f"{module} in {' '.join(command)}"] = (
+            process.returncode,
+            said.removeprefix("interrupted: nothing was written\n"),
+        )
     assert {command: end for command, end in found.items() if end != (130, "")} == {}

@@ -1,4 +1,6 @@
-"""Every engine, with everything that the table in docs/engines.md says it takes, trains as the native engine on one process."""
+"""Every engine, with everything that the table in docs/engines.md says it takes, trains as
+the native engine on one process.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,7 +9,19 @@ from typing import Any
 import pytest
 
 from tests import training
-from tests.engines import DOCUMENT, ENGINES, FEATURES, FLOATING, PRECISIONS, WORLD, covered, document, missing, refusal, whole_leg
+from tests.engines import (
+    DOCUMENT,
+    ENGINES,
+    FEATURES,
+    FLOATING,
+    PRECISIONS,
+    WORLD,
+    covered,
+    document,
+    missing,
+    refusal,
+    whole_leg,
+)
 from tests.training import Figures, difference, figures
 
 STEPS, HALF = 4, 2
@@ -16,7 +30,9 @@ PRECISE = 3  # steps of a precision
 
 @pytest.fixture(scope="module")
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a small model, clipped in every step; without decay_steps a run that is cut short would have another schedule."""
+    """Of a small model, clipped in every step; without decay_steps a run that is cut
+    short would have another schedule.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     model = {**training.BASE["model"], "num_layers": 3}
     train = {**training.BASE["train"], "steps": STEPS, "micro_batch_size": 1}
@@ -25,7 +41,9 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def native(pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Figures]]:
+def native(
+    pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Figures]]:
     """`native(*overrides)`: the figures of the native engine on one process, trained once."""
     known: dict[tuple[str, ...], Figures] = {}
 
@@ -45,8 +63,12 @@ def skip_if_missing(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_everything_at_once_then_another_layout(pool: Any, config_path: str, native: Any, tmp_path: Path, engine: str) -> None:
-    """Norms, sums over tensor ranks and tied stages, recomputation, and a checkpoint's every tensor and count show in the figures."""
+def test_everything_at_once_then_another_layout(
+    pool: Any, config_path: str, native: Any, tmp_path: Path, engine: str
+) -> None:
+    """Norms, sums over tensor ranks and tied stages, recomputation, and a checkpoint's every tensor
+    and count show in the figures.
+    """
     skip_if_missing(engine)
     features = whole_leg(config_path, engine)
     overrides = [*ENGINES[engine], *(override for feature in features for override in FEATURES[feature])]
@@ -61,7 +83,9 @@ def test_everything_at_once_then_another_layout(pool: Any, config_path: str, nat
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "native"])
 def test_precisions(pool: Any, config_path: str, native: Any, tmp_path: Path, engine: str) -> None:
-    """Masters, sums and moments are in fp32 at least: of a 16-bit run only the order of sums differs, rounded now and then."""
+    """Masters, sums and moments are in fp32 at least: of a 16-bit run only the order of sums
+    differs, rounded now and then.
+    """
     skip_if_missing(engine)
     for precision, tolerance in PRECISIONS.items():
         if refusal(config_path, engine, [precision]):
@@ -75,7 +99,9 @@ def test_precisions(pool: Any, config_path: str, native: Any, tmp_path: Path, en
 def test_every_cell_is_refused_or_trained(config_path: str) -> None:
     """A tick that nobody has tried would be a promise."""
     for engine in ENGINES:
-        assert {feature for feature in FEATURES if not refusal(config_path, engine, [feature])} == covered(config_path, engine), engine
+        assert {feature for feature in FEATURES if not refusal(config_path, engine, [feature])} == covered(
+            config_path, engine
+        ), engine
 
 
 def test_the_documents_table_is_the_tables(config_path: str) -> None:

@@ -90,15 +90,20 @@ def validations(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, []), (4, TP2PP2), (2, ["parallel.tensor=2", "parallel.sequence=true"]), (2, ["parallel.data=2"])]
+    ("ranks", "layout"),
+    [(1, []), (4, TP2PP2), (2, ["parallel.tensor=2", "parallel.sequence=true"]), (2, ["parallel.data=2"])],
 )
-def test_evaluate_is_the_logs_validation(pool: Any, text: Path, base: Path, tmp_path: Path, ranks: int, layout: list[str]) -> None:
+def test_evaluate_is_the_logs_validation(
+    pool: Any, text: Path, base: Path, tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
     """Another weighting of batches or targets, or weights of another step, would part from the log."""
     figures = pool.run(ranks, figures_of, ["--checkpoint", str(base), *layout], f"{tmp_path}/figures.json")[0]
     assert figures["nats_per_token"] == pytest.approx(validations(base)[30], rel=ROUNDING)
     assert figures["nats_per_token"] != pytest.approx(validations(base)[20], rel=100 * ROUNDING)
     corpus = IndexedTokens(str(text / "code_valid"))
-    assert figures["targets"] == figures["bytes"] == corpus.num_tokens - 1, "of bytes, every token but the first is a byte to predict"
+    assert figures["targets"] == figures["bytes"] == corpus.num_tokens - 1, (
+        "of bytes, every token but the first is a byte to predict"
+    )
     assert figures["bits_per_byte"] == pytest.approx(figures["nats_per_token"] / math.log(2), rel=1e-12)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["nats_per_token"]), rel=1e-12)
 
@@ -108,12 +113,18 @@ def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Pa
     figures = pool.run(1, figures_of, ["--checkpoint", str(base)], f"{tmp_path}/figures.json")[0]
     model = whole_model(config_of(text, base)).eval()
     load_weights(Reader(locate(base)), [model])
-    tokens = torch.from_numpy(IndexedTokens(str(text / "code_valid")).read(0, figures["targets"] + 1).astype("int64"))
+    tokens = torch.from_numpy(
+        IndexedTokens(str(text / "code_valid")).read(0, figures["targets"] + 1).astype("int64")
+    )
     losses = []
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, 16):
             window = tokens[start : start + 17]
-            losses.append(cross_entropy(model.logits(model.hidden(window[None, :-1])), window[1:], reduction="none").double())
+            losses.append(
+                cross_entropy(
+                    model.logits(model.hidden(window[None, :-1])), window[1:], reduction="none"
+                ).double()
+            )
     assert figures["nats_per_token"] == pytest.approx(float(torch.cat(losses).mean()), rel=ROUNDING)
     batches = [torch.cat(losses[i : i + 8]).mean() for i in range(0, len(losses), 8)]
     assert figures["nats_per_token"] != pytest.approx(float(torch.stack(batches).mean()), rel=100 * ROUNDING)
@@ -122,8 +133,16 @@ def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Pa
 def test_part_of_a_corpus_is_the_logs_part(pool: Any, text: Path, tmp_path: Path) -> None:
     """`--batches` must take the samples that `train.eval_batches` takes, and count their text alone."""
     config = str(text / "config.json")
-    assert pool.run(1, training.run_rank, config, ["train.steps=2", "train.eval_batches=3", "checkpoint.every=2"], f"{tmp_path}/run") == [0]
-    figures = pool.run(1, figures_of, ["--checkpoint", f"{tmp_path}/run", "--batches", "3"], f"{tmp_path}/figures.json")[0]
+    assert pool.run(
+        1,
+        training.run_rank,
+        config,
+        ["train.steps=2", "train.eval_batches=3", "checkpoint.every=2"],
+        f"{tmp_path}/run",
+    ) == [0]
+    figures = pool.run(
+        1, figures_of, ["--checkpoint", f"{tmp_path}/run", "--batches", "3"], f"{tmp_path}/figures.json"
+    )[0]
     assert figures["nats_per_token"] == pytest.approx(validations(tmp_path / "run")[2], rel=ROUNDING)
     assert figures["targets"] == figures["bytes"] == 3 * 8 * 16
 
@@ -135,12 +154,16 @@ def test_documents_stay_apart_as_in_the_run(pool: Any, text: Path, tmp_path: Pat
     assert pool.run(1, training.run_rank, config, overrides, f"{tmp_path}/run") == [0]
     figures = pool.run(1, figures_of, ["--checkpoint", f"{tmp_path}/run"], f"{tmp_path}/figures.json")[0]
     assert figures["nats_per_token"] == pytest.approx(validations(tmp_path / "run")[2], rel=ROUNDING)
-    assert figures["targets"] == IndexedTokens(corpus).num_tokens - 3, "the first of each of the three documents is none"
+    assert figures["targets"] == IndexedTokens(corpus).num_tokens - 3, (
+        "the first of each of the three documents is none"
+    )
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
 @pytest.mark.parametrize("documents", [[], ["data.document_mask=true", "data.packing=best_fit"]], ids=str)
-def test_context_ranks_evaluate_as_one_does(pool: Any, text: Path, base: Path, tmp_path: Path, method: str, documents: list[str]) -> None:
+def test_context_ranks_evaluate_as_one_does(
+    pool: Any, text: Path, base: Path, tmp_path: Path, method: str, documents: list[str]
+) -> None:
     """With and without documents packed whole: a target lost where pieces meet, or counted on each rank, is another mean."""
     arguments = ["--checkpoint", str(base), "--data", str(text / "code"), "--batches", "4", *documents]
     one = pool.run(1, figures_of, arguments, f"{tmp_path}/one.json")[0]
@@ -152,14 +175,25 @@ def test_context_ranks_evaluate_as_one_does(pool: Any, text: Path, base: Path, t
 
 def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
     """Bits per byte of a sentencepiece corpus: the bytes are the text's own, which prepare counted before there were tokens."""
-    prepared = prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400").splits[str(tmp_path / "pieces")]
+    prepared = prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400").splits[
+        str(tmp_path / "pieces")
+    ]
     model = {"vocab_size": 400, "num_layers": 1}
-    path = training.write_config(tmp_path, str(tmp_path / "pieces"), model=model, data={"tokenizer": f"{tmp_path}/pieces.model"})
+    path = training.write_config(
+        tmp_path, str(tmp_path / "pieces"), model=model, data={"tokenizer": f"{tmp_path}/pieces.model"}
+    )
     weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
-    figures = pool.run(1, figures_of, ["--checkpoint", str(weights), "--data", str(tmp_path / "pieces")], f"{tmp_path}/figures.json")[0]
+    figures = pool.run(
+        1,
+        figures_of,
+        ["--checkpoint", str(weights), "--data", str(tmp_path / "pieces")],
+        f"{tmp_path}/figures.json",
+    )[0]
     first = int(IndexedTokens(str(tmp_path / "pieces")).read(0, 1)[0])
     of_first = len(load_tokenizer(f"{tmp_path}/pieces.model").token_bytes(first))
-    assert of_first > 0 and figures["bytes"] == prepared.text_bytes - of_first, "the first token is no target, and all others are"
+    assert of_first > 0 and figures["bytes"] == prepared.text_bytes - of_first, (
+        "the first token is no target, and all others are"
+    )
     nats = figures["nats_per_token"] * figures["targets"]
     assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / figures["bytes"], rel=1e-12)
 
@@ -174,31 +208,55 @@ def test_mistakes_in_evaluating(text: Path, base: Path, tmp_path: Path) -> None:
     """One clear line each, before any rank waits."""
     checkpoint = ["--checkpoint", str(base)]
     assert evaluate_mistake([*checkpoint, "--data", "nowhere"]).startswith("data error: nowhere.bin: missing")
-    assert evaluate_mistake([*checkpoint, "data.valid=null"]).startswith("config error: --data: no corpus is given")
+    assert evaluate_mistake([*checkpoint, "data.valid=null"]).startswith(
+        "config error: --data: no corpus is given"
+    )
     assert evaluate_mistake([*checkpoint, "--json", str(tmp_path)]).startswith("config error: --json: ")
     prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400")
     assert "beyond a vocabulary of 257" in evaluate_mistake([*checkpoint, "--data", str(tmp_path / "pieces")])
-    assert evaluate_mistake([*checkpoint, "--tokenizer", str(tmp_path / "pieces.model")]).startswith("config error: --tokenizer: ")
+    assert evaluate_mistake([*checkpoint, "--tokenizer", str(tmp_path / "pieces.model")]).startswith(
+        "config error: --tokenizer: "
+    )
 
 
 # --- fine-tuning -------------------------------------------------------------------------------------------------------
 
 
-def fine_tune(pool: Any, text: Path, log_dir: Path, weights: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
+def fine_tune(
+    pool: Any, text: Path, log_dir: Path, weights: Path, *overrides: str, ranks: int = 1
+) -> list[dict[str, Any]]:
     """Its logged steps."""
     arguments = [f"checkpoint.weights={weights}", "train.seed=1", "optim.lr=3e-3", *overrides]
-    assert pool.run(ranks, training.run_rank, str(text / "config.json"), arguments, str(log_dir)) == [0] * ranks
+    assert (
+        pool.run(ranks, training.run_rank, str(text / "config.json"), arguments, str(log_dir)) == [0] * ranks
+    )
     return training.metrics(log_dir)
 
 
 def test_fine_tuning_lowers_the_validation_loss(pool: Any, text: Path, tmp_path: Path) -> None:
     """Of an imported GPT-2 with more positions than the run's sequences have tokens."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": 32,
+        "vocab_size": 257,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
     import_model(PEERS["hf"](tmp_path / "gpt2"), tmp_path / "import", [], None, lambda line: None)
 
-    arguments = ["--checkpoint", str(tmp_path / "import"), "--data", str(text / "code_valid"), "train.seq_len=16"]
+    arguments = [
+        "--checkpoint",
+        str(tmp_path / "import"),
+        "--data",
+        str(text / "code_valid"),
+        "train.seq_len=16",
+    ]
     before = pool.run(1, figures_of, arguments, f"{tmp_path}/figures.json")[0]["nats_per_token"]
     fine_tune(pool, text, tmp_path / "run", tmp_path / "import", "model.max_positions=32")
     assert validations(tmp_path / "run")[30] < 0.8 * before
@@ -206,7 +264,9 @@ def test_fine_tuning_lowers_the_validation_loss(pool: Any, text: Path, tmp_path:
 
 def test_the_example_config_is_gpt2() -> None:
     """configs/finetune_gpt2.json would refuse the model that it is for."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
     published = json.loads(transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).to_json_string())
     config = load(str(ROOT / "configs/finetune_gpt2.json"), []).config
     imported, ours = read_gpt2(published), config.model.model_dump()
@@ -227,7 +287,9 @@ def test_fine_tuning_starts_from_the_weights_alone(pool: Any, text: Path, base: 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_interrupted_fine_tuning_goes_on_from_its_own(pool: Any, text: Path, base: Path, tmp_path: Path, precision: str) -> None:
+def test_an_interrupted_fine_tuning_goes_on_from_its_own(
+    pool: Any, text: Path, base: Path, tmp_path: Path, precision: str
+) -> None:
     """`checkpoint.weights` counts only where there is nothing to resume: else every restart would begin anew."""
     shutil.copytree(base, tmp_path / "base")
     options = ["checkpoint.every=2", "optim.decay_steps=5", f"train.precision={precision}"]
@@ -235,13 +297,18 @@ def test_an_interrupted_fine_tuning_goes_on_from_its_own(pool: Any, text: Path, 
     fine_tune(pool, text, tmp_path / "run", tmp_path / "base", *options, "train.steps=2")
     shutil.rmtree(tmp_path / "base")
     again = fine_tune(pool, text, tmp_path / "run", tmp_path / "base", *options, "train.steps=4")
-    assert [(m["step"], m["loss"], m["grad_norm"]) for m in again] == [(m["step"], m["loss"], m["grad_norm"]) for m in whole]
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in again] == [
+        (m["step"], m["loss"], m["grad_norm"]) for m in whole
+    ]
 
 
 def altered(text: Path, folder: Path, change: str) -> Path:
     """An import in which one tensor is missing, too many, or of another shape."""
     reader = Reader(training.write_weights(folder / "good", config_of(text, folder)))
-    tensors = {name: (reader.read(name, Shard(t.shape)), Shard(t.shape)) for name, t in reader.manifest.tensors.items()}
+    tensors = {
+        name: (reader.read(name, Shard(t.shape)), Shard(t.shape))
+        for name, t in reader.manifest.tensors.items()
+    }
     if change == "missing":
         del tensors["model/norm.bias"]
     else:
@@ -262,13 +329,17 @@ def test_other_weights_are_refused_by_name(text: Path, tmp_path: Path, change: s
     path = altered(text, tmp_path, change)
     with pytest.raises(CheckpointError) as raised:
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={path}"), rank=0)
-    assert str(raised.value).startswith(f"checkpoint error: {path}: {line}") and not (tmp_path / "run").exists()
+    assert (
+        str(raised.value).startswith(f"checkpoint error: {path}: {line}") and not (tmp_path / "run").exists()
+    )
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_at_the_start(text: Path, tmp_path: Path) -> None:
     """It was missed when the run had ended, by whoever wanted to see text."""
     for name in (f"{tmp_path}/none.model", str(tmp_path)):
-        with pytest.raises(ConfigError, match=rf"data.tokenizer: there is no file {name} \(launch/prepare.py makes one"):
+        with pytest.raises(
+            ConfigError, match=rf"data.tokenizer: there is no file {name} \(launch/prepare.py makes one"
+        ):
             Inputs(config_of(text, tmp_path / "run", f"data.tokenizer={name}"), rank=0)
     assert not (tmp_path / "run").exists()
     Inputs(config_of(text, tmp_path / "run", "data.tokenizer=bytes"), rank=0)
@@ -279,7 +350,9 @@ def test_resume_and_weights_are_told_apart(text: Path, base: Path, tmp_path: Pat
     weights = training.write_weights(tmp_path / "import", config_of(text, tmp_path))
     with pytest.raises(CheckpointError, match="holds weights alone.*checkpoint.weights="):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.resume={weights}"), rank=0)
-    with pytest.raises(CheckpointError, match=r"model\.num_heads=4 \(the config says 2\).* model\.head_size=8"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.num_heads=4 \(the config says 2\).* model\.head_size=8"
+    ):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={base}", "model.num_heads=2"), rank=0)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={tmp_path}/nowhere"), rank=0)

@@ -58,7 +58,12 @@ ROPE = "model.position=rope model.tie_embeddings=false"
 EVALUATED = "data.valid={corpus} train.eval_every=1 train.eval_batches=1"
 SAVES = "train.steps=4 checkpoint.every=1"
 MUP = "model.parametrization=mup"
-TENSOR, PIPELINE, DATA, CONTEXT = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.context=2"
+TENSOR, PIPELINE, DATA, CONTEXT = (
+    "parallel.tensor=2",
+    "parallel.pipeline=2",
+    "parallel.data=2",
+    "parallel.context=2",
+)
 FSDP = f"{DATA} engine.kind=fsdp"
 LATENT = "model.bias=false model.position=rope model.kv_rank=8 model.plain_size=8 model.value_size=8"
 EXPERTS = "model.bias=false model.num_experts=4"
@@ -146,7 +151,9 @@ CASES: dict[str, Case] = {
     "parallel.context_method": Case("told", "ring", f"{CONTEXT} parallel.context_method=gather", ranks=2),
     "parallel.sequence": Case("told", "true", TENSOR, ranks=2),
     "parallel.schedule": Case("told", "gpipe", PIPELINE, ranks=2),
-    "parallel.chunks": Case("told", "3", f"{PIPELINE} model.num_layers=6 parallel.schedule=interleaved", ranks=2),
+    "parallel.chunks": Case(
+        "told", "3", f"{PIPELINE} model.num_layers=6 parallel.schedule=interleaved", ranks=2
+    ),
     "parallel.backend": Case("refused", "nccl"),
     "parallel.shared_memory": Case("process", "false", TENSOR, ranks=2),
     "parallel.timeout_seconds": Case("process", "77", DATA, ranks=2),
@@ -237,22 +244,52 @@ CASES: dict[str, Case] = {
 BATCHES = "tests/distributed/test_bad_batches.py"
 SAVING = "tests/distributed/test_checkpoint_training.py"
 ELSEWHERE = {
-    "model.source": ("a file of one's own", "tests/distributed/test_source.py::test_a_setting_changes_what_is_computed"),
-    "model.source_digest": ("of that file", "tests/distributed/test_source.py::test_an_edited_file_does_not_go_on"),
-    "train.compile": ("the same numbers", "tests/distributed/test_compile.py::test_blocks_are_one_graph_in_training_and_one_in_validation"),
-    "optim.spike_threshold": ("a spike needs many steps before it", f"{BATCHES}::test_a_spike_is_skipped_and_its_threshold_decides"),
+    "model.source": (
+        "a file of one's own",
+        "tests/distributed/test_source.py::test_a_setting_changes_what_is_computed",
+    ),
+    "model.source_digest": (
+        "of that file",
+        "tests/distributed/test_source.py::test_an_edited_file_does_not_go_on",
+    ),
+    "train.compile": (
+        "the same numbers",
+        "tests/distributed/test_compile.py::test_blocks_are_one_graph_in_training_and_one_in_validation",
+    ),
+    "optim.spike_threshold": (
+        "a spike needs many steps before it",
+        f"{BATCHES}::test_a_spike_is_skipped_and_its_threshold_decides",
+    ),
     "optim.max_skips": ("only bad batches show it", f"{BATCHES}::test_too_many_in_a_row_are_gone_around"),
     "optim.max_rollbacks": ("only bad batches show it", f"{BATCHES}::test_too_many_in_a_row_are_gone_around"),
-    "checkpoint.async": ("the same files, later", f"{SAVING}::test_an_update_waits_until_what_it_changes_is_copied"),
-    "checkpoint.mirror": ("whoever starts a run attaches it", "tests/distributed/test_mirror.py::test_the_second_copy_is_used"),
-    "checkpoint.on_failure": ("only a full disk shows it", f"{SAVING}::test_one_ranks_full_disk_ends_or_spares_the_run_on_all"),
-    "engine.reduce_levels": ("needs two machines", "tests/distributed/test_links.py::test_sums_are_right_and_alike"),
+    "checkpoint.async": (
+        "the same files, later",
+        f"{SAVING}::test_an_update_waits_until_what_it_changes_is_copied",
+    ),
+    "checkpoint.mirror": (
+        "whoever starts a run attaches it",
+        "tests/distributed/test_mirror.py::test_the_second_copy_is_used",
+    ),
+    "checkpoint.on_failure": (
+        "only a full disk shows it",
+        f"{SAVING}::test_one_ranks_full_disk_ends_or_spares_the_run_on_all",
+    ),
+    "engine.reduce_levels": (
+        "needs two machines",
+        "tests/distributed/test_links.py::test_sums_are_right_and_alike",
+    ),
     "log.figures": (
         "TensorBoard's files are not opened here",
         "tests/unit/test_logs.py::test_tensorboard_forgets_what_is_done_again_and_no_more",
     ),
-    "log.wandb": ("a library that need not be installed", "tests/unit/test_wandb.py::test_wandb_has_the_figures_of_metrics_jsonl"),
-    "log.prometheus_port": ("only who asks the port sees it", "tests/unit/test_prometheus.py::test_a_run_is_served"),
+    "log.wandb": (
+        "a library that need not be installed",
+        "tests/unit/test_wandb.py::test_wandb_has_the_figures_of_metrics_jsonl",
+    ),
+    "log.prometheus_port": (
+        "only who asks the port sees it",
+        "tests/unit/test_prometheus.py::test_a_run_is_served",
+    ),
 }
 
 
@@ -274,7 +311,18 @@ class Told(Observer):
 class MallocInfo(ctypes.Structure):
     """What glibc's `mallinfo2` returns."""
 
-    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    NAMES = (
+        "arena",
+        "ordblks",
+        "smblks",
+        "hblks",
+        "hblkhd",
+        "usmblks",
+        "fsmblks",
+        "uordblks",
+        "fordblks",
+        "keepcost",
+    )
     _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
 
 
@@ -298,7 +346,12 @@ def process() -> list[str]:
     block = torch.empty(64 << 20, dtype=torch.uint8)
     mapped = f"{mallinfo().hblks - before} blocks mapped for {block.nbytes} bytes"
     onednn = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    return [mapped, onednn, str(sorted(map(str, cpu.WIDENED))), str(torch.are_deterministic_algorithms_enabled())]
+    return [
+        mapped,
+        onednn,
+        str(sorted(map(str, cpu.WIDENED))),
+        str(torch.are_deterministic_algorithms_enabled()),
+    ]
 
 
 def run_of_its_own(config_path: str, overrides: list[str]) -> dict[str, Any]:
@@ -329,7 +382,11 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
 
 def written(folder: Path) -> list[str]:
     """The files of a folder, without their times, and which figures of which steps the run has logged there."""
-    files = [re.sub(r"tfevents.*", "tfevents", str(path.relative_to(folder))) for path in folder.rglob("*") if path.is_file()]
+    files = [
+        re.sub(r"tfevents.*", "tfevents", str(path.relative_to(folder)))
+        for path in folder.rglob("*")
+        if path.is_file()
+    ]
     logs = [line for path in folder.rglob("metrics.jsonl") for line in lines(path.parent)]
     return sorted(files) + [f"{line.get('step')} {sorted(line)} {line.get('skipped')}" for line in logs]
 
@@ -340,7 +397,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys")
     write_corpus(folder, "other", seed=1)
     train = {"steps": 3, "precision": "fp32", "deterministic": False, "compile": False}
-    write_config(folder, write_corpus(folder, tokens=200), model={"num_layers": 2}, train=train, log={"every": 1, "tensorboard": False})
+    write_config(
+        folder,
+        write_corpus(folder, tokens=200),
+        model={"num_layers": 2},
+        train=train,
+        log={"every": 1, "tensorboard": False},
+    )
     return folder
 
 
@@ -353,7 +416,10 @@ def seen(corpora: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
     def see(overrides: str, ranks: int, apart: bool) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
         names = {"corpus": corpora / "corpus", "other": corpora / "other", "first": corpora}
-        texts = [f"log.dir={folder}/run", *re.sub(r"\{(corpus|other|first)\}", lambda name: str(names[name[1]]), overrides).split()]
+        texts = [
+            f"log.dir={folder}/run",
+            *re.sub(r"\{(corpus|other|first)\}", lambda name: str(names[name[1]]), overrides).split(),
+        ]
         if apart:  # settings of a process outlive a run
             own = Pool()
             found = own.run(ranks, run_of_its_own, str(corpora / "config.json"), texts)[0]
@@ -361,7 +427,9 @@ def seen(corpora: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
         else:
             found = pool.run(ranks, run, str(corpora / "config.json"), texts)[0]
         logged = lines(folder / "run") if (folder / "run/metrics.jsonl").exists() else []
-        found["numbers"] = json.dumps([[line["loss"], line["grad_norm"]] for line in logged if "loss" in line])
+        found["numbers"] = json.dumps(
+            [[line["loss"], line["grad_norm"]] for line in logged if "loss" in line]
+        )
         found["written"] = written(folder)
         return found
 
@@ -375,7 +443,10 @@ def test_a_key_changes_something(key: str, seen: Callable[..., dict[str, Any]]) 
     """A key that nothing reads promises what does not happen."""
     case = CASES[key]
     apart = case.kind == "process"
-    before, after = seen(case.base, case.ranks, apart), seen(f"{case.base} {key}={case.value}", case.ranks, apart)
+    before, after = (
+        seen(case.base, case.ranks, apart),
+        seen(f"{case.base} {key}={case.value}", case.ranks, apart),
+    )
     assert before[case.kind] != after[case.kind]
     if case.kind != "refused":
         assert (before["refused"], after["refused"]) == ("", "")

@@ -1,4 +1,6 @@
-"""Faults of the catalogue are caught, by the check and in the words that docs/faults.md says; the checks are silent without."""
+"""Faults of the catalogue are caught, by the check and in the words that docs/faults.md says;
+the checks are silent without.
+"""
 
 from collections.abc import Iterator
 
@@ -14,9 +16,14 @@ def checks() -> Iterator[Checks]:
     checks.close()
 
 
-# A fifth of them, those that are quick, of compression, races and of 16 bits: all take `python -m tests.faults` some minutes.
+# A fifth of them, those that are quick, of compression, races and of 16 bits: all take
+# `python -m tests.faults` some minutes.
 SPECIAL = ("tests.faults.compression", "tests.faults.precision", "tests.faults.races")
-SOME = [fault for i, fault in enumerate(FAULTS) if fault.check != "verify" or fault.plant.__module__ in SPECIAL or i % 5 == 0]
+SOME = [
+    fault
+    for i, fault in enumerate(FAULTS)
+    if fault.check != "verify" or fault.plant.__module__ in SPECIAL or i % 5 == 0
+]
 
 
 @pytest.mark.parametrize("fault", SOME, ids=lambda fault: fault.name)

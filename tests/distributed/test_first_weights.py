@@ -1,4 +1,6 @@
-"""A rank makes and draws what it keeps of its stage, and nothing else; weights that are read are not drawn first."""
+"""A rank makes and draws what it keeps of its stage, and nothing else; weights
+that are read are not drawn first.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +30,10 @@ from tests import training
 from tests.memory import Allocated
 
 FSDP, SHARDED = "engine.kind=fsdp", "engine.shard_optimizer=true"
-ZERO1, ZERO3 = (f'engine.config={{"zero_optimization": {{"stage": {stage}, "reduce_bucket_size": "auto"}}}}' for stage in (1, 3))
+ZERO1, ZERO3 = (
+    f'engine.config={{"zero_optimization": {{"stage": {stage}, "reduce_bucket_size": "auto"}}}}'
+    for stage in (1, 3)
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Built:
     """What a rank built."""
 
     weights: list[tuple[str, Tensor, tuple[int, ...]]]  # name, piece and its offset
-    copies: dict[str, tuple[Tensor, tuple[int, ...]]]  # the parameters that compute, where a rank has them whole
+    # the parameters that compute, where a rank has them whole
+    copies: dict[str, tuple[Tensor, tuple[int, ...]]]
     undivided: int  # bytes of the stage before an engine has it
     kept: int  # bytes of what the rank keeps
     peak: int  # bytes that were alive at once
@@ -44,7 +50,9 @@ class Built:
 
 
 def build(config_path: str, overrides: list[str]) -> Built:
-    """One rank's first weights, as training starts from them; drawn in one thread, the one that is counted."""
+    """One rank's first weights, as training starts from them; drawn in one thread, the
+    one that is counted.
+    """
     place = place_from_environment()
     config = settled_alone(load(config_path, overrides, place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
@@ -61,7 +69,11 @@ def build(config_path: str, overrides: list[str]) -> Built:
         step = TrainStep(config, mesh)
     step.engine.settle()
     held = step.engine.tensors()
-    weights = [(logical_name(key)[6:], held[key][0].clone(), held[key][1].offset) for key in held if key.startswith("model/")]
+    weights = [
+        (logical_name(key)[6:], held[key][0].clone(), held[key][1].offset)
+        for key in held
+        if key.startswith("model/")
+    ]
     named = {name: parameter for stage in step.stages for name, parameter in stage.named_parameters()}
     whole = config.engine.kind == "native" or ZERO1 in overrides
     copies = {name: (p.detach().clone(), p.shard.offset) for name, p in named.items()} if whole else {}  # type: ignore[attr-defined]
@@ -96,11 +108,18 @@ def slice_of(whole: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Tenso
         (4, ["engine.kind=deepspeed", ZERO3, "parallel.tensor=2", "train.precision=bf16"]),
     ],
 )
-def test_every_layout_starts_from_the_bits_of_one_process(pool: Any, config_path: str, world: int, overrides: list[str]) -> None:
-    """Each element of each tensor is drawn by some rank; masters and the copies that compute are the same numbers."""
+def test_every_layout_starts_from_the_bits_of_one_process(
+    pool: Any, config_path: str, world: int, overrides: list[str]
+) -> None:
+    """Each element of each tensor is drawn by some rank; masters and the copies
+    that compute are the same numbers.
+    """
     ranks = pool.run(world, build, config_path, overrides)
     single = [override for override in overrides if override.startswith(("train.precision", "model."))]
-    whole = {name: parameter.detach() for name, parameter in whole_model(load(config_path, single).config).named_parameters()}
+    whole = {
+        name: parameter.detach()
+        for name, parameter in whole_model(load(config_path, single).config).named_parameters()
+    }
     covered = {name: torch.zeros_like(parameter, dtype=torch.bool) for name, parameter in whole.items()}
     for built in ranks:
         for name, piece, offset in built.weights:
@@ -117,16 +136,23 @@ LARGE = ["model.hidden_size=256", "model.num_layers=4", "model.vocab_size=257"]
 
 
 @pytest.mark.parametrize("overrides", [[FSDP], [FSDP, "parallel.tensor=2"], ["engine.kind=deepspeed", ZERO3]])
-def test_building_takes_no_more_than_what_a_rank_keeps(pool: Any, config_path: str, overrides: list[str]) -> None:
-    """A stage of 70 billion parameters, made whole by each of a machine's 8 ranks before it is divided, has no room in its memory."""
+def test_building_takes_no_more_than_what_a_rank_keeps(
+    pool: Any, config_path: str, overrides: list[str]
+) -> None:
+    """A stage of 70 billion parameters, made whole by each of a machine's 8 ranks before it is
+    divided, has no room in its memory.
+    """
     config = load(config_path, [*LARGE, *overrides], 4).config
     stage = 4 * sum(p.numel() for p in whole_model(config, "meta").parameters()) // config.parallel.tensor
     largest = 4 * max(p.numel() for p in whole_model(config, "meta").parameters())
     for built in pool.run(4, build, config_path, [*LARGE, *overrides]):
-        # Weights, gradients and two moments; DeepSpeed keeps masters beside the weights, and small parameters whole.
+        # Weights, gradients and two moments; DeepSpeed keeps masters beside the weights, and small parameters
+        # whole.
         assert built.kept < (4.5 if FSDP in overrides else 6) * stage * config.parallel.tensor / 4
         assert built.undivided < 0.01 * stage
-        assert built.peak - built.kept < max(4 * RUN, 2 * largest) * 1.1, "a run of random numbers, or a parameter that is divided"
+        assert built.peak - built.kept < max(4 * RUN, 2 * largest) * 1.1, (
+            "a run of random numbers, or a parameter that is divided"
+        )
 
 
 def without_drawing(function: Callable[..., Any], *args: Any) -> None:
@@ -152,5 +178,12 @@ def test_weights_that_are_read_are_not_drawn_first(pool: Any, config_path: str, 
     pool.run(2, training.run_rank, config_path, [FSDP, "train.steps=1"], run)
     pool.run(2, without_drawing, training.run_rank, config_path, [FSDP, "train.steps=2"], run)
     pool.run(2, without_drawing, training.run_rank, config_path, [SHARDED, "train.steps=3"], run)
-    pool.run(2, without_drawing, training.run_rank, config_path, [FSDP, "train.steps=1", f"checkpoint.weights={run}"], tuned)
+    pool.run(
+        2,
+        without_drawing,
+        training.run_rank,
+        config_path,
+        [FSDP, "train.steps=1", f"checkpoint.weights={run}"],
+        tuned,
+    )
     pool.run(2, without_drawing, read_weights, config_path, tuned)

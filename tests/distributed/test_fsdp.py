@@ -1,4 +1,6 @@
-"""The fsdp engine trains as the native one does on one process, in every layout, and takes over from it and gives back."""
+"""The fsdp engine trains as the native one does on one process, in every layout, and
+takes over from it and gives back.
+"""
 
 import contextlib
 import math
@@ -19,21 +21,32 @@ from megacore.train.step import TrainStep
 from tests import training
 from tests.training import Figures, difference, figures
 
-# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and some steps let differences grow about tenfold.
+# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and some steps let differences grow
+# about tenfold.
 TOLERANCE, STEPS = 1e-5, 8
 
 FSDP = "engine.kind=fsdp"
 TP2, PP2, DP2, DP4 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.data=4"
 SP = "parallel.sequence=true"
-# Untied, rows that are no dims (heads, gate and up), biases of theirs, and gradients that are partial without sequence parallelism too.
-SWIGLU = ["model.activation=swiglu", "model.tie_embeddings=false", "model.qk_norm=true", "model.position=rope"]
+# Untied, rows that are no dims (heads, gate and up), biases of theirs, and gradients that are partial without
+# sequence parallelism too.
+SWIGLU = [
+    "model.activation=swiglu",
+    "model.tie_embeddings=false",
+    "model.qk_norm=true",
+    "model.position=rope",
+]
 
 CASES: dict[str, tuple[int, list[str], list[str]]] = {
     # Two features a head: half of the ranks have no row of query_norm's weight.
     "dp4, more ranks than rows": (4, [DP4], ["model.num_heads=16", "model.qk_norm=true"]),
     "tp2dp2": (4, [TP2, DP2], SWIGLU),
     "pp2dp2, gathered for every pass": (4, [PP2, DP2, "engine.reshard=true", "parallel.schedule=gpipe"], []),
-    "dp2, gathered once a step, recomputed": (2, [DP2, "engine.reshard=false", "train.recompute=full"], ["model.dropout=0.1"]),
+    "dp2, gathered once a step, recomputed": (
+        2,
+        [DP2, "engine.reshard=false", "train.recompute=full"],
+        ["model.dropout=0.1"],
+    ),
 }
 
 
@@ -49,7 +62,9 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[str]], Figures]]:
+def alone(
+    pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[list[str]], Figures]]:
     """`alone(model overrides)`: the figures of the native engine on one process, trained once."""
     runs: dict[str, Figures] = {}
 
@@ -64,10 +79,14 @@ def alone(pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_native(pool: Any, config_path: str, alone: Callable[..., Any], tmp_path: Path, case: str) -> None:
+def test_equals_native(
+    pool: Any, config_path: str, alone: Callable[..., Any], tmp_path: Path, case: str
+) -> None:
     ranks, layout, model = CASES[case]
     right = alone(model)
-    assert all(norm > 0.5 for _, norm in right[:5]), "steps that are not clipped would not show a norm that is used wrongly"
+    assert all(norm > 0.5 for _, norm in right[:5]), (
+        "steps that are not clipped would not show a norm that is used wrongly"
+    )
     assert right[-1][0] < 0.95 * right[0][0], "the model learns nothing, so equal losses would prove nothing"
     pool.run(ranks, training.run_rank, config_path, [FSDP, *layout, *model], str(tmp_path))
     assert difference(figures(tmp_path), right) < TOLERANCE
@@ -96,15 +115,28 @@ def faulty_rank(fault: Callable[[], contextlib.AbstractContextManager[None]], *a
 
 @pytest.mark.parametrize(("fault", "layout"), [(averaged, [DP2]), (never_summed, [TP2, SP, DP2])])
 def test_planted_fault_shows(
-    pool: Any, config_path: str, alone: Callable[..., Any], tmp_path: Path, fault: Callable[..., Any], layout: list[str]
+    pool: Any,
+    config_path: str,
+    alone: Callable[..., Any],
+    tmp_path: Path,
+    fault: Callable[..., Any],
+    layout: list[str],
 ) -> None:
     """The comparison itself: were it blind to one of these, it would prove nothing."""
     short = ["train.steps=3"]
-    pool.run(2 ** len([key for key in layout if key != SP]), faulty_rank, fault, config_path, [FSDP, *layout, *short], str(tmp_path))
+    pool.run(
+        2 ** len([key for key in layout if key != SP]),
+        faulty_rank,
+        fault,
+        config_path,
+        [FSDP, *layout, *short],
+        str(tmp_path),
+    )
     assert difference(figures(tmp_path), alone([])[:3]) > 100 * TOLERANCE
 
 
-# A run's life: steps done, ranks, overrides. Dropout and validations in between: neither may disturb the numbers behind.
+# A run's life: steps done, ranks, overrides. Dropout and validations in between: neither may disturb the
+# numbers behind.
 MOVES = [
     (2, 2, [DP2]),
     (4, 4, [FSDP, TP2, DP2]),
@@ -118,7 +150,13 @@ def test_run_moves_between_engines(pool: Any, config_path: str, tmp_path: Path) 
     """Moments, counters or rows that end up elsewhere would change every loss from there on."""
     pool.run(1, training.run_rank, config_path, COMMON, str(tmp_path / "whole"))
     for steps, ranks, overrides in MOVES:
-        pool.run(ranks, training.run_rank, config_path, [*COMMON, *overrides, f"train.steps={steps}"], str(tmp_path / "moved"))
+        pool.run(
+            ranks,
+            training.run_rank,
+            config_path,
+            [*COMMON, *overrides, f"train.steps={steps}"],
+            str(tmp_path / "moved"),
+        )
     assert difference(figures(tmp_path / "moved"), figures(tmp_path / "whole")) < TOLERANCE
 
 
@@ -126,7 +164,9 @@ def test_goes_on_bitwise(pool: Any, config_path: str, tmp_path: Path) -> None:
     overrides = [*COMMON, FSDP, DP2, "train.precision=bf16"]
     pool.run(2, training.run_rank, config_path, overrides, str(tmp_path / "whole"))
     for steps in (3, STEPS):
-        pool.run(2, training.run_rank, config_path, [*overrides, f"train.steps={steps}"], str(tmp_path / "stopped"))
+        pool.run(
+            2, training.run_rank, config_path, [*overrides, f"train.steps={steps}"], str(tmp_path / "stopped")
+        )
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
 
 
@@ -148,7 +188,9 @@ def skipping_rank(config_path: str) -> dict[str, Any]:
         if bad and place.rank == 1:
             engine.rows[5].gradient.view(-1)[0] = math.inf
         seen[f"finite {bad}"] = bool(engine.step(1e-3).grad_norm.isfinite())
-        seen[f"moved {bad}"] = any(not torch.equal(tensor, held[key]) for key, (tensor, _) in engine.tensors().items())
+        seen[f"moved {bad}"] = any(
+            not torch.equal(tensor, held[key]) for key, (tensor, _) in engine.tensors().items()
+        )
         seen[f"state {bad}"] = engine.state()
     seen["whole"] = sum(p.numel() for p in stage.parameters())
     mesh.close()
@@ -161,7 +203,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(pool: Any, co
         assert (seen["finite True"], seen["moved True"]) == (False, False)
         assert (seen["finite False"], seen["moved False"]) == (True, True)
         assert seen["state False"] == {"updates": 1, "skipped": 1}
-        assert abs(seen["elements"] / seen["whole"] - 0.5) < 0.02, "all but the last rows of sizes that do not divide"
+        assert abs(seen["elements"] / seen["whole"] - 0.5) < 0.02, (
+            "all but the last rows of sizes that do not divide"
+        )
 
 
 def loading_rank(config_path: str, reshard: str) -> float:
@@ -186,14 +230,20 @@ def loading_rank(config_path: str, reshard: str) -> float:
 
 @pytest.mark.parametrize("reshard", ["true", "false"])
 def test_what_is_read_behind_a_validation_computes(pool: Any, config_path: str, reshard: str) -> None:
-    """What a validation has gathered would be used once more: a run that goes back to a checkpoint would step from other weights."""
+    """What a validation has gathered would be used once more: a run that goes back to a checkpoint
+    would step from other weights.
+    """
     assert pool.run(2, loading_rank, config_path, reshard) == [pytest.approx(0.0, abs=1e-5)] * 2
 
 
 def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
-    """Two steps of two microbatches; whether a gradient was there to be added to before a step, whether its own tensors stayed, norms."""
+    """Two steps of two microbatches; whether a gradient was there to be added to before a step, whether
+    its own tensors stayed, norms.
+    """
     place = place_from_environment()
-    config = load(config_path, [FSDP, "engine.cpu_offload=true", "engine.reshard=false"], place.world_size).config
+    config = load(
+        config_path, [FSDP, "engine.cpu_offload=true", "engine.reshard=false"], place.world_size
+    ).config
     mesh = Mesh(config, place, pick_device(config, place))
     train_step = TrainStep(config, mesh)
     (stage,), engine = train_step.stages, train_step.engine
@@ -215,7 +265,9 @@ def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
 
 
 def test_offloaded_gradients_are_not_waited_for_one_by_one(pool: Any, config_path: str) -> None:
-    """FSDP2 brings a block's gradient to host memory without waiting only where none is there already to add it to."""
+    """FSDP2 brings a block's gradient to host memory without waiting only where none
+    is there already to add it to.
+    """
     for there, stayed, norms in pool.run(2, offloading_rank, config_path):
         assert not there
         assert stayed and all(norm > 0 for norm in norms), "the update looks where it always did"

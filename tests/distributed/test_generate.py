@@ -1,4 +1,6 @@
-"""`launch/generate.py` writes the same text in every layout, drawn or not, beyond the model's positions too; and transformers' text."""
+"""`launch/generate.py` writes the same text in every layout, drawn or not, beyond the model's
+positions too; and transformers' text.
+"""
 
 import contextlib
 import io
@@ -29,11 +31,19 @@ LAYOUTS = {
     "cp2tp2": ["parallel.context=2", "parallel.tensor=2", "parallel.context_method=ulysses"],
     "cp2pp2": ["parallel.context=2", "parallel.pipeline=2", "parallel.context_method=gather"],
 }
-# A vocabulary that does not divide, and reaches beyond the tokenizer's 256; weights large enough for every token to matter.
+# A vocabulary that does not divide, and reaches beyond the tokenizer's 256; weights large enough for every
+# token to matter.
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 259, "init_std": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2}
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+        "num_kv_heads": 2,
+    }
     | {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}},
     "gemma2": {
         "position": "rope",
@@ -50,25 +60,59 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_scale": 0.25,
         "tie_embeddings": False,
     },
-    "gpt_neox": {"position": "rope", "rotary_share": 0.5, "branches": "parallel", "activation": "gelu_erf", "tie_embeddings": False},
-    "smollm3": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "nope_every": 2},
-}  # fmt: skip
+    "gpt_neox": {
+        "position": "rope",
+        "rotary_share": 0.5,
+        "branches": "parallel",
+        "activation": "gelu_erf",
+        "tie_embeddings": False,
+    },
+    "smollm3": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "nope_every": 2,
+    },
+}
 # Other families, of which only the exported model's text is compared with transformers'.
 FAMILIES: dict[str, dict[str, Any]] = MODELS | {
     "gemma3": {
-        "position": "rope", "norm": "rmsnorm", "norm_offset": True, "norm_place": "both", "activation": "geglu", "bias": False,
-        "window": 5, "global_every": 2, "window_rope_theta": 100.0, "qk_norm": True, "embedding_scale": SIZES["hidden_size"] ** 0.5,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "norm_offset": True,
+        "norm_place": "both",
+        "activation": "geglu",
+        "bias": False,
+        "window": 5,
+        "global_every": 2,
+        "window_rope_theta": 100.0,
+        "qk_norm": True,
+        "embedding_scale": SIZES["hidden_size"] ** 0.5,
         "attention_scale": 0.25,
     },
     "olmo2": {
-        "position": "rope", "norm": "rmsnorm", "norm_place": "post", "activation": "swiglu", "bias": False, "qk_norm": True,
-        "qk_norm_heads": "all", "tie_embeddings": False,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "norm_place": "post",
+        "activation": "swiglu",
+        "bias": False,
+        "qk_norm": True,
+        "qk_norm_heads": "all",
+        "tie_embeddings": False,
     },
     "qwen3_moe": {
-        "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "qk_norm": True, "num_experts": 4, "first_dense": 1,
-        "expert_ffn_size": 24, "tie_embeddings": False,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "qk_norm": True,
+        "num_experts": 4,
+        "first_dense": 1,
+        "expert_ffn_size": 24,
+        "tie_embeddings": False,
     },
-}  # fmt: skip
+}
 
 
 def text_of(arguments: list[str]) -> str:
@@ -92,10 +136,16 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 GREEDY, DRAWN = ["--temperature", "0"], ["--temperature", "1", "--top-p", "0.95", "--seed", "5"]
 
 
-# What is chosen of logits does not depend on the model; each model's greedy text is compared with its export's, below.
-@pytest.mark.parametrize(("checkpoint", "choice"), [*((model, DRAWN) for model in MODELS), ("gpt2", GREEDY)], indirect=["checkpoint"])
+# What is chosen of logits does not depend on the model; each model's greedy text is compared with its
+# export's, below.
+@pytest.mark.parametrize(
+    ("checkpoint", "choice"),
+    [*((model, DRAWN) for model in MODELS), ("gpt2", GREEDY)],
+    indirect=["checkpoint"],
+)
 def test_every_layout_writes_the_same_text(pool: Any, checkpoint: Path, choice: list[str]) -> None:
-    arguments = ["--checkpoint", str(checkpoint), "--prompt", "déjà vu", "--tokens", "20", *choice]  # beyond the model's 24 positions
+    # beyond the model's 24 positions
+    arguments = ["--checkpoint", str(checkpoint), "--prompt", "déjà vu", "--tokens", "20", *choice]
     (alone,) = pool.run(1, text_of, arguments)
     assert alone.startswith("déjà vu") and alone.endswith("\n") and len(set(alone)) > 10
     for layout in LAYOUTS.values():
@@ -110,32 +160,55 @@ TYPED = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
 
 
 def test_every_prompt_has_texts_of_its_own(pool: Any, checkpoint: Path) -> None:
-    """Keys that are kept of the text before, its seed that goes on, or tables that fit the first prompt alone: another text."""
+    """Keys that are kept of the text before, its seed that goes on, or tables that fit the
+    first prompt alone: another text.
+    """
     common = ["--checkpoint", str(checkpoint), "--tokens", "9", "--temperature", "1"]
-    (alone,) = pool.run(1, texts_of, [[*common, "--prompt", prompt, "--seed", seed] for prompt in PROMPTS for seed in "56"])
+    (alone,) = pool.run(
+        1, texts_of, [[*common, "--prompt", prompt, "--seed", seed] for prompt in PROMPTS for seed in "56"]
+    )
     assert len(set(alone)) == 4
     shown = pool.run(2, text_of, ["--checkpoint", str(checkpoint), *SEVERAL, *TYPED])[0]
     assert shown == "".join(f"--- text {number} of 4\n{text}" for number, text in enumerate(alone, 1))
 
 
 def test_prompts_may_stand_in_files(pool: Any, tmp_path: Path) -> None:
-    """In lines, or as JSON, whatever the model: the same texts as typed; and as lines of JSON, with prompts and seeds."""
+    """In lines, or as JSON, whatever the model: the same texts as typed; and as lines
+    of JSON, with prompts and seeds.
+    """
     raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
-    several = ["--checkpoint", str(training.write_weights(tmp_path, resolve(raw, [], "test", 1).config)), *SEVERAL]
+    several = [
+        "--checkpoint",
+        str(training.write_weights(tmp_path, resolve(raw, [], "test", 1).config)),
+        *SEVERAL,
+    ]
     (tmp_path / "p.txt").write_text("\n".join((PROMPTS[0], "", PROMPTS[1])) + "\n")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": PROMPTS[0], "id": 3}, PROMPTS[1])))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in ({"prompt": PROMPTS[0], "id": 3}, PROMPTS[1]))
+    )
     ways = [TYPED, ["--prompts", str(tmp_path / "p.txt")], ["--prompts", str(tmp_path / "p.jsonl")]]
-    (shown, *others), _ = pool.run(2, texts_of, [[*several, *way, *form] for form in ([], ["--json"]) for way in ways])
+    (shown, *others), _ = pool.run(
+        2, texts_of, [[*several, *way, *form] for form in ([], ["--json"]) for way in ways]
+    )
     assert others[:2] == [shown] * 2 and others[2:] == [others[2]] * 3
     found = [json.loads(line) for line in others[2].splitlines()]
-    assert "".join(f"--- text {n} of 4\n{text['prompt']}{text['text']}\n" for n, text in enumerate(found, 1)) == shown
-    assert [(text["prompt"], text["seed"]) for text in found] == [(prompt, seed) for prompt in PROMPTS for seed in (5, 6)]
+    assert (
+        "".join(f"--- text {n} of 4\n{text['prompt']}{text['text']}\n" for n, text in enumerate(found, 1))
+        == shown
+    )
+    assert [(text["prompt"], text["seed"]) for text in found] == [
+        (prompt, seed) for prompt in PROMPTS for seed in (5, 6)
+    ]
 
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_the_exported_model_writes_the_same_text(pool: Any, tmp_path: Path, model: str) -> None:
-    """transformers' greedy continuation of 30 tokens, by its own code and cache, from the export; ours from the original, as tp2pp2."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    """transformers' greedy continuation of 30 tokens, by its own code and cache, from the export;
+    ours from the original, as tp2pp2.
+    """
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
     sizes = SIZES | FAMILIES[model] | {"vocab_size": 256}
     raw = {"model": sizes, "train": {"seq_len": 64, "precision": "fp32"}, "data": {"tokenizer": "bytes"}}
     original = training.write_weights(tmp_path / "original", resolve(raw, [], "test", 1).config)
@@ -143,18 +216,29 @@ def test_the_exported_model_writes_the_same_text(pool: Any, tmp_path: Path, mode
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     prompt = torch.tensor([list(b"def f(")])
-    ids = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None)[0]
+    ids = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None
+    )[0]
     text = bytes(ids.tolist()).decode("utf-8", errors="replace") + "\n"
     assert len(set(text)) > 5 and len(ids) == 36
 
     arguments = ["--checkpoint", str(original), "--prompt", "def f(", "--tokens", "30", "--temperature", "0"]
-    assert pool.run(4, text_of, [*arguments, *LAYOUTS["tp2pp2"]])[0] == pool.run(1, text_of, arguments)[0] == text
+    assert (
+        pool.run(4, text_of, [*arguments, *LAYOUTS["tp2pp2"]])[0]
+        == pool.run(1, text_of, arguments)[0]
+        == text
+    )
 
 
 def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> tuple[list[list[int]], int]:
-    """The tokens that follow prompts of some lengths, and the most positions of which this rank keeps keys."""
+    """The tokens that follow prompts of some lengths, and the most positions of which
+    this rank keeps keys.
+    """
     place = place_from_environment()
-    raw = {"model": SIZES | model, "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1}}
+    raw = {
+        "model": SIZES | model,
+        "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1},
+    }
     config = settled_alone(resolve(raw, overrides, "test", place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     stage = Stage(config, range(config.model.num_layers + 2), mesh, mesh.device)
@@ -169,14 +253,18 @@ def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> t
 @pytest.mark.parametrize("method", ["gather", "ring"])
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_of_any_length_are_divided(pool: Any, model: str, method: str) -> None:
-    """Shorter than there are pieces, with an end in any piece, and as long as the model sees; three ranks keep a third each.
+    """Shorter than there are pieces, with an end in any piece, and as long as the model sees;
+    three ranks keep a third each.
 
-    A token that sees what is behind the prompt's end, or a key that no rank keeps or two do, would make another text.
+    A token that sees what is behind the prompt's end, or a key that no rank keeps or two do, would make
+    another text.
     """
     lengths = [1, 2, 5, 6, 7, 13, 24]
     ((alone, _),) = pool.run(1, greedy, MODELS[model], [], lengths)
     assert len({tuple(tokens) for tokens in alone}) == len(lengths)
-    for found, kept in pool.run(3, greedy, MODELS[model], ["parallel.context=3", f"parallel.context_method={method}"], lengths):
+    for found, kept in pool.run(
+        3, greedy, MODELS[model], ["parallel.context=3", f"parallel.context_method={method}"], lengths
+    ):
         assert found == alone and kept == 24 // 3
 
 
@@ -189,7 +277,16 @@ def transfers_seen() -> dict[str, int]:
     recorder = FlightRecorder()
     mesh.observers.append(recorder)
     stage = Stage(config, layer_ranges(config)[place.rank], mesh, mesh.device)
-    assert len(list(Decoder([stage.eval()], mesh).generate([1, 2, 3], 4, Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])))) == 4
+    assert (
+        len(
+            list(
+                Decoder([stage.eval()], mesh).generate(
+                    [1, 2, 3], 4, Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])
+                )
+            )
+        )
+        == 4
+    )
     mesh.close()
     return {key: channel.begun for key, channel in recorder.channels.items() if ">" in key}
 

@@ -75,7 +75,12 @@ class Host:
         self.said = folder / f"{name}.txt"
         with self.said.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", heartbeat.__name__], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out
+                [sys.executable, "-m", heartbeat.__name__],
+                cwd=ROOT,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         settings = {"name": name, "token": TOKEN, "seconds": seconds, "folder": str(folder)}
@@ -89,7 +94,9 @@ class Host:
 
 
 @contextlib.contextmanager
-def run_of(folder: Path, ranks: dict[str, list[int]], seconds: float = SECONDS) -> Iterator[tuple[dict[str, Host], dict[int, Rank]]]:
+def run_of(
+    folder: Path, ranks: dict[str, list[int]], seconds: float = SECONDS
+) -> Iterator[tuple[dict[str, Host], dict[int, Rank]]]:
     """Hosts with their ranks, the first with rank 0, all of which have heard of each other."""
     hosts = {name: Host(name, folder, seconds) for name in ranks}
     try:
@@ -127,7 +134,9 @@ def test_a_silent_host_is_named_by_all_others(tmp_path: Path, lost: str) -> None
         others = [rank for name, those in THREE.items() if name != lost for rank in those]
         verdicts = {ranks[rank].verdict() for rank in others}
         if lost == "b":
-            assert verdicts == {f"nothing was heard from host b (ranks 2-3) for {SECONDS:.0f} s: down, or the network to it is cut"}
+            assert verdicts == {
+                f"nothing was heard from host b (ranks 2-3) for {SECONDS:.0f} s: down, or the network to it is cut"
+            }
         else:
             right = "host {} hears nothing from host a (ranks 0-1): it is down, or the network between them is cut"
             assert verdicts == {right.format(name) for name in "bc"}
@@ -137,7 +146,11 @@ def test_a_silent_host_is_named_by_all_others(tmp_path: Path, lost: str) -> None
             assert hosts[name].ended() == 0
             said = hosts[name].said.read_text()
             own = heartbeat.named(THREE[name])
-            assert said.count("\n") == 1 and f"host {lost} (" in said and said.endswith(f"; {name} ends its {own}\n")
+            assert (
+                said.count("\n") == 1
+                and f"host {lost} (" in said
+                and said.endswith(f"; {name} ends its {own}\n")
+            )
         if lost == "b":
             assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["b"]
         hosts[lost].process.send_signal(signal.SIGCONT)
@@ -209,7 +222,10 @@ def test_a_lost_host_is_not_waited_for_when_all_others_have_failed(tmp_path: Pat
             ranks[rank].end()
         assert [hosts[name].ended() for name in "ac"] == [0, 0]
         lost = json.loads((tmp_path / heartbeat.LOST).read_text())
-        assert lost["hosts"] == ["b"] and f" for {heartbeat.FEW * seconds / heartbeat.BEATS:.0f} s: " in lost["verdict"]
+        assert (
+            lost["hosts"] == ["b"]
+            and f" for {heartbeat.FEW * seconds / heartbeat.BEATS:.0f} s: " in lost["verdict"]
+        )
         assert not hosts["a"].said.read_text(), "nobody is there to be ended"
 
 
@@ -227,7 +243,9 @@ def test_a_rank_that_cannot_end_is_killed(tmp_path: Path) -> None:
 def test_strangers_neither_end_a_run_nor_blind_its_watch(tmp_path: Path) -> None:
     """Whoever finds a port or a door could end the process that watches, keep it busy, or fill it; nobody would notice a loss then."""
     with run_of(tmp_path, THREE) as (hosts, ranks):
-        targets = [f"udp:127.0.0.1:{ranks[first].port}" for first in (0, 2, 4)] + [f"unix:{host.door}" for host in hosts.values()]
+        targets = [f"udp:127.0.0.1:{ranks[first].port}" for first in (0, 2, 4)] + [
+            f"unix:{host.door}" for host in hosts.values()
+        ]
         stranger = [sys.executable, "-m", "tests.strangers", "30", *targets]
         those = [subprocess.Popen([*stranger, *who], cwd=ROOT) for who in ([], ["--nobody"])]
         try:
@@ -261,12 +279,20 @@ def test_nothing_is_read_before_the_token(monkeypatch: pytest.MonkeyPatch) -> No
 
         with monkeypatch.context() as never:
             never.setattr(heartbeat, "unpacked", None)  # calling it would be a fault
-            assert not any(heard(message) for message in (*GARBAGE, good[1:], good[:3], good[:3].swapcase() + good[3:]))
-        bad = [good[:-1], good + b"\0", good[: len(TOKEN)], good[: len(TOKEN) + 3], TOKEN.encode() + b"\xff" * 200]
-        assert [heard(message) for message in bad] == [1] * len(bad) and not ours.hosts
-        assert heard(good) == 0 and [(host.name, host.ranks, host.open, host.gone) for host in ours.hosts.values()] == [
-            ("b", [1, 2], [2], {1: 0})
+            assert not any(
+                heard(message) for message in (*GARBAGE, good[1:], good[:3], good[:3].swapcase() + good[3:])
+            )
+        bad = [
+            good[:-1],
+            good + b"\0",
+            good[: len(TOKEN)],
+            good[: len(TOKEN) + 3],
+            TOKEN.encode() + b"\xff" * 200,
         ]
+        assert [heard(message) for message in bad] == [1] * len(bad) and not ours.hosts
+        assert heard(good) == 0 and [
+            (host.name, host.ranks, host.open, host.gone) for host in ours.hosts.values()
+        ] == [("b", [1, 2], [2], {1: 0})]
         for _ in range(heartbeat.AT_ONCE + 20):
             other.sendto(good, ("127.0.0.1", ours.port))
         ours._guarded(ours._receive)
@@ -279,7 +305,11 @@ def test_a_flood_takes_no_beats_place() -> None:
     ours.ranks = [0]
     with ours.door, ours.datagrams, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         room = ours.datagrams.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        for stranger in (b"x" * 60000, TOKEN.encode() + b"x" * 60000, b"x"):  # the last fill what is left between the others
+        for stranger in (
+            b"x" * 60000,
+            TOKEN.encode() + b"x" * 60000,
+            b"x",
+        ):  # the last fill what is left between the others
             for _ in range(room // 60000 + 200):
                 other.sendto(stranger, ("127.0.0.1", ours.port))
         other.sendto(Beat("b", "", False, [1], [1], []).packed(ours.token), ("127.0.0.1", ours.port))
@@ -342,10 +372,14 @@ def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize(("fault", "statuses"), [("busy", [0, 0]), ("killed", [1, -signal.SIGKILL])])
-def test_a_busy_rank_is_left_alone_and_a_killed_one_is_not(tmp_path: Path, fault: str, statuses: list[int]) -> None:
+def test_a_busy_rank_is_left_alone_and_a_killed_one_is_not(
+    tmp_path: Path, fault: str, statuses: list[int]
+) -> None:
     """The whole way, from the store in which ranks meet to the end of a process."""
     port = free_port()
-    ranks = [CONTEXT.Process(target=beating_rank, args=(rank, port, str(tmp_path), fault)) for rank in range(2)]
+    ranks = [
+        CONTEXT.Process(target=beating_rank, args=(rank, port, str(tmp_path), fault)) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -353,6 +387,8 @@ def test_a_busy_rank_is_left_alone_and_a_killed_one_is_not(tmp_path: Path, fault
     assert [rank.exitcode for rank in ranks] == statuses
 
 
-@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3], "ranks 0-3"), ([0, 2, 3, 9], "ranks 0, 2-3, 9")])
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3], "ranks 0-3"), ([0, 2, 3, 9], "ranks 0, 2-3, 9")]
+)
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
     assert heartbeat.named(ranks) == text

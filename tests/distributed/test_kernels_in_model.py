@@ -21,18 +21,40 @@ from tests.pieces import dim_of
 from tests.pool import Pool
 
 STEPS = 2  # the interpreter takes a thousand times as long as a compiled kernel
-SMALL = ["model.num_layers=2", "model.hidden_size=16", "train.seq_len=8", "train.micro_batch_size=1", "train.global_batch_size=2"]
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "train.seq_len=8",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+]
 SMALL += [f"train.steps={STEPS}", "optim.warmup_steps=1"]
 # Between them, every kernel that a model can use.
 MODELS = {
     "layer norm, gelu, learned, dropout": ["model.dropout=0.1"],
     "RMS norm, swiglu, rope, grouped, fused softmax": [
-        *("model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.num_kv_heads=2", "model.attention=fused"),
+        *(
+            "model.norm=rmsnorm",
+            "model.activation=swiglu",
+            "model.position=rope",
+            "model.num_kv_heads=2",
+            "model.attention=fused",
+        ),
         *("model.bias=false", "model.tie_embeddings=false"),
     ],
-    "mixture of experts": ["model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=16", "model.bias=false"],
+    "mixture of experts": [
+        "model.num_experts=4",
+        "model.experts_per_token=2",
+        "model.expert_ffn_size=16",
+        "model.bias=false",
+    ],
     "query-key norm, gelu_erf, chunked loss": [
-        *("model.qk_norm=true", "model.position=rope", "model.activation=gelu_erf", "model.chunked_loss=true"),
+        *(
+            "model.qk_norm=true",
+            "model.position=rope",
+            "model.activation=gelu_erf",
+            "model.chunked_loss=true",
+        ),
     ],
 }
 LAYOUTS = {1: [], 4: ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"]}
@@ -53,7 +75,10 @@ def interpreting() -> Iterator[Pool]:
 
 def figures(pool: Pool, folder: Path, world: int, overrides: list[str]) -> list[tuple[float, float]]:
     log_dir = str(folder / f"run{len(list(folder.iterdir()))}")
-    assert pool.run(world, training.run_rank, str(folder / "config.json"), [*SMALL, *overrides], log_dir) == [0] * world
+    assert (
+        pool.run(world, training.run_rank, str(folder / "config.json"), [*SMALL, *overrides], log_dir)
+        == [0] * world
+    )
     return [(m["loss"], m["grad_norm"]) for m in training.metrics(log_dir)]
 
 
@@ -79,14 +104,21 @@ def feed_forward_errors(path: str, world: int, overrides: list[str]) -> tuple[li
     group = Group("tp", tuple(range(world)), dist.get_rank() if world > 1 else 0, wire)
     layer = FeedForward(config, group, torch.float32, torch.device("cpu"), 0.1)
     shards = {name: shard_of(parameter) for name, parameter in layer.named_parameters()}
-    whole = {name: seeded(shard.global_shape, "cpu", seed=i) for i, (name, shard) in enumerate(shards.items())}
+    whole = {
+        name: seeded(shard.global_shape, "cpu", seed=i) for i, (name, shard) in enumerate(shards.items())
+    }
     for name, parameter in layer.named_parameters():
         dim = dim_of(shards[name])
         parameter.data.copy_(whole[name] if dim is None else whole[name].chunk(world, dim)[group.rank])
-    mains = {f"{layer_name}.weight": MainGradient(torch.zeros_like(part.weight)) for layer_name, part in layer.named_children()}
+    mains = {
+        f"{layer_name}.weight": MainGradient(torch.zeros_like(part.weight))
+        for layer_name, part in layer.named_children()
+    }
     for name, main in mains.items():  # as the native engine has them
         layer.get_parameter(name).main_gradient = main  # type: ignore[attr-defined]
-    x, dy = (seeded((6, config.model.hidden_size), "cpu", seed=seed).requires_grad_(seed == 8) for seed in (8, 9))
+    x, dy = (
+        seeded((6, config.model.hidden_size), "cpu", seed=seed).requires_grad_(seed == 8) for seed in (8, 9)
+    )
     with launches() as log:
         y = layer(x)
         y.backward(dy)
@@ -111,15 +143,23 @@ def feed_forward_errors(path: str, world: int, overrides: list[str]) -> tuple[li
 @needs_triton
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_activations_kernel_adds_the_bias(interpreting: Pool, tmp_path: Path, world: int, recompute: str) -> None:
+def test_the_activations_kernel_adds_the_bias(
+    interpreting: Pool, tmp_path: Path, world: int, recompute: str
+) -> None:
     """And sums its gradient; the weights' go to the engine's sums as ever. Without a bias in its launch it would be added before."""
     path = training.write_config(tmp_path, "unused")
     overrides = [f"train.recompute={recompute}", "model.hidden_size=16"]
-    for added, errors in interpreting.run(world, feed_forward_errors, path, world, [*overrides, "model.kernels=triton"]):
+    for added, errors in interpreting.run(
+        world, feed_forward_errors, path, world, [*overrides, "model.kernels=triton"]
+    ):
         assert added == [True] * (3 if recompute == "selective" else 2)
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
-    for added, errors in interpreting.run(world, feed_forward_errors, path, world, [*overrides, "model.kernels=auto"]):
-        assert not added and max(errors.values()) < TOLERANCE[torch.float32], "on a CPU the linear layer adds it"
+    for added, errors in interpreting.run(
+        world, feed_forward_errors, path, world, [*overrides, "model.kernels=auto"]
+    ):
+        assert not added and max(errors.values()) < TOLERANCE[torch.float32], (
+            "on a CPU the linear layer adds it"
+        )
 
 
 def test_triton_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +170,9 @@ def test_triton_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config: Any = load(training.write_config(tmp_path, "unused"), ["model.kernels=triton"]).config
-    with pytest.raises(ConfigError, match=r"model.kernels: triton needs a GPU, .* \(auto, or TRITON_INTERPRET=1\)"):
+    with pytest.raises(
+        ConfigError, match=r"model.kernels: triton needs a GPU, .* \(auto, or TRITON_INTERPRET=1\)"
+    ):
         pick_device(config, RankInfo())
     with pytest.raises(ConfigError, match=r"model.kernels: .* \(auto or eager\)"):
         load(str(tmp_path / "config.json"), ["model.kernels=triton", "train.precision=fp64"])

@@ -27,7 +27,9 @@ def config(tmp_path: Path) -> str:
     """A config whose corpus lies where the volume will be mounted."""
     (tmp_path / "data").mkdir()
     write_corpus(tmp_path / "data")
-    return write_config(tmp_path, "data/corpus", train={"steps": 5}, log={"dir": "runs/run"}, checkpoint={"last": False})
+    return write_config(
+        tmp_path, "data/corpus", train={"steps": 5}, log={"dir": "runs/run"}, checkpoint={"last": False}
+    )
 
 
 def rendered(config: str, *arguments: str) -> list[dict[str, Any]]:
@@ -52,16 +54,27 @@ def test_job_fits_the_schema(config: str, version: str) -> None:
 def test_jobset_holds_the_same_job(config: str) -> None:
     """No schema of a JobSet is at hand: its job is checked as one, and its own keys are those of JobSet's v1alpha2."""
     settings, jobset = rendered(config, "--kind", "jobset")
-    assert (jobset["apiVersion"], jobset["kind"], settings["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet", "ConfigMap")
+    assert (jobset["apiVersion"], jobset["kind"], settings["kind"]) == (
+        "jobset.x-k8s.io/v1alpha2",
+        "JobSet",
+        "ConfigMap",
+    )
     spec = jobset["spec"]
     assert spec.keys() == {"network", "failurePolicy", "replicatedJobs"}
     assert spec["network"].keys() <= {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"}
     assert spec["failurePolicy"].keys() == {"maxRestarts", "rules"}
     (nodes,) = spec["replicatedJobs"]
     assert nodes.keys() == {"name", "replicas", "template"} and nodes["template"].keys() == {"spec"}
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": nodes["template"]["spec"]}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "x"},
+        "spec": nodes["template"]["spec"],
+    }
     kubernetes_validate.validate(job, "1.31", strict=True)
-    assert job["spec"]["backoffLimit"] == 0, "the job would put a pod in a lost one's place, and the JobSet restart nothing"
+    assert job["spec"]["backoffLimit"] == 0, (
+        "the job would put a pod in a lost one's place, and the JobSet restart nothing"
+    )
     (leader,) = (v["value"] for v in container(job)["env"] if v["name"] == "MASTER_ADDR")
     assert leader == "run-nodes-0-0.run", "the name that JobSet gives to the first pod"
 
@@ -77,11 +90,18 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
     [
         (["--gpus", "0"], "1", "4Gi", "64Gi"),
         (["--gpus", "4", "train.global_batch_size=64"], "32", "192Gi", "64Gi"),
-        (["--gpus", "0", "--cpus", "1.5", "--memory", "6G", "--shared-memory", "500Mi"], "1.5", "6G", "500Mi"),
+        (
+            ["--gpus", "0", "--cpus", "1.5", "--memory", "6G", "--shared-memory", "500Mi"],
+            "1.5",
+            "6G",
+            "500Mi",
+        ),
         (["--gpus", "0", "--memory", "6000000k"], "1", "6000000k", "64Gi"),
     ],
 )
-def test_pods_ask_for_cores_and_memory(config: str, options: list[str], cpu: str, memory: str, shared: str) -> None:
+def test_pods_ask_for_cores_and_memory(
+    config: str, options: list[str], cpu: str, memory: str, shared: str
+) -> None:
     """A pod that asks for none is put on a full node, and is the first to be killed there."""
     (_, _, job) = render.manifest(render.parse(["--config", config, *ASKED, *options]))
     assert container(job)["resources"]["requests"] == {"cpu": cpu, "memory": memory}
@@ -94,11 +114,15 @@ def test_statuses_are_told_apart(config: str) -> None:
     """A bad config would be tried again and again, and a run that saved when it was asked to stop would count as failed."""
     *_, job = rendered(config, "--restarts", "3")
     rules = job["spec"]["podFailurePolicy"]["rules"]
-    by_status = {status: rule["action"] for rule in rules for status in rule.get("onExitCodes", {}).get("values", [])}
+    by_status = {
+        status: rule["action"] for rule in rules for status in rule.get("onExitCodes", {}).get("values", [])
+    }
     assert by_status == {2: "FailJob", 75: "Ignore"} and job["spec"]["backoffLimit"] == 3 * 2
     service = next(thing for thing in rendered(config) if thing["kind"] == "Service")
     pod = job["spec"]["template"]
-    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items(), "the first pod's name would not resolve"
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items(), (
+        "the first pod's name would not resolve"
+    )
     assert pod["spec"]["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
 
 
@@ -114,7 +138,12 @@ def test_commands_train_as_one_process_does(config: str, tmp_path: Path) -> None
     ended = [pod.communicate(timeout=120)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], ended
     one = run_script(
-        "launch/pretrain.py", "--config", config, "train.seed=7", f"data.train={tmp_path}/data/corpus", f"log.dir={tmp_path}/one"
+        "launch/pretrain.py",
+        "--config",
+        config,
+        "train.seed=7",
+        f"data.train={tmp_path}/data/corpus",
+        f"log.dir={tmp_path}/one",
     )
     assert one.returncode == 0, one.stderr
     losses = [
@@ -126,13 +155,19 @@ def test_commands_train_as_one_process_does(config: str, tmp_path: Path) -> None
 
 def start(found: dict[str, Any], index: int, folder: Path, port: str) -> subprocess.Popen[str]:
     """A pod's command, in a folder that stands for /megacore, with /etc/megacore in it; the first pod's name is this machine's."""
-    own = {variable["name"]: variable["value"] for variable in found["env"]} | {"JOB_COMPLETION_INDEX": str(index)}
+    own = {variable["name"]: variable["value"] for variable in found["env"]} | {
+        "JOB_COMPLETION_INDEX": str(index)
+    }
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     command = [re.sub(r"\$\((\w+)\)", lambda match: own[match[1]], part) for part in found["command"]]
     command = [part.replace("/etc/megacore", str(folder / "settings")) for part in command]
     command[0] = str(Path(sys.executable).parent / command[0])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | own
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    } | own
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 WRONG = {
@@ -150,7 +185,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
-def test_bad_input_is_one_line(config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     """Pods would be scheduled on every node, to fail there."""
     with pytest.raises(ConfigError) as error:
         render.run(["--config", config, *ASKED, *arguments])

@@ -1,4 +1,6 @@
-"""Latent attention, in blocks with experts and without: every layout does the steps of one process, and planted mistakes show."""
+"""Latent attention, in blocks with experts and without: every layout does the steps of one
+process, and planted mistakes show.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,20 +29,32 @@ LAYOUTS = {
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> str:
-    return training.write_config(tmp_path, "unused", model=MODEL | LATENT, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+    return training.write_config(
+        tmp_path, "unused", model=MODEL | LATENT, train={"precision": "fp64"}, optim={"weight_decay": 0.3}
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> None:
-    """A latent or a shared key whose gradient is a part of a sum, or a head that is given another's matrix."""
+    """A latent or a shared key whose gradient is a part of a sum, or a head that is
+    given another's matrix.
+    """
     ranks, layout = LAYOUTS[name]
     (one,) = pool.run(1, trained, config_path, [word for word in layout.split() if word.startswith("optim.")])
     assert apart(pool.run(ranks, trained, config_path, of(layout)), one) < TOLERANCE
 
 
 MISTAKES: dict[str, tuple[str, Any, str]] = {
-    "a shared key of which each rank's heads have a gradient": ("enter_tensor_parallel", lambda x, *_: x, "interleaved, tp2"),
-    "latents of own tokens as if of all": ("replicated", lambda group, **_: replicated(group), "zb_v, sequence"),
+    "a shared key of which each rank's heads have a gradient": (
+        "enter_tensor_parallel",
+        lambda x, *_: x,
+        "interleaved, tp2",
+    ),
+    "latents of own tokens as if of all": (
+        "replicated",
+        lambda group, **_: replicated(group),
+        "zb_v, sequence",
+    ),
 }
 replicated = latent_attention.replicated
 

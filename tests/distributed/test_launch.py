@@ -22,24 +22,50 @@ from tests.pool import ROOT
 
 PRETRAIN = str(ROOT / "launch/pretrain.py")
 ENVIRONMENT = {
-    name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-} | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+} | {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "python": lambda ranks: [sys.executable],
     "torchrun": lambda ranks: ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())],
     # --hostfile="": not the one that this machine may have by default
-    "deepspeed": lambda ranks: ["deepspeed", "--hostfile=", "--num_gpus", str(ranks), "--master_port", str(free_port())],
-    "mpirun": lambda ranks: ["mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "MASTER_PORT", "-n", str(ranks), sys.executable],
+    "deepspeed": lambda ranks: [
+        "deepspeed",
+        "--hostfile=",
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+    ],
+    "mpirun": lambda ranks: [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-x",
+        "MASTER_PORT",
+        "-n",
+        str(ranks),
+        sys.executable,
+    ],
 }
 
-NOT_MEASURED = "train.compile=false"  # a run of many steps on a busy machine would measure compiled blocks first
+NOT_MEASURED = (
+    "train.compile=false"  # a run of many steps on a busy machine would measure compiled blocks first
+)
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("launch")
-    return training.write_config(folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": 4})
+    return training.write_config(
+        folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": 4}
+    )
 
 
 def start(command: list[str], *, anew: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +76,12 @@ def start(command: list[str], *, anew: bool = False, **variables: str) -> subpro
     script = shutil.which(command[0], path=ENVIRONMENT["PATH"])
     assert script is not None
     if not anew and command[0] in ("torchrun", "deepspeed"):
-        return run_script(script, *command[1:], **{name: ENVIRONMENT[name] for name in ("DS_ACCELERATOR", "PATH")}, **variables)
+        return run_script(
+            script,
+            *command[1:],
+            **{name: ENVIRONMENT[name] for name in ("DS_ACCELERATOR", "PATH")},
+            **variables,
+        )
     with subprocess.Popen(
         command,
         env=ENVIRONMENT | variables,
@@ -82,25 +113,39 @@ def test_launchers_agree(config: str, alone: list[float], tmp_path: Path, launch
     command = LAUNCHERS[launcher](2)
     if shutil.which(command[0], path=ENVIRONMENT["PATH"]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    done = start([*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], MASTER_PORT=str(free_port()))
+    done = start(
+        [*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], MASTER_PORT=str(free_port())
+    )
     assert done.returncode == 0, done.stderr
     assert len(ours := training.metrics(tmp_path / "run")) == 4
     assert [m["loss"] for m in ours] == pytest.approx(alone, rel=1e-5)
 
 
-ONE_MACHINE = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+ONE_MACHINE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 def test_the_documents_launch_commands_work_as_printed() -> None:
     """On a machine without sshd; those for several machines aside."""
-    block = (ROOT / "docs/starting.md").read_text().partition("## Starting it")[2].partition("```bash\n")[2].partition("```")[0]
+    block = (
+        (ROOT / "docs/starting.md")
+        .read_text()
+        .partition("## Starting it")[2]
+        .partition("```bash\n")[2]
+        .partition("```")[0]
+    )
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     here = [command for command in commands if command[0] != "srun" and "--hostfile" not in command]
     assert {command[0] for command in here} == {"python", *LAUNCHERS}
     for command in here:
         if shutil.which(command[0], path=ENVIRONMENT["PATH"]) is not None:
             done = start([*command, "--print-config"], **ONE_MACHINE)
-            assert done.returncode == 0 and done.stdout.count("train.steps ") == 1, f"{command}: {done.stderr}"
+            assert done.returncode == 0 and done.stdout.count("train.steps ") == 1, (
+                f"{command}: {done.stderr}"
+            )
 
 
 def test_print_config_tells_origins(config: str) -> None:
@@ -129,16 +174,31 @@ def foreign_token(prefix: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "unknown key": (lambda _: ["train.stpes=3"], "config error: train.stpes: unknown key (did you mean train.steps?)"),
+    "unknown key": (
+        lambda _: ["train.stpes=3"],
+        "config error: train.stpes: unknown key (did you mean train.steps?)",
+    ),
     "wrong type": (lambda _: ['train.steps="3"'], "config error: train.steps: "),
     "no override": (lambda _: ["train.steps"], "config error: train.steps: "),
     "heads": (lambda _: ["model.num_heads=5"], "config error: model.hidden_size: "),
     "world size": (lambda _: ["parallel.tensor=2"], "config error: parallel: "),
     "batch equation": (lambda _: ["train.micro_batch_size=3"], "config error: train.global_batch_size: "),
-    "missing .bin": (lambda p: [corpus_with(p, lambda prefix: Path(f"{prefix}.bin").unlink())], "data error: "),
-    "missing .idx": (lambda p: [corpus_with(p, lambda prefix: Path(f"{prefix}.idx").unlink())], "data error: "),
-    "truncated .bin": (lambda p: [corpus_with(p, lambda prefix: truncate(Path(f"{prefix}.bin")))], "data error: "),
-    "truncated .idx": (lambda p: [corpus_with(p, lambda prefix: truncate(Path(f"{prefix}.idx")))], "data error: "),
+    "missing .bin": (
+        lambda p: [corpus_with(p, lambda prefix: Path(f"{prefix}.bin").unlink())],
+        "data error: ",
+    ),
+    "missing .idx": (
+        lambda p: [corpus_with(p, lambda prefix: Path(f"{prefix}.idx").unlink())],
+        "data error: ",
+    ),
+    "truncated .bin": (
+        lambda p: [corpus_with(p, lambda prefix: truncate(Path(f"{prefix}.bin")))],
+        "data error: ",
+    ),
+    "truncated .idx": (
+        lambda p: [corpus_with(p, lambda prefix: truncate(Path(f"{prefix}.idx")))],
+        "data error: ",
+    ),
     "foreign token": (lambda p: [corpus_with(p, foreign_token)], "data error: "),
     "sequence longer than corpus": (lambda _: ["train.seq_len=5000"], "data error: "),
     "no checkpoint": (lambda p: [f"checkpoint.resume={p}/nothing"], "checkpoint error: "),
@@ -173,7 +233,11 @@ def test_a_mistake_is_said_once_though_rank_0_is_late(config: str, tmp_path: Pat
         pytest.skip(f"{command[0]} is not installed")
     script = tmp_path / "slow.py"
     script.write_text(SLOW_RANK_0.format(pretrain=PRETRAIN))
-    done = start([*command, str(script), "--config", config, "parallel.tensor=2"], PYTHONPATH=str(ROOT), MASTER_PORT=str(free_port()))
+    done = start(
+        [*command, str(script), "--config", config, "parallel.tensor=2"],
+        PYTHONPATH=str(ROOT),
+        MASTER_PORT=str(free_port()),
+    )
     mistake = "config error: parallel: "
     assert done.returncode == (1 if launcher == "torchrun" else 2), done.stderr
     assert sum(line.startswith(mistake) for line in done.stderr.splitlines()) == 1, done.stderr
@@ -189,13 +253,19 @@ def root_cause(stderr: str) -> str:
 def test_unusable_log_dir_is_refused(config: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run_script(PRETRAIN, "--config", config, f"log.dir={tmp_path}/file")
-    assert done.returncode == 2 and done.stderr.startswith("config error: log.dir: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("config error: log.dir: ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_missing_hostfile_is_refused(config: str, tmp_path: Path) -> None:
     """The launcher itself would only warn, and train on this machine alone."""
     command = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--master_port", str(free_port())]
-    done = start([*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], anew=True)  # ranks look at its command line
+    done = start(
+        [*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], anew=True
+    )  # ranks look at its command line
     assert done.returncode == 2
     assert f"config error: --hostfile: {tmp_path / 'hostfile'} does not exist" in done.stderr
 
@@ -217,11 +287,16 @@ runpy.run_path({pretrain!r}, run_name="__main__")
 def test_a_crash_ends_the_job_and_names_its_cause(config: str, tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(pretrain=PRETRAIN))
-    done = start([*LAUNCHERS[launcher](2), str(script), "--config", config, f"log.dir={tmp_path}/run"], PYTHONPATH=str(ROOT))
+    done = start(
+        [*LAUNCHERS[launcher](2), str(script), "--config", config, f"log.dir={tmp_path}/run"],
+        PYTHONPATH=str(ROOT),
+    )
     assert done.returncode not in (0, 2, 75)
     reasons = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert len(reasons) == 1, "one rank failed; the other only lost its peer"
-    assert reasons[0].startswith("rank 1 ") and reasons[0].endswith("failed: ValueError: the disk of this rank is on fire")
+    assert reasons[0].startswith("rank 1 ") and reasons[0].endswith(
+        "failed: ValueError: the disk of this rank is on fire"
+    )
     if launcher == "torchrun":
         assert f"traceback : {reasons[0]}" in root_cause(done.stderr)
     else:
@@ -231,7 +306,14 @@ def test_a_crash_ends_the_job_and_names_its_cause(config: str, tmp_path: Path, l
 def test_ctrl_c_saves_and_the_same_command_goes_on(config: str, tmp_path: Path) -> None:
     """Ctrl-C reaches every process of a terminal's group: the launcher and all ranks."""
     log_dir = tmp_path / "run"
-    command = [*LAUNCHERS["deepspeed"](2), PRETRAIN, "--config", config, f"log.dir={log_dir}", "checkpoint.every=1000000"]
+    command = [
+        *LAUNCHERS["deepspeed"](2),
+        PRETRAIN,
+        "--config",
+        config,
+        f"log.dir={log_dir}",
+        "checkpoint.every=1000000",
+    ]
     process = subprocess.Popen(
         [*command, "train.steps=100000", NOT_MEASURED], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True, cwd=ROOT,
@@ -250,6 +332,15 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(config: str, tmp_path: Path) 
     assert "stopped on request after step" in output
     (saved,) = (log_dir / "checkpoints").iterdir()
     step = json.loads((saved / "manifest.json").read_text())["step"]
-    again = start([*LAUNCHERS["deepspeed"](2), PRETRAIN, "--config", config, f"log.dir={log_dir}", f"train.steps={step + 2}"])
+    again = start(
+        [
+            *LAUNCHERS["deepspeed"](2),
+            PRETRAIN,
+            "--config",
+            config,
+            f"log.dir={log_dir}",
+            f"train.steps={step + 2}",
+        ]
+    )
     assert again.returncode == 0, again.stderr
     assert [m["step"] for m in training.metrics(log_dir)] == list(range(1, step + 3))

@@ -1,4 +1,6 @@
-"""Every layout trains as one process does: losses and norms of six steps within 1e-5 (tests/faults: that mistakes would show)."""
+"""Every layout trains as one process does: losses and norms of six steps within 1e-5
+(tests/faults: that mistakes would show).
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +10,8 @@ import pytest
 
 from tests import training
 
-# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and the steps let differences grow about tenfold.
+# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and the steps let differences grow
+# about tenfold.
 TOLERANCE = 1e-5
 STEPS = 6
 
@@ -24,7 +27,11 @@ LAYOUTS = {
     "pp2dp2": ["parallel.pipeline=2", "parallel.data=2"],
     "tp2pp2dp2": ["parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2"],
 }
-WITH_SEQUENCE = {f"{name}sp": [*layout, "parallel.sequence=true"] for name, layout in LAYOUTS.items() if name.startswith("tp")}
+WITH_SEQUENCE = {
+    f"{name}sp": [*layout, "parallel.sequence=true"]
+    for name, layout in LAYOUTS.items()
+    if name.startswith("tp")
+}
 
 MODELS = {
     "gpt2": [],  # learned positions, layernorm, gelu, biases, tied embeddings
@@ -64,20 +71,28 @@ def world(layout: list[str]) -> int:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     schedule = training.BASE["optim"] | {"warmup_steps": 1}
-    training.write_config(folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": STEPS}, optim=schedule)
+    training.write_config(
+        folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": STEPS}, optim=schedule
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def train(pool: Any, corpus: Path) -> Iterator[Callable[..., list[tuple[float, float]]]]:
-    """`train(overrides, world)`: (loss, gradient norm) of every step. A run of one process is kept and reused."""
+    """`train(overrides, world)`: (loss, gradient norm) of every step.
+
+    A run of one process is kept and reused.
+    """
     runs: dict[tuple[str, ...], list[tuple[float, float]]] = {}
 
     def run(overrides: list[str], world: int = 1) -> list[tuple[float, float]]:
         key = tuple(overrides)
         if world > 1 or key not in runs:
             log_dir = str(corpus / f"run{len(list(corpus.iterdir()))}")
-            assert pool.run(world, training.run_rank, str(corpus / "config.json"), overrides, log_dir) == [0] * world
+            assert (
+                pool.run(world, training.run_rank, str(corpus / "config.json"), overrides, log_dir)
+                == [0] * world
+            )
             result = [(m["loss"], m["grad_norm"]) for m in training.metrics(log_dir)]
             assert len(result) == STEPS
             if world > 1:
@@ -93,7 +108,8 @@ def difference(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> fl
     return max(abs(x - y) / abs(y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
 
 
-# Two tensor ranks or data ranks alone are in tests/distributed/test_faults.py, all with two stages in test_schedules.py, to 1e-9.
+# Two tensor ranks or data ranks alone are in tests/distributed/test_faults.py, all with two stages in
+# test_schedules.py, to 1e-9.
 WIDE = ("tp4", "tp4sp", "dp4", "tp2dp2", "tp2dp2sp", "tp2pp2dp2", "tp2pp2dp2sp")
 EVERYTHING = pytest.param("tp2pp2dp2sp", "llama", marks=pytest.mark.quick)
 
@@ -121,13 +137,21 @@ def test_layout_equals_one_process(train: Callable[..., Any], layout: str, model
         ("dropout: masks do not depend on the layout", ["model.dropout=0.2"], "tp2pp2dp2sp"),
         ("full recomputation, with dropout", ["model.dropout=0.2", "train.recompute=full"], "tp2pp2sp"),
         ("query-key norm of wide heads, biases before it, scales", QK_NORM, "tp2pp2"),
-        ("the same, recomputed from split tokens", [*QK_NORM, "train.recompute=selective", "model.attention=eager"], "tp2pp2sp"),
+        (
+            "the same, recomputed from split tokens",
+            [*QK_NORM, "train.recompute=selective", "model.attention=eager"],
+            "tp2pp2sp",
+        ),
         ("selective recomputation", ["train.recompute=selective", "model.attention=eager"], "tp2pp2"),
         ("small buckets: many reductions in flight", ["engine.bucket_mib=0.001"], "tp2dp2sp"),
         ("sharded optimizer", ["engine.shard_optimizer=true", "engine.bucket_mib=0.02"], "tp2pp2dp2sp"),
     ],
 )
-def test_feature_equals_one_process(train: Callable[..., Any], name: str, model: list[str], layout: str) -> None:
+def test_feature_equals_one_process(
+    train: Callable[..., Any], name: str, model: list[str], layout: str
+) -> None:
     overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
-    without = [o for o in model if not o.startswith(("parallel", "engine", "train.recompute", "model.attention="))]
+    without = [
+        o for o in model if not o.startswith(("parallel", "engine", "train.recompute", "model.attention="))
+    ]
     assert difference(train(model + overrides, world(overrides)), train(without)) < TOLERANCE

@@ -52,7 +52,9 @@ def test_what_is_predicted_for_a_model_of_the_users_own_is_of_its_layers(tmp_pat
     config = megacore.load_config("configs/gpt_tiny.json", [f"model.source={forks.written(tmp_path)}"])
     plain = megacore.load_config("configs/gpt_tiny.json", [])
     assert megacore.memory(config)[0].activations != megacore.memory(plain)[0].activations
-    assert megacore.predict(config).terms["products"] < 0.96 * megacore.predict(plain).terms["products"], "it has no gate"
+    assert megacore.predict(config).terms["products"] < 0.96 * megacore.predict(plain).terms["products"], (
+        "it has no gate"
+    )
 
 
 def test_every_name_is_there_and_explained() -> None:

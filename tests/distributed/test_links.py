@@ -19,7 +19,12 @@ from megacore.tools.settings.load import resolve
 
 UNIT = 2.0**-8  # bf16's unit roundoff
 ELEMENTS = 64
-SETTINGS = ["train.device=cpu", "train.global_batch_size=8", "train.micro_batch_size=1", "parallel.timeout_seconds=60"]
+SETTINGS = [
+    "train.device=cpu",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "parallel.timeout_seconds=60",
+]
 
 
 def parts_of(rank: int) -> Tensor:
@@ -39,7 +44,10 @@ def sums_on_a_rank(levels: int, narrow: torch.dtype | None, hosts: list[str]) ->
     start_sum(whole, mesh.levels, narrow, whole=True).wait()
     start_sum(scattered, mesh.levels, narrow, whole=False).wait()
     start_gather(scattered, mesh.levels).wait()
-    found = [all_gather(whole, mesh.gradient_group).view(-1, ELEMENTS), all_gather(scattered, mesh.gradient_group).view(-1, ELEMENTS)]
+    found = [
+        all_gather(whole, mesh.gradient_group).view(-1, ELEMENTS),
+        all_gather(scattered, mesh.gradient_group).view(-1, ELEMENTS),
+    ]
     mesh.close()
     return [*found, torch.tensor([mesh.levels.within.size, mesh.levels.between.size])]
 
@@ -56,7 +64,9 @@ TURNS, UNEVEN = ["a", "b"] * 4, ["a", "b", "b", "b"]
         (2, torch.bfloat16, UNEVEN, (1, 4)),
     ],
 )
-def test_sums_are_right_and_alike(pool: Any, levels: int, narrow: torch.dtype | None, hosts: list[str], sizes: tuple[int, int]) -> None:
+def test_sums_are_right_and_alike(
+    pool: Any, levels: int, narrow: torch.dtype | None, hosts: list[str], sizes: tuple[int, int]
+) -> None:
     """A rank's part lost or doubled, another order of parts on some rank, ranks that round apart, or a sum that is not in fp32."""
     world = len(hosts)
     parts = torch.stack([parts_of(rank) for rank in range(world)])

@@ -40,7 +40,16 @@ def try_to_take(folder: str, tried: str) -> bool:
     """Whether this process, which resembles the others in nothing but its folder, gets the lock."""
     rank, place = int(os.environ["RANK"]), Path(folder)
     numbers = {name for names in LAUNCHERS.values() for name in names}
-    other = {"SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MEGACORE_HOST", "HOSTNAME", "USER", "TMPDIR"}
+    other = {
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "MEGACORE_HOST",
+        "HOSTNAME",
+        "USER",
+        "TMPDIR",
+    }
     os.environ.update({name: str(rank) for name in numbers | other})
     link = Path(tried) / f"link{rank}"
     link.symlink_to(place)
@@ -70,11 +79,15 @@ def test_of_several_writers_one_has_the_folder(run_ranks: Any, tmp_path: Path) -
     [("aa", 1, False), ("ab", 1, True), ("ac", 1, True), ("ab", 2, False)],
     ids=["shared", "own", "own, of an earlier run", "one machine"],
 )
-def test_folders_apart_are_noticed_on_every_rank(run_ranks: Any, tmp_path: Path, folders: str, on_a_machine: int, apart: bool) -> None:
+def test_folders_apart_are_noticed_on_every_rank(
+    run_ranks: Any, tmp_path: Path, folders: str, on_a_machine: int, apart: bool
+) -> None:
     """Ranks of one machine alone would hang in a save; and a lock that an earlier run left must not pass for this run's."""
     for name in "abc":
         (tmp_path / name).mkdir()
     (tmp_path / "c" / "lock").write_text("process 12 on node0 since 2026-01-01 00:00:00\n")
-    said = run_ranks(2, look, write_config(tmp_path, "nothing"), [str(tmp_path / name) for name in folders], on_a_machine)
+    said = run_ranks(
+        2, look, write_config(tmp_path, "nothing"), [str(tmp_path / name) for name in folders], on_a_machine
+    )
     assert said[0] == said[1]
     assert said[0].startswith(f"{tmp_path}/{folders[1]} on ") if apart else said[0] == ""

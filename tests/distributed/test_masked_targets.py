@@ -34,8 +34,12 @@ def mean_by_rank(self: TrainStep, batch: Any) -> Any:
     return 1.0 / (count.clamp(min=1.0) * self.mesh.sample_group.size)
 
 
-def train(config_path: str, overrides: list[str], fault: bool = False) -> tuple[list[tuple[float, float]], list[int], float, float]:
-    """Losses and norms of three steps; the targets that this rank learns in each; the plain loss before the first; the loss behind all."""
+def train(
+    config_path: str, overrides: list[str], fault: bool = False
+) -> tuple[list[tuple[float, float]], list[int], float, float]:
+    """Losses and norms of three steps; the targets that this rank learns in each; the plain loss before
+    the first; the loss behind all.
+    """
     place = place_from_environment()
     config = settled_alone(load(config_path, overrides, place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
@@ -64,7 +68,9 @@ def plain_loss(step: TrainStep, loader: Loader) -> float:
     (model,), losses = step.stages, []
     for batch in loader.step(1):
         logits, targets = model.logits(model.hidden(batch.tokens, batch.key)), batch.targets.flatten()
-        losses.append(F.cross_entropy(logits.reshape(len(targets), -1), targets, reduction="none")[targets != IGNORED])
+        losses.append(
+            F.cross_entropy(logits.reshape(len(targets), -1), targets, reduction="none")[targets != IGNORED]
+        )
     return float(torch.cat(losses).mean())
 
 
@@ -72,7 +78,9 @@ def plain_loss(step: TrainStep, loader: Loader) -> float:
 def config_path(tmp_path: Path) -> str:
     """A corpus of which data rank 1 of 2 learns nothing in the first step, and others by chance."""
     prefix = training.write_corpus(tmp_path)
-    path = training.write_config(tmp_path, prefix, train={"precision": "fp64", "micro_batch_size": 2}, model={"num_layers": 2})
+    path = training.write_config(
+        tmp_path, prefix, train={"precision": "fp64", "micro_batch_size": 2}, model={"num_layers": 2}
+    )
     config = load(path, [], 1).config
     mask = np.random.default_rng(0).integers(0, 2, 4000).astype(np.uint8)
     first = dealt(range(1, 2), 2, config.train)[0, 1].ravel()
@@ -86,18 +94,30 @@ def test_every_layout_takes_the_global_mean(pool: Any, config_path: str) -> None
     """A rank without a learned target would divide by none, or weigh as much as one that has all."""
     ((right, _, plain, loss),) = pool.run(1, train, config_path, [])
     assert right[0][0] == pytest.approx(plain, rel=TOLERANCE), "the mean by its formula"
-    for overrides in (["parallel.data=2"], ["parallel.tensor=2"], ["parallel.pipeline=2"], ["parallel.context=2"]):
+    for overrides in (
+        ["parallel.data=2"],
+        ["parallel.tensor=2"],
+        ["parallel.pipeline=2"],
+        ["parallel.context=2"],
+    ):
         ranks = pool.run(2, train, config_path, overrides)
         for figures, _, _, found in ranks:
-            assert training.difference(figures, right) < TOLERANCE and abs(found - loss) < TOLERANCE * loss, overrides
+            assert training.difference(figures, right) < TOLERANCE and abs(found - loss) < TOLERANCE * loss, (
+                overrides
+            )
         if overrides == ["parallel.data=2"]:
             assert ranks[0][1][0] > 0 and ranks[1][1][0] == 0, "what this is about"
     faulty = pool.run(2, train, config_path, ["parallel.data=2"], True)
     assert training.difference(faulty[0][0], right) > 1e-2, "a mean by rank is noticed"
 
 
-def test_a_validation_without_a_learned_target_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its loss would be 0 / 0, logged as a number that is none. Here the one batch that it reads has no answer."""
+def test_a_validation_without_a_learned_target_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss would be 0 / 0, logged as a number that is none.
+
+    Here the one batch that it reads has no answer.
+    """
     prefix = training.write_corpus(tmp_path)
     mask = np.zeros(4000, np.uint8)
     mask[-1] = 1
@@ -105,5 +125,8 @@ def test_a_validation_without_a_learned_target_says_so(tmp_path: Path, capfd: py
     data = {"train": training.write_corpus(tmp_path, "learned"), "valid": prefix}
     config = training.write_config(tmp_path, prefix, train={"steps": 1, "eval_batches": 1}, data=data)
     assert training.run_rank(config, [], str(tmp_path / "run")) == 0
-    assert "step 1: no validation loss: of what train.eval_batches reads, no token is learned" in capfd.readouterr().out
+    assert (
+        "step 1: no validation loss: of what train.eval_batches reads, no token is learned"
+        in capfd.readouterr().out
+    )
     assert all("valid_loss" not in line for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())

@@ -1,4 +1,6 @@
-"""What engines hold is what `megacore.tools.planner.memory` predicts: the benchmark's measurement, on real ranks."""
+"""What engines hold is what `megacore.tools.planner.memory` predicts: the
+benchmark's measurement, on real ranks.
+"""
 
 from typing import Any
 
@@ -12,7 +14,13 @@ from megacore.tools.settings.load import load
 from tests.engines import missing
 
 # Large enough that what is padded, to divide or to align, stays below a percent.
-SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.vocab_size=512", "train.seq_len=16", "train.global_batch_size=16"]
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.vocab_size=512",
+    "train.seq_len=16",
+    "train.global_batch_size=16",
+]
 
 
 def measuring_rank(overrides: list[str]) -> dict[str, Any]:
@@ -38,6 +46,10 @@ def test_held_bytes_are_predicted(pool: Any, engine: str) -> None:
 
 
 def test_bytes_at_work_are_predicted(pool: Any) -> None:
-    """Activations, and what is gathered: had blocks stayed gathered, or all gradients waited, there would be 1.6 times as much."""
-    result = pool.run(2, measuring_rank, ["engine.kind=fsdp", "model.num_layers=8", "train.precision=fp32"])[0]
+    """Activations, and what is gathered: had blocks stayed gathered, or all gradients waited,
+    there would be 1.6 times as much.
+    """
+    result = pool.run(2, measuring_rank, ["engine.kind=fsdp", "model.num_layers=8", "train.precision=fp32"])[
+        0
+    ]
     assert result["measured"]["at work"] == pytest.approx(result["predicted"]["at work"], rel=0.1)

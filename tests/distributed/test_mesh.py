@@ -17,7 +17,8 @@ from megacore.tools.settings.load import load
 from tests.training import write_config
 
 NAMES = ["pp", "dp", "cp", "tp"]
-SHAPES = [(1, 1, 1, 1), (1, 1, 1, 4), (4, 1, 1, 1), (2, 2, 1, 2), (2, 2, 2, 2), (4, 3, 1, 2), (3, 5, 2, 4)]  # pp, dp, cp, tp
+# pp, dp, cp, tp
+SHAPES = [(1, 1, 1, 1), (1, 1, 1, 4), (4, 1, 1, 1), (2, 2, 1, 2), (2, 2, 2, 2), (4, 3, 1, 2), (3, 5, 2, 4)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -28,28 +29,47 @@ def test_coordinates_are_those_of_a_reshape(shape: tuple[int, ...]) -> None:
     assert [tuple(coordinates(rank, sizes).values()) for rank in range(mesh.size)] == list(np.ndindex(*shape))
     for rank in range(mesh.size):
         here = coordinates(rank, sizes)
-        for axes in (("pp",), ("dp",), ("tp",), ("pp", "tp"), ("tp", "pp"), ("pp", "dp", "tp"), ("dp", "cp"), ()):
+        for axes in (
+            ("pp",),
+            ("dp",),
+            ("tp",),
+            ("pp", "tp"),
+            ("tp", "pp"),
+            ("pp", "dp", "tp"),
+            ("dp", "cp"),
+            (),
+        ):
             along = mesh[tuple(slice(None) if axis in axes else at for axis, at in here.items())]
             assert ranks_along(axes, rank, sizes) == tuple(np.ravel(along))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensor_ranks_are_neighbours(shape: tuple[int, ...]) -> None:
-    """Tensor parallelism communicates in every layer: its ranks must share a node, aligned to their number."""
+    """Tensor parallelism communicates in every layer: its ranks must share a node,
+    aligned to their number.
+    """
     tp = shape[-1]
     for rank in range(int(np.prod(shape))):
         first = rank - rank % tp
-        assert ranks_along(("tp",), rank, dict(zip(NAMES, shape, strict=True))) == tuple(range(first, first + tp))
+        assert ranks_along(("tp",), rank, dict(zip(NAMES, shape, strict=True))) == tuple(
+            range(first, first + tp)
+        )
 
 
 def join(config_path: str, overrides: list[str], used: list[tuple[str, ...]] | None = None) -> Mesh:
     place = place_from_environment()
-    return Mesh(load(config_path, overrides, place.world_size).config, place, torch.device("cpu"), used=used or [])
+    return Mesh(
+        load(config_path, overrides, place.world_size).config, place, torch.device("cpu"), used=used or []
+    )
 
 
 def listening() -> set[int]:
     """The TCP ports on which this process listens."""
-    own = {os.readlink(descriptor) for descriptor in Path("/proc/self/fd").iterdir() if os.path.lexists(descriptor)}
+    own = {
+        os.readlink(descriptor)
+        for descriptor in Path("/proc/self/fd").iterdir()
+        if os.path.lexists(descriptor)
+    }
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -69,17 +89,28 @@ def opened_ports(config_path: str, overrides: list[str]) -> tuple[bool, int, int
 
 
 def test_what_listens_is_what_the_document_says(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """docs/trust.md tells who sets up a firewall: the store on rank 0, and a port of gloo's for each group of a rank."""
+    """docs/trust.md tells who sets up a firewall: the store on rank 0, and a port of
+    gloo's for each group of a rank.
+    """
     config = write_config(tmp_path, "nothing")
     found = run_ranks(4, opened_ports, config, ["parallel.tensor=2", "parallel.pipeline=2"])
     assert found == [(rank == 0, 4, 3) for rank in range(4)]  # all, tp, and pp, which has two
 
 
 def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """By group: the ranks it claims, the ranks that its sums come from, this rank's place in it, its timeout; and more."""
+    """By group: the ranks it claims, the ranks that its sums come from, this rank's
+    place in it, its timeout; and more.
+    """
     mesh = join(config_path, overrides, [("pp", "tp")])
     found: dict[str, Any] = {}
-    for group in (mesh.world, mesh.tp, mesh.group("dp"), mesh.pp, mesh.group("pp", "tp"), *mesh.shared.values()):
+    for group in (
+        mesh.world,
+        mesh.tp,
+        mesh.group("dp"),
+        mesh.pp,
+        mesh.group("pp", "tp"),
+        *mesh.shared.values(),
+    ):
         assert group.process_group is not None and group.size == group.process_group.size()
         one_hot = torch.nn.functional.one_hot(torch.tensor(mesh.place.rank), mesh.place.world_size)
         reached = tuple(all_reduce(one_hot, group).nonzero().flatten().tolist())
@@ -95,8 +126,12 @@ def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_path: Any) -> None:
-    """A gradient summed over the wrong ranks is a wrong gradient, and a group with a timeout of its own hangs for its default."""
-    config = write_config(tmp_path, "unused", parallel={"pipeline": 2, "data": 2, "tensor": 2, "timeout_seconds": 77})
+    """A gradient summed over the wrong ranks is a wrong gradient, and a group with a timeout of
+    its own hangs for its default.
+    """
+    config = write_config(
+        tmp_path, "unused", parallel={"pipeline": 2, "data": 2, "tensor": 2, "timeout_seconds": 77}
+    )
     mesh = np.arange(8).reshape(2, 2, 2)
     for rank, found in enumerate(run_ranks(8, groups_of_rank, config, [])):
         pp, dp, tp = (int(i) for i in np.unravel_index(rank, mesh.shape))
@@ -112,7 +147,10 @@ def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_pat
             name: (tuple(ranks.ravel()), tuple(ranks.ravel()), rank, 77.0) for name, ranks in right.items()
         }
         assert found["text"] == f"from rank {mesh[pp, 0, tp]}, «ü»"
-        assert found["description"] == "pipeline 2 × data 2 × tensor 2 = 8 ranks, gloo and shared memory, threads 1"
+        assert (
+            found["description"]
+            == "pipeline 2 × data 2 × tensor 2 = 8 ranks, gloo and shared memory, threads 1"
+        )
 
 
 def tied_group_of_rank(config_path: str) -> tuple[int, ...] | None:
@@ -130,7 +168,10 @@ def mesh_of_one(config_path: str) -> list[tuple[int, bool]]:
     assert not mesh.shared and not torch.distributed.is_initialized()
     mesh.barrier()
     mesh.close()
-    return [(group.size, group.process_group is None) for group in (mesh.world, mesh.tp, mesh.sample_group, mesh.pp, mesh.gradient_group)]
+    return [
+        (group.size, group.process_group is None)
+        for group in (mesh.world, mesh.tp, mesh.sample_group, mesh.pp, mesh.gradient_group)
+    ]
 
 
 def test_one_process_needs_no_process_group(run_ranks: Callable[..., Any], tmp_path: Any) -> None:

@@ -30,7 +30,9 @@ WAITED = (0.2, 0.2, 0.2, 0.05)  # of each rank's step
 
 
 def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
-    """A run in which a step takes as long as `STEP` says, and nothing else any time; rank r's memory peaks at r + 1 KiB."""
+    """A run in which a step takes as long as `STEP` says, and nothing else any time; rank
+    r's memory peaks at r + 1 KiB.
+    """
     rank, now = place_from_environment().rank, [0.0]
     run, start = Runtime.run, Saver.start
 
@@ -61,8 +63,10 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
 
 
 def test_speed_is_of_steps_alone_and_figures_are_of_all_ranks(run_ranks: Any, tmp_path: Path) -> None:
-    """Validations and saves that count as steps, the mean of several steps taken for one, rank 0's memory for the largest, or what a
-    rank has waited in five steps taken from one of them, so that a rank is named that holds up nobody."""
+    """Validations and saves that count as steps, the mean of several steps taken for one, rank 0's
+    memory for the largest, or what a rank has waited in five steps taken from one of them, so that a
+    rank is named that holds up nobody.
+    """
     prefix = training.write_corpus(tmp_path)
     config = training.write_config(
         tmp_path,
@@ -78,14 +82,20 @@ def test_speed_is_of_steps_alone_and_figures_are_of_all_ranks(run_ranks: Any, tm
     assert [line["step"] for line in lines] == [5, 10, 15, 20]
     assert [line["step_seconds"] for line in lines] == [STEP] * 4
     assert {line["tokens_per_second"] for line in lines} == {8 * 16 / STEP}
-    assert [line["save_seconds"] for line in lines] == [0.0, 4 * ASIDE, 4 * ASIDE, 0.0], "of the rank that waited longest"
+    assert [line["save_seconds"] for line in lines] == [0.0, 4 * ASIDE, 4 * ASIDE, 0.0], (
+        "of the rank that waited longest"
+    )
     assert {line["memory_bytes"] for line in lines} == {4 * 1024}, "of the fullest rank"
-    assert {line["memory_reserved_bytes"] for line in lines} == {4 * 1024}, "a CPU's process reserves what it has"
+    assert {line["memory_reserved_bytes"] for line in lines} == {4 * 1024}, (
+        "a CPU's process reserves what it has"
+    )
     assert not any("stragglers" in line for line in lines), "rank 3 works for 0.95 s, the others for 0.8 s"
 
 
 def test_a_finished_run_that_is_started_again_records_nothing(run_ranks: Any, tmp_path: Path) -> None:
-    """It validates once more, to say so; whoever reads the file would find the last validation as often as somebody has looked."""
+    """It validates once more, to say so; whoever reads the file would find the last
+    validation as often as somebody has looked.
+    """
     prefix = training.write_corpus(tmp_path)
     data = {"train": prefix, "valid": training.write_corpus(tmp_path, "valid", 300)}
     config = training.write_config(tmp_path, prefix, model={"num_layers": 1}, train={"steps": 3}, data=data)
@@ -103,7 +113,9 @@ def rank_with_a_peak(config_path: str, overrides: list[str], log_dir: str) -> in
 
 
 def test_utilisation_counts_pairs_of_documents(pool: Any, tmp_path: Path) -> None:
-    """By the samples of all data ranks, in the steps since the last line: those of rank 0, or of one step, have other documents."""
+    """By the samples of all data ranks, in the steps since the last line: those of rank 0, or of
+    one step, have other documents.
+    """
     prefix = training.write_corpus(tmp_path, tokens=203)  # documents of 25 and 26 tokens, in samples of 16
     path = training.write_config(tmp_path, prefix, train={"steps": 4}, log={"every": 2, "tensorboard": False})
     overrides, folder = ["data.document_mask=true", "parallel.data=2"], tmp_path / "run"
@@ -113,10 +125,15 @@ def test_utilisation_counts_pairs_of_documents(pool: Any, tmp_path: Path) -> Non
     parts = []
     for line in training.metrics(folder):
         samples = stream.documents(np.arange((line["step"] - 2) * size, line["step"] * size))
-        parts.append(sum(int(np.square(np.diff(of_inputs(bounds))).sum()) for bounds in samples) / (len(samples) * 16**2))
+        parts.append(
+            sum(int(np.square(np.diff(of_inputs(bounds))).sum()) for bounds in samples)
+            / (len(samples) * 16**2)
+        )
         speed = line["tokens_per_second"] / 2e12
         assert line["mfu"] == pytest.approx(speed * flops_per_token(config, False, parts[-1]), rel=1e-12)
-        assert line["mfu_causal"] == pytest.approx(speed * flops_per_token(config, True, parts[-1]), rel=1e-12)
+        assert line["mfu_causal"] == pytest.approx(
+            speed * flops_per_token(config, True, parts[-1]), rel=1e-12
+        )
     assert len(set(parts)) == 2 and max(parts) < 1.0
 
 
@@ -125,8 +142,11 @@ SLOW = 2  # a rank
 
 
 def rank_with_a_slow_one(config_path: str, log_dir: str, routed: bool) -> str:
-    """A run by a clock that steps and rows of experts move; what its rank 0 prints. Experts take rank `SLOW` four times as long as even
-    rows do, because the router sends all rows there (`routed`), or because it takes four times as long for each."""
+    """A run by a clock that steps and rows of experts move; what its rank 0 prints.
+
+    Experts take rank `SLOW` four times as long as even rows do, because the router sends all rows there
+    (`routed`), or because it takes four times as long for each.
+    """
     rank, now, forward, run = place_from_environment().rank, [0.0], Experts.forward, Runtime.run
 
     def stepping(self: Runtime, *args: Any) -> Any:
@@ -155,9 +175,18 @@ def rank_with_a_slow_one(config_path: str, log_dir: str, routed: bool) -> str:
 
 
 def test_a_slow_rank_is_slow_by_routing_or_by_itself(pool: Any, tmp_path: Path) -> None:
-    """It takes as many seconds in both runs. Somebody would replace a device to which the router sends all tokens, or tune the router while
-    a device fails; or would go to another host."""
-    experts = {"num_experts": 8, "experts_per_token": 1, "router_normalised": False, "expert_ffn_size": 8, "activation": "swiglu"}
+    """It takes as many seconds in both runs.
+
+    Somebody would replace a device to which the router sends all tokens, or tune the router while a device
+    fails; or would go to another host.
+    """
+    experts = {
+        "num_experts": 8,
+        "experts_per_token": 1,
+        "router_normalised": False,
+        "expert_ffn_size": 8,
+        "activation": "swiglu",
+    }
     config = training.write_config(
         tmp_path,
         training.write_corpus(tmp_path),
@@ -167,7 +196,11 @@ def test_a_slow_rank_is_slow_by_routing_or_by_itself(pool: Any, tmp_path: Path) 
         checkpoint={"last": False},
     )
     for routed, said in (
-        (True, "slow by routing: host node1 rank 2 got 4.00 times the mean of rows in blocks 1, 2 and holds up the others"),
+        (
+            True,
+            "slow by routing: host node1 rank 2 got 4.00 times the mean of rows in blocks 1, 2 and holds "
+            "up the others",
+        ),
         (False, "slow host: host node1 rank 2 holds up the others with 1.00 times the mean of rows"),
     ):
         folder = tmp_path / str(routed)

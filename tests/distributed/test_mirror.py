@@ -23,7 +23,9 @@ OVERRIDES = ["checkpoint.every=2", "checkpoint.keep=2", "optim.decay_steps=8"]
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    return write_config(tmp_path, write_corpus(tmp_path), model={"num_layers": 1}, log={"dir": str(tmp_path / "run")})
+    return write_config(
+        tmp_path, write_corpus(tmp_path), model={"num_layers": 1}, log={"dir": str(tmp_path / "run")}
+    )
 
 
 def rank(config: str, *overrides: str) -> int:
@@ -62,11 +64,15 @@ def test_the_second_copy_is_used(train: Any, pool: Any, config: str, tmp_path: P
             file.write_bytes(content)
     train("train.steps=8")
     assert pool.run(2, rank, config, "train.steps=8", f"log.dir={tmp_path}/whole") == [0, 0]
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole"), "it goes on from step 6, on the same weights and samples"
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole"), (
+        "it goes on from step 6, on the same weights and samples"
+    )
     assert names(second) == ["step_00000008", "step_00000006"] and names(first)[0] == "step_00000008"
 
 
-def test_what_was_not_copied_is_copied_at_the_next_start(train: Any, config: str, pool: Any, tmp_path: Path) -> None:
+def test_what_was_not_copied_is_copied_at_the_next_start(
+    train: Any, config: str, pool: Any, tmp_path: Path
+) -> None:
     """A run that was killed while it copied would have no second copy until its next save."""
     assert pool.run(2, rank, config, "train.steps=2") == [0, 0]
     train("train.steps=3", "checkpoint.last=false")
@@ -78,31 +84,48 @@ def test_a_run_that_begins_anew_sets_the_old_copies_aside(train: Any, tmp_path: 
     train("train.steps=4")
     train("train.steps=2", "checkpoint.resume=never")
     assert names(tmp_path / "second") == ["step_00000002"]
-    assert sorted(path.name for path in (tmp_path / "second").glob("*.aside*")) == ["step_00000002.aside1", "step_00000004.aside1"]
+    assert sorted(path.name for path in (tmp_path / "second").glob("*.aside*")) == [
+        "step_00000002.aside1",
+        "step_00000004.aside1",
+    ]
 
 
 def one(config: str, folder: Path, *overrides: str) -> Mirror:
-    return Mirror(load(config, [f"checkpoint.mirror={folder}", *overrides]).config, RankInfo(0, 1, 0, 1, "localhost", 0))
+    return Mirror(
+        load(config, [f"checkpoint.mirror={folder}", *overrides]).config, RankInfo(0, 1, 0, 1, "localhost", 0)
+    )
 
 
 def test_a_copy_that_fails_ends_no_run(
-    pool: Any, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pool: Any,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Other bytes than were saved never get a checkpoint's name, and the next copy tries again."""
     assert pool.run(1, rank, config, "train.steps=4") == [0]
     older, newer = reversed(checkpoints_in(tmp_path / "run"))
     blocks = mirror.blocks
-    monkeypatch.setattr(mirror, "blocks", lambda *args: [bytes(len(part)) for part in blocks(*args)])  # the planted fault
+    monkeypatch.setattr(
+        mirror, "blocks", lambda *args: [bytes(len(part)) for part in blocks(*args)]
+    )  # the planted fault
     with one(config, tmp_path / "second") as second:
         second.copy(older)
         second.thread.submit(lambda: None).result()
-        assert "step_00000002 has no second copy" in capsys.readouterr().out and names(tmp_path / "second") == []
+        assert (
+            "step_00000002 has no second copy" in capsys.readouterr().out and names(tmp_path / "second") == []
+        )
         monkeypatch.setattr(mirror, "blocks", blocks)
         second.copy(newer)
-    assert [path.name for path in (tmp_path / "second").iterdir()] == ["step_00000004"], "and nothing is left of the one that failed"
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["step_00000004"], (
+        "and nothing is left of the one that failed"
+    )
 
 
-def test_a_copy_with_other_content_is_none(pool: Any, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_with_other_content_is_none(
+    pool: Any, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison itself: one bit of one file."""
     assert pool.run(1, rank, config, "train.steps=2") == [0]
     (path,) = checkpoints_in(tmp_path / "run")

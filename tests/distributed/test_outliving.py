@@ -42,11 +42,18 @@ def _command(arguments: list[str], out: str, err: str, nohup: bool, report: str)
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["TORCHELASTIC_ERROR_FILE"] = report
-    play(["launch/pretrain.py", *arguments], environment, [Path(out), Path(err)], out if out.startswith("/dev/pts") else "")
+    play(
+        ["launch/pretrain.py", *arguments],
+        environment,
+        [Path(out), Path(err)],
+        out if out.startswith("/dev/pts") else "",
+    )
 
 
 @contextlib.contextmanager
-def command(config: str, run: Path, *overrides: str, out: str, err: str, nohup: bool = False) -> Iterator[BaseProcess]:
+def command(
+    config: str, run: Path, *overrides: str, out: str, err: str, nohup: bool = False
+) -> Iterator[BaseProcess]:
     """launch/pretrain.py in a session of its own, whose output goes to files, pipes or a terminal. `RUN.error` has
     the traceback, if it ends with one: a closed terminal shows nothing."""
     arguments = ["--config", config, f"log.dir={run}", *overrides]
@@ -89,7 +96,9 @@ def test_a_closed_terminal_lets_the_run_save(config: str, tmp_path: Path) -> Non
         wait_for(shown_and_begun, process)
         os.close(slave)
         os.close(master)
-        assert ended(process) == STOPPED, Path(f"{run}.error").read_text() if Path(f"{run}.error").exists() else "without a traceback"
+        assert ended(process) == STOPPED, (
+            Path(f"{run}.error").read_text() if Path(f"{run}.error").exists() else "without a traceback"
+        )
     assert find_latest(run) is not None
 
 
@@ -133,11 +142,15 @@ def test_standard_output_may_go_away(config: str, tmp_path: Path, kind: str) -> 
     assert kind == "full" or first[0] == "mesh: pipeline 1 × data 1 × tensor 1 = 1 rank, threads 1\n"
     if kind != "both pipes":
         lines = Path(err).read_text().splitlines()
-        assert len(lines) <= 1 and all(line.startswith("standard output cannot be written any more (") for line in lines), lines
+        assert len(lines) <= 1 and all(
+            line.startswith("standard output cannot be written any more (") for line in lines
+        ), lines
         assert kind != "full" or "No space left on device" in lines[0]
 
 
-def disturbed_rank(config_path: str, overrides: list[str], log_dir: str, disturb: Callable[[Trainer], None]) -> tuple[int, str, str]:
+def disturbed_rank(
+    config_path: str, overrides: list[str], log_dir: str, disturb: Callable[[Trainer], None]
+) -> tuple[int, str, str]:
     """A run that `disturb` happens to on rank 0, behind step 2; its status, and what it said."""
     report = Trainer.report
 
@@ -184,10 +197,18 @@ def refuse_records(trainer: Trainer) -> None:
 
 def test_a_deleted_folder_is_said_once_and_made_again(run_ranks: Any, config: str, tmp_path: Path) -> None:
     """The open file would take every line, and nobody would ever see them."""
-    status, out, err = run_ranks(1, disturbed_rank, config, ["log.tensorboard=true"], str(tmp_path / "run"), delete_folder)[0]
-    assert status == FINISHED and out.count("WARNING") == 1 and "metrics.jsonl was deleted while the run wrote it" in out
+    status, out, err = run_ranks(
+        1, disturbed_rank, config, ["log.tensorboard=true"], str(tmp_path / "run"), delete_folder
+    )[0]
+    assert (
+        status == FINISHED
+        and out.count("WARNING") == 1
+        and "metrics.jsonl was deleted while the run wrote it" in out
+    )
     assert [m["step"] for m in training.metrics(tmp_path / "run")] == [3, 4, 5]
-    assert (tmp_path / "run/config.json").exists() and list((tmp_path / "run/tensorboard").iterdir()) and not err
+    assert (
+        (tmp_path / "run/config.json").exists() and list((tmp_path / "run/tensorboard").iterdir()) and not err
+    )
     assert find_latest(tmp_path / "run") is not None
 
 
@@ -195,9 +216,19 @@ def test_tensorboard_may_fail(run_ranks: Any, config: str, tmp_path: Path) -> No
     """When it is opened, and in the thread that writes for it; the reason is one line, without a traceback."""
     (tmp_path / "never").mkdir()
     (tmp_path / "never/tensorboard").touch()
-    for name, disturb, reason in (("never", delete_nothing, "FileExistsError"), ("later", refuse_events, "No space left on device")):
-        status, out, err = run_ranks(1, disturbed_rank, config, ["log.tensorboard=true"], str(tmp_path / name), disturb)[0]
-        assert status == FINISHED and out.count("WARNING: TensorBoard's files cannot be written") == 1 and reason in out and not err
+    for name, disturb, reason in (
+        ("never", delete_nothing, "FileExistsError"),
+        ("later", refuse_events, "No space left on device"),
+    ):
+        status, out, err = run_ranks(
+            1, disturbed_rank, config, ["log.tensorboard=true"], str(tmp_path / name), disturb
+        )[0]
+        assert (
+            status == FINISHED
+            and out.count("WARNING: TensorBoard's files cannot be written") == 1
+            and reason in out
+            and not err
+        )
         assert [m["step"] for m in training.metrics(tmp_path / name)] == [1, 2, 3, 4, 5]
 
 
@@ -212,7 +243,9 @@ def unrecorded_rank(config_path: str, overrides: list[str], log_dir: str) -> str
 
 
 @pytest.mark.parametrize("steps", [5, 3])
-def test_without_its_records_a_run_saves_and_ends(run_ranks: Any, config: str, tmp_path: Path, steps: int) -> None:
+def test_without_its_records_a_run_saves_and_ends(
+    run_ranks: Any, config: str, tmp_path: Path, steps: int
+) -> None:
     """Nobody would know what was trained. All ranks end alike, also where only the last step's record is lost."""
     overrides = [f"train.steps={steps}", "checkpoint.last=false", "parallel.tensor=2"]
     lines = run_ranks(2, unrecorded_rank, config, overrides, str(tmp_path / "run"))
@@ -221,6 +254,10 @@ def test_without_its_records_a_run_saves_and_ends(run_ranks: Any, config: str, t
     step = checkpoint.Reader(saved).step
     assert step == min(4, steps)
     right = f"make room, or see to its folder; the same command goes on from step {step}"
-    assert lines == [f"log error: {tmp_path}/run/metrics.jsonl: cannot be written: No space left on device ({right})"] * 2
+    assert (
+        lines
+        == [f"log error: {tmp_path}/run/metrics.jsonl: cannot be written: No space left on device ({right})"]
+        * 2
+    )
     again = run_ranks(2, training.run_rank, config, [*overrides, "train.steps=6"], str(tmp_path / "run"))
     assert again == [FINISHED] * 2

@@ -1,6 +1,8 @@
-"""Models of transformers with the same weights: logits, loss and every gradient equal, on one process and in tp2·pp2.
+"""Models of transformers with the same weights: logits, loss and every gradient
+equal, on one process and in tp2·pp2.
 
-The weights come by the mapping that export and import use, so that a wrong layout of any tensor is an error here.
+The weights come by the mapping that export and import use, so that a wrong layout of any tensor is an error
+here.
 """
 
 import dataclasses
@@ -47,7 +49,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank computed: its gradients, and on the last stage its columns of the logits and the mean loss."""
+    """What a rank computed: its gradients, and on the last stage its columns of the
+    logits and the mean loss.
+    """
 
     gradients: dict[str, Piece]
     logits: Tensor | None
@@ -105,15 +109,23 @@ Measure = Callable[..., dict[str, float]]
 
 @pytest.fixture
 def measure(pool: Any, tmp_path: Path) -> Measure:
-    """`measure(name, precision, world=1, **model)`: the differences from the peer, of logits, loss and each gradient on each rank.
+    """`measure(name, precision, world=1, **model)`: the differences from the peer, of logits, loss
+    and each gradient on each rank.
 
-    One process is this one, so that faults can be planted in it; `model` replaces keys of the model section that was read.
+    One process is this one, so that faults can be planted in it; `model` replaces keys of the model section
+    that was read.
     """
 
     def run(name: str, precision: str, world: int = 1, **model: Any) -> dict[str, float]:
         peer = peers.reference(name)[precision]
         family = family_for_hf(peer.settings, "config.json")
-        train = {"seq_len": 12, "micro_batch_size": 2, "global_batch_size": 4, "precision": precision, "device": "cpu"}
+        train = {
+            "seq_len": 12,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "precision": precision,
+            "device": "cpu",
+        }
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"model": family.read(peer.settings) | model, "train": train}))
         mapping = family.mapped_from((), peer.settings)(load(str(path)).config)
@@ -128,7 +140,9 @@ def measure(pool: Any, tmp_path: Path) -> Measure:
         for found in ranks:
             for key, piece in found.gradients.items():
                 right = slice_of(gradients[key], piece.offset, piece.values.shape)
-                differences[key] = max(differences.get(key, 0.0), relative(piece.values, right, gradients[key]))
+                differences[key] = max(
+                    differences.get(key, 0.0), relative(piece.values, right, gradients[key])
+                )
         assert differences.keys() == gradients.keys(), "a parameter has no gradient"
         last = [(found.logits, found.loss) for found in ranks if found.logits is not None]
         logits = torch.cat([columns for columns, _ in last], -1).view(peer.logits.shape)
@@ -150,7 +164,8 @@ def test_equals_transformers(measure: Measure, name: str, precision: str, world:
     assert differences[worst] < TOLERANCE[precision], f"{worst} is off by {differences[worst]:.1e}"
 
 
-# Planted faults: conventions that two code bases often do not share. Each must show by far more than rounding.
+# Planted faults: conventions that two code bases often do not share. Each must show by far more than
+# rounding.
 
 
 def rotate_neighbours(qkv: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, ...]:
@@ -173,7 +188,9 @@ def heads_dealt_out(name: str, shape: mapped.Shape, names: list[str]) -> mapped.
     def join(theirs: dict[str, Tensor]) -> Tensor:
         ours = GROUPED(name, shape, names).join(theirs)
         queries = ours[:, :-2]
-        return torch.cat((queries.flatten(0, 1).unflatten(0, queries.shape[1::-1]).transpose(0, 1), ours[:, -2:]), 1)
+        return torch.cat(
+            (queries.flatten(0, 1).unflatten(0, queries.shape[1::-1]).transpose(0, 1), ours[:, -2:]), 1
+        )
 
     return dataclasses.replace(GROUPED(name, shape, names), join=join)
 
@@ -228,7 +245,9 @@ STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_planted_fault_shows(measure: Measure, monkeypatch: pytest.MonkeyPatch, name: str, place: tuple[Any, str], fault: Any) -> None:
+def test_planted_fault_shows(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, name: str, place: tuple[Any, str], fault: Any
+) -> None:
     setter = monkeypatch.setitem if isinstance(place[0], dict) else monkeypatch.setattr
     setter(*place, fault)
     assert_parts(measure(name, "fp64"))
@@ -263,4 +282,6 @@ def test_missed_setting_shows(measure: Measure, name: str, setting: dict[str, An
 
 def assert_parts(differences: dict[str, float]) -> None:
     """Far from equal, and in the logits already."""
-    assert differences["logits"] > 1e4 * TOLERANCE["fp64"], f"the logits differ by no more than {differences['logits']:.1e}"
+    assert differences["logits"] > 1e4 * TOLERANCE["fp64"], (
+        f"the logits differ by no more than {differences['logits']:.1e}"
+    )

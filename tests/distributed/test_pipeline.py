@@ -1,4 +1,6 @@
-"""Four stages: as many live activations as the schedule says, whatever the number of microbatches, and sent memory is freed."""
+"""Four stages: as many live activations as the schedule says, whatever the number of
+microbatches, and sent memory is freed.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +37,9 @@ class Watched(Runtime):
     def _forward(self, action: Action) -> None:
         super()._forward(action)
         if self.outputs:
-            self.seen["outputs"].append(StorageWeakRef(self.outputs[action.microbatch, action.chunk]["hidden"].untyped_storage()))
+            self.seen["outputs"].append(
+                StorageWeakRef(self.outputs[action.microbatch, action.chunk]["hidden"].untyped_storage())
+            )
         for kind, storages in self.seen.items():
             self.most[kind] = max(self.most[kind], sum(not storage.expired() for storage in storages))
 
@@ -60,7 +64,13 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
         batch = [Microbatch(inputs, targets) for inputs, targets in tokens]
         loss = runtime.run(plan, batch, {"cross_entropy": 1.0})["cross_entropy"]
         left = {kind: sum(not s.expired() for s in storages) for kind, storages in runtime.seen.items()}
-        kept = (runtime.inputs, runtime.outputs, runtime.roots, runtime.input_gradients, runtime.output_gradients)
+        kept = (
+            runtime.inputs,
+            runtime.outputs,
+            runtime.roots,
+            runtime.input_gradients,
+            runtime.output_gradients,
+        )
         results.append(
             {
                 "peak_live": runtime.peak_live,
@@ -76,19 +86,27 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_live_activations(run_ranks: Callable[..., Any], tmp_path: Path, name: str) -> None:
-    """Peak memory of stage i would grow with the microbatches instead of with min(stages - i, microbatches)."""
+    """Peak memory of stage i would grow with the microbatches instead of with
+    min(stages - i, microbatches).
+    """
     numbers = [2, 8, 16]
     by_stage = run_ranks(STAGES, run_steps, write_config(tmp_path, "unused"), name, numbers)
     for i, microbatches in enumerate(numbers):
         found = [results[i] for results in by_stage]
         live = [f["peak_live"] for f in found]
         assert live == peak_live(generators.build(name, STAGES, microbatches))
-        assert live == [microbatches if name == "gpipe" else min(STAGES - stage, microbatches) for stage in range(STAGES)]
+        assert live == [
+            microbatches if name == "gpipe" else min(STAGES - stage, microbatches) for stage in range(STAGES)
+        ]
         for stage, f in enumerate(found):
             sends, receives = stage < STAGES - 1, stage > 0
-            assert f["seen"] == {"outputs": microbatches * sends, "sent": microbatches * receives}, "or nothing was watched"
+            assert f["seen"] == {"outputs": microbatches * sends, "sent": microbatches * receives}, (
+                "or nothing was watched"
+            )
             assert f["held"] == 0 and not any(f["left"].values()), "a step must leave nothing behind"
             # The one just computed, and those on their way.
             most = f["most"]
-            assert most["outputs"] <= 1 + IN_FLIGHT and most["sent"] <= IN_FLIGHT, f"stage {stage} keeps what it has sent: {most}"
+            assert most["outputs"] <= 1 + IN_FLIGHT and most["sent"] <= IN_FLIGHT, (
+                f"stage {stage} keeps what it has sent: {most}"
+            )
             assert (f["loss"] > 0) == (stage == STAGES - 1)

@@ -59,7 +59,9 @@ def test_results_come_by_rank_and_workers_are_reused(run_ranks):
 
 def test_a_raising_rank_gives_its_own_traceback(run_ranks):
     """Planted fault: the cause is reported, not the peers that lost their connection because of it."""
-    with pytest.raises(RankError, match=r"rank 1 failed:(?s:.*)in raise_on(?s:.*)ZeroDivisionError: planted") as caught:
+    with pytest.raises(
+        RankError, match=r"rank 1 failed:(?s:.*)in raise_on(?s:.*)ZeroDivisionError: planted"
+    ) as caught:
         run_ranks(3, raise_on, 1)
     assert caught.value.rank == 1
     assert [total.item() for _, total, _ in run_ranks(3, summed_rank, 0)] == [3.0] * 3

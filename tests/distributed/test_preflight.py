@@ -44,7 +44,9 @@ def test_groups_and_links(run_ranks: Any, tmp_path: Any, wrong: int | None) -> N
         ("tp", [0, 1]),
         ("tp", [2, 3]),
     ]
-    assert [group["right"] for group in result["groups"]] == ([True] * 4 if wrong is None else [False, True, True, False])
+    assert [group["right"] for group in result["groups"]] == (
+        [True] * 4 if wrong is None else [False, True, True, False]
+    )
     assert [(link["from"], link["to"]) for link in result["links"]] == [(0, 1), (1, 0)]
     assert all(link["bytes_per_second"] > 1e6 for link in result["links"])
     named = {finding.host for finding in judge_together(result, ["a", "b"]) if finding.fatal}
@@ -55,4 +57,11 @@ def test_three_machines_take_two_rounds(run_ranks: Any, tmp_path: Any) -> None:
     """Machines of different sizes too: a rank without a counterpart sits out."""
     config = write_config(tmp_path, "nothing", train={"global_batch_size": 8, "micro_batch_size": 1})
     result = run_ranks(4, try_together, config, [], ["a", "a", "b", "c"], None)[0]
-    assert [(link["from"], link["to"]) for link in result["links"]] == [(0, 1), (1, 2), (2, 0), (0, 2), (1, 0), (2, 1)]
+    assert [(link["from"], link["to"]) for link in result["links"]] == [
+        (0, 1),
+        (1, 2),
+        (2, 0),
+        (0, 2),
+        (1, 0),
+        (2, 1),
+    ]

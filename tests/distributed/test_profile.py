@@ -1,4 +1,6 @@
-"""log.profile: which steps and ranks are traced, what the trace names, and that the shares of a step add up to it."""
+"""log.profile: which steps and ranks are traced, what the trace names, and that the
+shares of a step add up to it.
+"""
 
 import gzip
 import json
@@ -45,12 +47,15 @@ def ranges(trace: dict[str, Any]) -> list[tuple[str, float, float]]:
 
 def steps_of(trace: dict[str, Any]) -> list[int]:
     """The steps that a trace holds."""
-    return sorted(int(name.partition("#")[2]) for name, *_ in ranges(trace) if name.startswith("ProfilerStep#"))
+    return sorted(
+        int(name.partition("#")[2]) for name, *_ in ranges(trace) if name.startswith("ProfilerStep#")
+    )
 
 
 def test_chosen_ranks_trace_every_action_and_collective(pool: Any, tmp_path: Path) -> None:
-    """Ranks that nobody chose would fill the disk; an action without its name, or one that lies outside its step, tells nobody anything.
-    Losses stay what they are."""
+    """Ranks that nobody chose would fill the disk; an action without its name, or one that lies outside its
+    step, tells nobody anything. Losses stay what they are.
+    """
     config = training.write_config(tmp_path, training.write_corpus(tmp_path), model=MODEL, train={"steps": 4})
     layout = ["parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=zb_h1"]
     profile = 'log.profile={"steps": [2, 3], "memory": true, "ranks": [0, 3]}'
@@ -60,18 +65,26 @@ def test_chosen_ranks_trace_every_action_and_collective(pool: Any, tmp_path: Pat
     folder = tmp_path / "profiled/profile"
     stems = [f"steps_2-3_rank_{rank:05d}_{where}" for rank, where in ((0, "pp0_dp0_tp0"), (3, "pp1_dp0_tp1"))]
     endings = (".png", ".trace.json.gz", ".txt")
-    assert sorted(path.name for path in folder.iterdir()) == sorted(stem + ending for stem in stems for ending in endings)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        stem + ending for stem in stems for ending in endings
+    )
     plan = plan_of(partitioned(load(config, layout, 4).config))
     for stem, rank in zip(stems, (0, 3), strict=True):
         trace = trace_of(folder / f"{stem}.trace.json.gz")
         assert trace["distributedInfo"]["rank"] == rank and steps_of(trace) == [2, 3]
         named = Counter(name for name, *_ in ranges(trace))
         for action in plan.actions[rank // 2]:
-            text = action.op.value.replace("_", " ") + (f" of microbatch {action.microbatch}, chunk 0" if action.microbatch >= 0 else "")
-            assert sum(count for name, count in named.items() if name.partition(", rank")[0] == text) == 2, text
+            text = action.op.value.replace("_", " ") + (
+                f" of microbatch {action.microbatch}, chunk 0" if action.microbatch >= 0 else ""
+            )
+            assert sum(count for name, count in named.items() if name.partition(", rank")[0] == text) == 2, (
+                text
+            )
         assert named["all_reduce over tp"] == named["wait for all_reduce over tp"] > 0
         assert named["optimizer step"] == 2
-        (begin, _), (_, end) = [(a, b) for name, a, b in sorted(ranges(trace)) if name.startswith("ProfilerStep#")]
+        (begin, _), (_, end) = [
+            (a, b) for name, a, b in sorted(ranges(trace)) if name.startswith("ProfilerStep#")
+        ]
         own = [(a, b) for name, a, b in ranges(trace) if not name.startswith(("gloo", "writing"))]
         assert all(begin <= a <= b <= end + 1 for a, b in own)
         curve = [event for event in trace["traceEvents"] if event["ph"] == "C"]
@@ -98,11 +111,15 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(pool: Any, tmp_pat
     options, folder = ['log.profile={"steps": [2, 5]}'], tmp_path / "run"
     assert pool.run(1, ending_rank, config, options, str(folder), "stop") == [75]
     assert pool.run(1, training.run_rank, config, options, str(folder)) == [0]
-    assert pool.run(1, training.run_rank, config, [*options, "train.steps=7"], str(folder)) == [0]  # behind the window
+    # behind the window
+    assert pool.run(1, training.run_rank, config, [*options, "train.steps=7"], str(folder)) == [0]
     with pytest.raises(Exception, match="ZeroDivisionError"):
         pool.run(1, ending_rank, config, options, str(tmp_path / "failed"), "fail")
     for run, held in (("run", {"2-3": [2, 3], "4-5": [4, 5]}), ("failed", {"2-3": [2, 3]})):
-        found = {path.name.split("_")[1]: steps_of(trace_of(path)) for path in (tmp_path / run / "profile").glob("*.gz")}
+        found = {
+            path.name.split("_")[1]: steps_of(trace_of(path))
+            for path in (tmp_path / run / "profile").glob("*.gz")
+        }
         assert found == held
     charged = (tmp_path / "failed/profile").glob("*.txt")
     assert len(list(charged)) == 1, "of step 2; step 3 was not done"
@@ -110,7 +127,9 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(pool: Any, tmp_pat
 
 def test_nobody_listens_where_nothing_is_profiled(tmp_path: Path) -> None:
     """Not even for the first step of a window: an observer more is asked at every action and collective."""
-    config = load(training.write_config(tmp_path, training.write_corpus(tmp_path)), [f"log.dir={tmp_path / 'run'}"]).config
+    config = load(
+        training.write_config(tmp_path, training.write_corpus(tmp_path)), [f"log.dir={tmp_path / 'run'}"]
+    ).config
     mesh = Mesh(config, RankInfo(), CPU)
     for monitor in monitors_of(config, RankInfo(), CPU):
         monitor.start(config, mesh)
@@ -126,7 +145,9 @@ def clock() -> Iterator[list[float]]:
 
 
 def test_shares_are_exclusive_and_add_up(clock: list[float]) -> None:
-    """A wait within a forward that counts as both, a save that counts as a step, or a late rank's time that is called communication."""
+    """A wait within a forward that counts as both, a save that counts as a step, or a late rank's
+    time that is called communication.
+    """
     group, link = Group("tp", (0, 1), 0), Group("pp", (0, 2), 0)
     shares = StepShares(CPU, ["compute", "tp", "pp", "waiting", "optimizer", "data", "other"], str)
 
@@ -170,6 +191,14 @@ def test_shares_are_exclusive_and_add_up(clock: list[float]) -> None:
         shares.end_step()  # the run has ended within it
     late = (4.0 - 1.0) + (5.0 - 3.0)
     assert shares.steps == {
-        7: {"compute": 20.0, "tp": 9.0 - 3.0, "pp": 8.0 - 2.0, "waiting": late, "optimizer": 6.0, "data": 2.0, "other": 0.25}
+        7: {
+            "compute": 20.0,
+            "tp": 9.0 - 3.0,
+            "pp": 8.0 - 2.0,
+            "waiting": late,
+            "optimizer": 6.0,
+            "data": 2.0,
+            "other": 0.25,
+        }
     }
     assert shares.open == ["other"]

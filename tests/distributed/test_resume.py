@@ -32,7 +32,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     prefix = training.write_corpus(folder)
     more = {"train": {"steps": STEPS}, "optim": {"decay_steps": STEPS}}
-    training.write_config(folder, prefix, **more, data={"train": prefix, "valid": training.write_corpus(folder, "valid", 500, seed=1)})
+    training.write_config(
+        folder,
+        prefix,
+        **more,
+        data={"train": prefix, "valid": training.write_corpus(folder, "valid", 500, seed=1)},
+    )
     return folder
 
 
@@ -58,14 +63,19 @@ def interrupted_rank(config_path: str, overrides: list[str], log_dir: str, step:
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"), [(TP2, "fp32"), (PP2, "fp32"), (PP2 + BACKGROUND, "bf16"), (SHARDED + BACKGROUND, "bf16")]
+    ("layout", "precision"),
+    [(TP2, "fp32"), (PP2, "fp32"), (PP2 + BACKGROUND, "bf16"), (SHARDED + BACKGROUND, "bf16")],
 )
-def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, layout: list[str], precision: str) -> None:
+def test_stopped_run_goes_on_bitwise(
+    pool: Any, corpus: Path, tmp_path: Path, layout: list[str], precision: str
+) -> None:
     config = str(corpus / "config.json")
     overrides = [*COMMON, *layout, f"train.precision={precision}"]
     assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "whole")) == [0, 0]
     stopped = pool.run(2, interrupted_rank, config, overrides, str(tmp_path / "stopped"), 7, signal.SIGTERM)
-    assert stopped == [STOPPED, STOPPED], "a signal to one rank must stop all, with the status that asks to be started again"
+    assert stopped == [STOPPED, STOPPED], (
+        "a signal to one rank must stop all, with the status that asks to be started again"
+    )
     assert max(figures(tmp_path / "stopped")) < STEPS
     assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "stopped")) == [0, 0]
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
@@ -76,16 +86,23 @@ def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, la
     [(TP2, [*PP2, "parallel.data=2"]), (SHARDED, [*TP2, *PP2]), (PP2, [*SHARDED, "parallel.tensor=2"])],
     ids=["tp2 to pp2dp2", "sharded to tp2pp2", "pp2 to sharded tp2dp2"],
 )
-def test_goes_on_in_another_layout(pool: Any, corpus: Path, tmp_path: Path, before: list[str], after: list[str]) -> None:
+def test_goes_on_in_another_layout(
+    pool: Any, corpus: Path, tmp_path: Path, before: list[str], after: list[str]
+) -> None:
     config = str(corpus / "config.json")
     assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
-    assert pool.run(2, interrupted_rank, config, [*COMMON, *before], str(tmp_path / "moved"), 6, signal.SIGINT) == [STOPPED] * 2
+    assert (
+        pool.run(2, interrupted_rank, config, [*COMMON, *before], str(tmp_path / "moved"), 6, signal.SIGINT)
+        == [STOPPED] * 2
+    )
     first = max(figures(tmp_path / "moved"))
     assert pool.run(4, training.run_rank, config, [*COMMON, *after], str(tmp_path / "moved")) == [0] * 4
     whole, moved = figures(tmp_path / "whole"), figures(tmp_path / "moved")
     assert first < STEPS and moved.keys() == whole.keys()
     for step, values in whole.items():
-        assert moved[step] == pytest.approx(values, rel=1e-5), f"step {step}, of which the first {first} ran as tp2"
+        assert moved[step] == pytest.approx(values, rel=1e-5), (
+            f"step {step}, of which the first {first} ran as tp2"
+        )
 
 
 def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_path: Path) -> None:
@@ -108,7 +125,9 @@ def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_pa
     assert figures(tmp_path / "lagging")[6] != figures(tmp_path / "whole")[6]
 
 
-def test_a_run_that_goes_on_says_what_is_new(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_says_what_is_new(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A setting that has changed unnoticed, or that has no effect, would be looked for in the losses."""
     for overrides in (["train.steps=1"], ["train.steps=2", "optim.lr=0.001", "model.init_std=0.5"]):
         assert training.run_rank(str(corpus / "config.json"), overrides, str(tmp_path / "run")) == 0
@@ -121,7 +140,10 @@ def test_a_run_that_goes_on_says_what_is_new(corpus: Path, tmp_path: Path, capfd
 @pytest.mark.parametrize("change", ["train.seed=1", "train.global_batch_size=4", "train.seq_len=8"])
 def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path, change: str) -> None:
     """Going on with another order would repeat samples and skip others, without a word."""
-    config, overrides = str(corpus / "config.json"), ["checkpoint.every=2", "train.steps=2", "model.position=rope"]
+    config, overrides = (
+        str(corpus / "config.json"),
+        ["checkpoint.every=2", "train.steps=2", "model.position=rope"],
+    )
     assert pool.run(1, training.run_rank, config, overrides, str(tmp_path / "run")) == [0]
     resolved = load(config, [*overrides, "train.steps=4", change, f"log.dir={tmp_path / 'run'}"]).config
     with pytest.raises(CheckpointError, match=change.split("=")[0]):
@@ -139,6 +161,10 @@ def test_what_an_earlier_format_saved_goes_on_bitwise(pool: Any, corpus: Path, t
     assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=6"], str(tmp_path / "now")) == [0]
     right = Reader(tmp_path / "now/checkpoints/step_00000006")
     for version in (2, 3, 4):
-        before, after = (Reader(tmp_path / str(version) / f"checkpoints/step_0000000{step}") for step in (3, 6))
+        before, after = (
+            Reader(tmp_path / str(version) / f"checkpoints/step_0000000{step}") for step in (3, 6)
+        )
         assert (before.manifest.format_version, after.manifest.format_version) == (version, FORMAT_VERSION)
-        assert not list(compare(after, right)) and figures(tmp_path / str(version)) == figures(tmp_path / "now")
+        assert not list(compare(after, right)) and figures(tmp_path / str(version)) == figures(
+            tmp_path / "now"
+        )

@@ -1,4 +1,6 @@
-"""Every schedule trains as one process does, in pairs with all that goes with it; `python -m tests.schedules` proves the product."""
+"""Every schedule trains as one process does, in pairs with all that goes with it;
+`python -m tests.schedules` proves the product.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -25,11 +27,18 @@ ENGINES = {"native": [], "sharded": ["engine.shard_optimizer=true"], "fsdp": ["e
 
 
 def rows() -> list[dict[str, Any]]:
-    """Each schedule in each layout, with the other settings dealt so that each value of one meets each value of another."""
+    """Each schedule in each layout, with the other settings dealt so that each value of
+    one meets each value of another.
+    """
     found = []
     for i, schedule in enumerate(CHUNKS):
         for j, layout in enumerate(LAYOUTS):
-            row: dict[str, Any] = {"schedule": schedule, "layout": layout, "tied": (i + j) % 2 == 0, "few": (i + j // 2) % 2 == 0}
+            row: dict[str, Any] = {
+                "schedule": schedule,
+                "layout": layout,
+                "tied": (i + j) % 2 == 0,
+                "few": (i + j // 2) % 2 == 0,
+            }
             row |= {"recompute": ("none", "full")[(i // 2 + j) % 2], "layers": (5, 8)[(i + j // 3) % 2]}
             if row["layers"] < parse(layout).size("pipeline") * CHUNKS[schedule]:
                 row["layers"] = 8
@@ -41,15 +50,26 @@ def rows() -> list[dict[str, Any]]:
 
 
 def overrides_of(row: dict[str, Any]) -> list[str]:
-    """Of the model and the batch, then of the layout. A batch of few microbatches has one, fewer than stages."""
+    """Of the model and the batch, then of the layout.
+
+    A batch of few microbatches has one, fewer than stages.
+    """
     layout = parse(f"{row['layout']}@{row['schedule']}")
     batch = 2 * layout.size("data") if row["few"] else 12
     tied = str(row["tied"]).lower()
-    model = [f"model.tie_embeddings={tied}", f"model.num_layers={row['layers']}", f"train.global_batch_size={batch}"]
+    model = [
+        f"model.tie_embeddings={tied}",
+        f"model.num_layers={row['layers']}",
+        f"train.global_batch_size={batch}",
+    ]
     return [*model, f"train.recompute={row['recompute']}", *layout.overrides(), *ENGINES[row["engine"]]]
 
 
-def run_row(config_path: str, overrides: list[str], fault: Callable[[], contextlib.AbstractContextManager[Any]] | None = None) -> Found:
+def run_row(
+    config_path: str,
+    overrides: list[str],
+    fault: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+) -> Found:
     place = place_from_environment()
     config = settled_alone(load(config_path, overrides, place.world_size).config)
     with contextlib.nullcontext() if fault is None else fault():
@@ -73,7 +93,12 @@ def test_pairs_are_all_there() -> None:
     for a, b in combinations(("schedule", "layout", "tied", "few", "recompute"), 2):
         pairs = {(row[a], row[b]) for row in dealt}
         assert len(pairs) == len({row[a] for row in dealt}) * len({row[b] for row in dealt}), (a, b)
-    for other, values in (("schedule", CHUNKS), ("tied", (True, False)), ("few", (True, False)), ("recompute", ("none", "full"))):
+    for other, values in (
+        ("schedule", CHUNKS),
+        ("tied", (True, False)),
+        ("few", (True, False)),
+        ("recompute", ("none", "full")),
+    ):
         assert {(row["engine"], row[other]) for row in dealt} == set(product(ENGINES, values)), other
 
 
@@ -90,13 +115,19 @@ def known() -> dict[tuple[str, ...], Found]:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: "-".join(map(str, row.values())))
-def test_a_schedule_trains_as_one_process(pool: Any, config_path: str, known: dict[tuple[str, ...], Found], row: dict[str, Any]) -> None:
-    """A weight's gradient lost, doubled or late, a chunk in another's place, a bucket that is summed too early."""
+def test_a_schedule_trains_as_one_process(
+    pool: Any, config_path: str, known: dict[tuple[str, ...], Found], row: dict[str, Any]
+) -> None:
+    """A weight's gradient lost, doubled or late, a chunk in another's place, a
+    bucket that is summed too early.
+    """
     overrides = overrides_of(row)
     alone = tuple(overrides[:3])
     if alone not in known:
         (known[alone],) = pool.run(1, as_one, config_path, list(alone))
-    assert apart(pool.run(parse(row["layout"]).world, run_row, config_path, overrides), known[alone]) < TOLERANCE
+    assert (
+        apart(pool.run(parse(row["layout"]).world, run_row, config_path, overrides), known[alone]) < TOLERANCE
+    )
 
 
 def test_a_mistake_of_one_pair_is_noticed(pool: Any, config_path: str) -> None:
@@ -104,4 +135,7 @@ def test_a_mistake_of_one_pair_is_noticed(pool: Any, config_path: str) -> None:
     (row,) = (row for row in rows() if row["schedule"] == "interleaved" and row["engine"] == "sharded")
     overrides = overrides_of(row)
     (alone,) = pool.run(1, as_one, config_path, overrides[:3])
-    assert apart(pool.run(4, run_row, config_path, overrides, second_chunk_not_gathered), alone) > 1e6 * TOLERANCE
+    assert (
+        apart(pool.run(4, run_row, config_path, overrides, second_chunk_not_gathered), alone)
+        > 1e6 * TOLERANCE
+    )

@@ -1,4 +1,6 @@
-"""The seams that later work builds on, each proved by something that is no feature: another axis, two chunks a rank, another optimizer."""
+"""The seams that later work builds on, each proved by something that is no feature: another axis, two
+chunks a rank, another optimizer.
+"""
 
 import contextlib
 import importlib
@@ -39,14 +41,17 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
 
 
-# Another axis: ranks along it compute the same, but each holds a part of a bias that every block adds to its output.
+# Another axis: ranks along it compute the same, but each holds a part of a bias that every block adds to its
+# output.
 EXTRA = Axis("xp", "extra")
 
 
 class ExtraBias(Block):
     """A block with one bias more, cut over the ranks of a group that no other layer knows."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         extra = self.extra_group = mesh.group("xp")
         shard = Shard((config.model.hidden_size,), (split(extra, 0),), init_std=0.1)
@@ -54,7 +59,9 @@ class ExtraBias(Block):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same."""
-        own = torch.zeros_like(x[0]).index_add(0, torch.arange(self.start, self.start + len(self.extra)), self.extra)
+        own = torch.zeros_like(x[0]).index_add(
+            0, torch.arange(self.start, self.start + len(self.extra)), self.extra
+        )
         return super().forward(x, context) + leave_tensor_parallel(own, self.extra_group, False)
 
 
@@ -66,7 +73,9 @@ class Incomplete(Mesh):
 
 
 def with_another_axis(config_path: str, overrides: list[str], size: int, incomplete: bool = False) -> Found:
-    """Training with `size` ranks along the extra axis; `incomplete`: the mesh does not say that parameters are copies along it."""
+    """Training with `size` ranks along the extra axis; `incomplete`: the mesh does not say that
+    parameters are copies along it.
+    """
     place = place_from_environment()
     config = load(config_path, overrides, place.world_size // size).config
     axes = (*AXES[:2], EXTRA, *AXES[2:])
@@ -76,7 +85,9 @@ def with_another_axis(config_path: str, overrides: list[str], size: int, incompl
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> str:
-    return training.write_config(tmp_path, "unused", model={"num_layers": 4}, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+    return training.write_config(
+        tmp_path, "unused", model={"num_layers": 4}, train={"precision": "fp64"}, optim={"weight_decay": 0.3}
+    )
 
 
 LAYOUTS = [(2, []), (4, ["parallel.data=2", "engine.shard_optimizer=true"]), (4, ["parallel.tensor=2"])]
@@ -84,10 +95,16 @@ LAYOUTS = [(2, []), (4, ["parallel.data=2", "engine.shard_optimizer=true"]), (4,
 
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
 def test_another_axis(pool: Any, config_path: str, ranks: int, overrides: list[str]) -> None:
-    """An axis that only one layer knows: gradients, norm, update or what is saved would be wrong for it, or for all others."""
+    """An axis that only one layer knows: gradients, norm, update or what is saved would be
+    wrong for it, or for all others.
+    """
     (one,) = pool.run(1, with_another_axis, config_path, [], 1)
     found = pool.run(ranks, with_another_axis, config_path, overrides, 2)
-    extra = [rank.pieces["model/blocks.0.extra"].tensor for rank in (one, *found) if "model/blocks.0.extra" in rank.pieces]
+    extra = [
+        rank.pieces["model/blocks.0.extra"].tensor
+        for rank in (one, *found)
+        if "model/blocks.0.extra" in rank.pieces
+    ]
     assert {len(tensor) for tensor in extra} == {32, 16}, "one process holds all of it, a rank a half"
     assert apart(found, one) < TOLERANCE
 
@@ -107,7 +124,9 @@ def drawn_into(module: torch.nn.Module) -> None:
 
 
 def test_a_tensor_can_be_cut_twice() -> None:
-    """Over two axes, along two dims or the same: the pieces must tile the tensor, and be drawn as its slices."""
+    """Over two axes, along two dims or the same: the pieces must tile the tensor, and
+    be drawn as its slices.
+    """
     for dims in ((0, 1), (1, 0), (0, 0)):
         cover, drawn = torch.zeros(7, 6), torch.zeros(7, 6)
         whole = torch.nn.Module()
@@ -126,7 +145,8 @@ def test_a_tensor_can_be_cut_twice() -> None:
         assert torch.equal(drawn, whole.w.detach()), dims
 
 
-# Two chunks a rank, by a plan written by hand: every microbatch a stage further at each tick, forward and then backward.
+# Two chunks a rank, by a plan written by hand: every microbatch a stage further at each tick, forward and
+# then backward.
 
 
 def in_ticks(placement: Placement, microbatches: int) -> Plan:
@@ -134,22 +154,31 @@ def in_ticks(placement: Placement, microbatches: int) -> Plan:
     ranks = []
     for stages in placement:
         held = [(stage, chunk, m) for chunk, stage in enumerate(stages) for m in range(microbatches)]
-        forward = [Action(Op.FORWARD, m, chunk) for stage, chunk, m in sorted(held, key=lambda at: (at[2] + at[0], -at[0]))]
-        backward = [Action(Op.BACKWARD, m, chunk) for stage, chunk, m in sorted(held, key=lambda at: (at[2] + last - at[0], at[0]))]
+        forward = [
+            Action(Op.FORWARD, m, chunk)
+            for stage, chunk, m in sorted(held, key=lambda at: (at[2] + at[0], -at[0]))
+        ]
+        backward = [
+            Action(Op.BACKWARD, m, chunk)
+            for stage, chunk, m in sorted(held, key=lambda at: (at[2] + last - at[0], at[0]))
+        ]
         ranks.append((*forward, *backward))
     return Plan(tuple(ranks), placement)
 
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "looped": lambda ranks: looped(ranks, 2),
-    "V": lambda ranks: tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)),  # the first rank has both ends
+    # the first rank has both ends
+    "V": lambda ranks: tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)),
 }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_plans_of_two_chunks_are_valid(name: str, ranks: int) -> None:
-    """And so are those that only run forward; a chunk that does not wait for the one before it on the same rank is named."""
+    """And so are those that only run forward; a chunk that does not wait for the one
+    before it on the same rank is named.
+    """
     placement = PLACEMENTS[name](ranks)
     for microbatches in (1, 3, 8):
         validate(schedule.lower(in_ticks(placement, microbatches), [(0, 2 * ranks - 1)]), microbatches)
@@ -175,7 +204,9 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
     def generator(ranks: int, microbatches: int, chunks: int) -> Plan:
         return in_ticks(PLACEMENTS[name](ranks), microbatches)
 
-    placed = mock.patch.object(partition, "placement", lambda schedule, ranks, chunks: PLACEMENTS[name](ranks))
+    placed = mock.patch.object(
+        partition, "placement", lambda schedule, ranks, chunks: PLACEMENTS[name](ranks)
+    )
     with placed, mock.patch.dict(generators.GENERATORS, {"1f1b": generator}):
         return train(config, Mesh(config, place, CPU))
 
@@ -186,10 +217,23 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
         ("looped", 2, ["parallel.pipeline=2"]),
         ("V", 2, ["parallel.pipeline=2"]),
         ("V", 1, []),
-        ("looped", 4, ["parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true", "model.tie_embeddings=false"]),
+        (
+            "looped",
+            4,
+            [
+                "parallel.pipeline=2",
+                "parallel.data=2",
+                "engine.shard_optimizer=true",
+                "model.tie_embeddings=false",
+            ],
+        ),
         ("V", 4, ["parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true"]),
         ("V", 4, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]),
-        ("V", 4, ["parallel.pipeline=2", "parallel.data=2", "engine.kind=fsdp", "model.tie_embeddings=false"]),
+        (
+            "V",
+            4,
+            ["parallel.pipeline=2", "parallel.data=2", "engine.kind=fsdp", "model.tie_embeddings=false"],
+        ),
     ],
 )
 def test_two_chunks_a_rank(pool: Any, config_path: str, name: str, ranks: int, overrides: list[str]) -> None:
@@ -224,13 +268,19 @@ def test_momentum_sgd_is_what_it_says(tmp_path: Path) -> None:
     found = put_together([train(config, Mesh(config, RankInfo(), CPU))])
     assert found.keys() == {f"{kind}/{name}" for kind in ("model", "momentum") for name in buffers}
     for name, p in model.named_parameters():
-        assert float((found[f"model/{name}"] - p.detach()).norm()) < TOLERANCE * float(p.detach().norm() + 1), name
-        assert float((found[f"momentum/{name}"] - buffers[name]).norm()) < TOLERANCE * float(buffers[name].norm() + 1), name
+        assert float((found[f"model/{name}"] - p.detach()).norm()) < TOLERANCE * float(
+            p.detach().norm() + 1
+        ), name
+        assert float((found[f"momentum/{name}"] - buffers[name]).norm()) < TOLERANCE * float(
+            buffers[name].norm() + 1
+        ), name
 
 
 def test_momentum_sgd_moves_between_engines_and_layouts(pool: Any, tmp_path: Path) -> None:
     """A buffer that is not saved, or comes back as another rank's, would change every loss from there on."""
-    config = training.write_config(tmp_path, training.write_corpus(tmp_path), train={"precision": "fp64", "steps": 8})
+    config = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), train={"precision": "fp64", "steps": 8}
+    )
     common = [*SGD, "optim.decay_steps=8", "checkpoint.every=20"]
     pool.run(1, training.run_rank, config, common, str(tmp_path / "whole"))
     moves = [
@@ -240,11 +290,21 @@ def test_momentum_sgd_moves_between_engines_and_layouts(pool: Any, tmp_path: Pat
         (8, 2, ["parallel.pipeline=2"]),
     ]
     for steps, ranks, overrides in moves:
-        pool.run(ranks, training.run_rank, config, [*common, *overrides, f"train.steps={steps}"], str(tmp_path / "moved"))
-    assert training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole")) < 1e-10
+        pool.run(
+            ranks,
+            training.run_rank,
+            config,
+            [*common, *overrides, f"train.steps={steps}"],
+            str(tmp_path / "moved"),
+        )
+    assert (
+        training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole"))
+        < 1e-10
+    )
 
 
-# An optimizer that needs whole matrices, with state of another shape, for some parameters; others have other settings or AdamW.
+# An optimizer that needs whole matrices, with state of another shape, for some parameters; others have other
+# settings or AdamW.
 WHOLE = [
     'optim.groups=[{"match": ["*norm*", "blocks.2.*.bias"], "lr": 0.01, "beta2": 0.8}, '
     '{"match": ["blocks.*.weight", "embedding.weight"], "kind": "orthogonal", "lr": 0.02}, '
@@ -257,7 +317,11 @@ def with_whole_matrices(config_path: str, overrides: list[str], planted: bool = 
     importlib.import_module("tests.whole_rule")  # registers the rule, in this process alone
     place = place_from_environment()
     config = load(config_path, [*WHOLE, *overrides], place.world_size).config
-    fault = mock.patch.object(Dealing, "sends", lambda self, task, at: at == task.owner) if planted else contextlib.nullcontext()
+    fault = (
+        mock.patch.object(Dealing, "sends", lambda self, task, at: at == task.owner)
+        if planted
+        else contextlib.nullcontext()
+    )
     with fault, mock.patch.object(owners, "TOGETHER", 1):  # several rounds
         return train(config, Mesh(config, place, CPU))
 
@@ -279,14 +343,23 @@ WHOLE_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", WHOLE_LAYOUTS)
 def test_a_rule_gets_whole_matrices_in_every_layout(pool: Any, config_path: str, layout: str) -> None:
-    """Cut anywhere, or put together in another order, a matrix would have another update, and a state of its own shape another value."""
+    """Cut anywhere, or put together in another order, a matrix would have another update, and a state
+    of its own shape another value.
+    """
     ranks, overrides = WHOLE_LAYOUTS[layout]
     (one,) = pool.run(1, with_whole_matrices, config_path, [])
     found = pool.run(ranks, with_whole_matrices, config_path, overrides)
     key = "orthogonal_rows/blocks.0.attention.output.weight"
     rows = [rank.pieces[key] for rank in found if key in rank.pieces]
     assert {piece.shape for piece in rows} == {(1, 32)} and sum(piece.saved for piece in rows) == 1
-    assert {key.partition("/")[0] for key in one.pieces} == {"model", "adam_m", "adam_v", "momentum", "orthogonal_m", "orthogonal_rows"}
+    assert {key.partition("/")[0] for key in one.pieces} == {
+        "model",
+        "adam_m",
+        "adam_v",
+        "momentum",
+        "orthogonal_m",
+        "orthogonal_rows",
+    }
     assert apart(found, one) < TOLERANCE
 
 
@@ -298,29 +371,51 @@ def test_a_rule_that_is_given_a_piece_is_noticed(pool: Any, config_path: str, la
         pool.run(ranks, with_whole_matrices, config_path, overrides, True)
 
 
-def run_with_whole_matrices(config_path: str, overrides: list[str], log_dir: str, planted: bool = False) -> int:
+def run_with_whole_matrices(
+    config_path: str, overrides: list[str], log_dir: str, planted: bool = False
+) -> int:
     """A whole run; `planted`: state of other shapes is saved, and not restored."""
     importlib.import_module("tests.whole_rule")
     held, own = HeldTensors.tensors, ("orthogonal_rows/",)
 
     def copied(self: HeldTensors) -> dict[str, tuple[Tensor, TensorSlice]]:
-        return {key: (tensor.clone() if key.startswith(own) else tensor, box) for key, (tensor, box) in held(self).items()}
+        return {
+            key: (tensor.clone() if key.startswith(own) else tensor, box)
+            for key, (tensor, box) in held(self).items()
+        }
 
     with mock.patch.object(HeldTensors, "tensors", copied) if planted else contextlib.nullcontext():
         return training.run_rank(config_path, [*WHOLE, *overrides], log_dir)
 
 
 def test_whole_matrices_move_between_engines_and_layouts(pool: Any, tmp_path: Path) -> None:
-    """State that is not saved, or comes back as another parameter's, would change every loss from there on."""
-    config = training.write_config(tmp_path, training.write_corpus(tmp_path), train={"precision": "fp64", "steps": 6})
+    """State that is not saved, or comes back as another parameter's, would change every
+    loss from there on.
+    """
+    config = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), train={"precision": "fp64", "steps": 6}
+    )
     common = ["optim.decay_steps=8", "checkpoint.every=20"]
     pool.run(1, run_with_whole_matrices, config, common, str(tmp_path / "whole"))
     right = training.figures(tmp_path / "whole")
-    moves = [(2, 2, ["engine.shard_optimizer=true"]), (4, 2, ["parallel.tensor=2"]), (6, 2, ["engine.kind=fsdp"])]
+    moves = [
+        (2, 2, ["engine.shard_optimizer=true"]),
+        (4, 2, ["parallel.tensor=2"]),
+        (6, 2, ["engine.kind=fsdp"]),
+    ]
     for steps, ranks, overrides in moves:
         options = [*common, *overrides, f"train.steps={steps}"]
         pool.run(ranks, run_with_whole_matrices, config, options, str(tmp_path / "moved"))
     assert training.difference(training.figures(tmp_path / "moved"), right) < 1e-10
     for steps in (3, 6):
-        pool.run(1, run_with_whole_matrices, config, [*common, f"train.steps={steps}"], str(tmp_path / "lost"), True)
-    assert training.difference(training.figures(tmp_path / "lost"), right) > 1e-6, "the planted fault: state of its own shape is lost"
+        pool.run(
+            1,
+            run_with_whole_matrices,
+            config,
+            [*common, f"train.steps={steps}"],
+            str(tmp_path / "lost"),
+            True,
+        )
+    assert training.difference(training.figures(tmp_path / "lost"), right) > 1e-6, (
+        "the planted fault: state of its own shape is lost"
+    )

@@ -1,4 +1,6 @@
-"""The seam of layers: a second tensor that flows, losses of their own on any stage, and a batch that every stage reads. No GPT does so."""
+"""The seam of layers: a second tensor that flows, losses of their own on any stage, and a batch that
+every stage reads. No GPT does so.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,9 @@ class Reader(Block):
 
     reads = ("hidden", "first")
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         along = (replicated(mesh.tp, partial=config.parallel.sequence),)
         self.odd = new_parameter(Shard((2, config.model.hidden_size), along, init_std=0.5), dtype, device)
@@ -74,7 +78,10 @@ class Reader(Block):
     def forward(self, x: Tensor, first: Tensor, context: Context) -> Tensor:  # type: ignore[override]
         """``[tokens, hidden]`` twice → once."""
         odd = context.batch.tokens.flatten() % 2
-        return super().forward(x + 0.5 * first, context) + self.odd[own_part(odd, context.group) if context.sequence else odd]
+        return (
+            super().forward(x + 0.5 * first, context)
+            + self.odd[own_part(odd, context.group) if context.sequence else odd]
+        )
 
 
 def after_next(samples: Samples) -> np.ndarray:
@@ -107,14 +114,21 @@ class AfterNext(Layer):
 def model() -> Layers:
     kinds = [First, Spread, Block, Reader]
     blocks = [LayerSpec(f"blocks.{i}", kind, (i,)) for i, kind in enumerate(kinds)]
-    return [LayerSpec("embedding", Embedding), *blocks, LayerSpec("after_next", AfterNext), LayerSpec("blocks.4", Block, (4,)),
-            LayerSpec("head", Head)]  # fmt: skip
+    return [
+        LayerSpec("embedding", Embedding),
+        *blocks,
+        LayerSpec("after_next", AfterNext),
+        LayerSpec("blocks.4", Block, (4,)),
+        LayerSpec("head", Head),
+    ]
 
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> str:
     sizes = {"num_layers": len(model()) - 2}
-    return training.write_config(tmp_path, "unused", model=sizes, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+    return training.write_config(
+        tmp_path, "unused", model=sizes, train={"precision": "fp64"}, optim={"weight_decay": 0.3}
+    )
 
 
 def trained(config_path: str, overrides: list[str], fault: str = "") -> Found:
@@ -135,14 +149,19 @@ LAYOUTS = {
     "cp2": (2, ["parallel.context=2"]),
     "tp2": (2, ["parallel.tensor=2"]),
     "tp2, sequence": (2, ["parallel.tensor=2", "parallel.sequence=true", "train.recompute=full"]),
-    "fsdp, pp2": (4, ["parallel.data=2", "parallel.pipeline=2", "engine.kind=fsdp", "model.tie_embeddings=false"]),
+    "fsdp, pp2": (
+        4,
+        ["parallel.data=2", "parallel.pipeline=2", "engine.kind=fsdp", "model.tie_embeddings=false"],
+    ),
     "dp2": (2, ["parallel.data=2", "engine.shard_optimizer=true"]),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> None:
-    """A tensor lost or added twice at a cut, a loss that only the last stage has, a batch that only the first one sees."""
+    """A tensor lost or added twice at a cut, a loss that only the last stage has, a
+    batch that only the first one sees.
+    """
     ranks, overrides = LAYOUTS[name]
     (one,) = pool.run(1, trained, config_path, [o for o in overrides if o.startswith("model.")])
     assert apart(pool.run(ranks, trained, config_path, overrides), one) < TOLERANCE
@@ -172,7 +191,9 @@ def weighted_by_local_counts() -> Any:
 FAULTS = {"dropped": gradient_dropped, "local": weighted_by_local_counts}
 
 
-@pytest.mark.parametrize(("fault", "name"), [("dropped", "pp2"), ("dropped", "interleaved"), ("local", "dp2"), ("local", "cp2")])
+@pytest.mark.parametrize(
+    ("fault", "name"), [("dropped", "pp2"), ("dropped", "interleaved"), ("local", "dp2"), ("local", "cp2")]
+)
 def test_planted_mistakes_are_caught(pool: Any, config_path: str, fault: str, name: str) -> None:
     """What the test above would miss if the second tensor, or the field, did not matter."""
     (one,) = pool.run(1, trained, config_path, [])
@@ -193,7 +214,9 @@ def written(config_path: str, overrides: list[str]) -> list[int]:
 
 
 def test_a_text_passes_all_that_flows(pool: Any, config_path: str) -> None:
-    """Behind the first stage layers would have no tokens, nor what the first block handed on; a loss would ask for targets."""
+    """Behind the first stage layers would have no tokens, nor what the first block handed
+    on; a loss would ask for targets.
+    """
     (one,) = pool.run(1, written, config_path, [])
     assert len(set(one)) > 4
     for overrides in (["parallel.pipeline=4"], [*ZB, "parallel.tensor=2"]):
@@ -201,7 +224,9 @@ def test_a_text_passes_all_that_flows(pool: Any, config_path: str) -> None:
 
 
 class Scale(torch.autograd.Function):
-    """``x · gain + shift``, whose backward may leave the gradients of both vectors for later, as one function of two tensors."""
+    """``x · gain + shift``, whose backward may leave the gradients of both vectors for later,
+    as one function of two tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
@@ -228,7 +253,9 @@ class Scale(torch.autograd.Function):
 class ScaledBlock(Block):
     """A block that scales and shifts its output."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         shard = Shard((config.model.hidden_size,), init_std=0.5)
         self.gain, self.shift = (new_parameter(shard, dtype, device) for _ in range(2))
@@ -254,20 +281,32 @@ def with_a_function_left(config_path: str, overrides: list[str]) -> tuple[Found,
 
 
 def test_a_layer_leaves_a_function_for_later(pool: Any, config_path: str) -> None:
-    """To a split backward; what it adds must be there before its sums are reduced, and be the same bits as in a whole one."""
+    """To a split backward; what it adds must be there before its sums are reduced, and be
+    the same bits as in a whole one.
+    """
     pp2 = ["parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true"]
-    whole, split = (pool.run(4, with_a_function_left, config_path, [*pp2, *more]) for more in ([], ["parallel.schedule=zb_h1"]))
+    whole, split = (
+        pool.run(4, with_a_function_left, config_path, [*pp2, *more])
+        for more in ([], ["parallel.schedule=zb_h1"])
+    )
     for (right, none), (found, left) in zip(whole, split, strict=True):
         assert none == 0 < left
         assert found.figures == right.figures and found.pieces.keys() == right.pieces.keys()
-        assert all(torch.equal(piece.tensor, right.pieces[name].tensor) for name, piece in found.pieces.items())
+        assert all(
+            torch.equal(piece.tensor, right.pieces[name].tensor) for name, piece in found.pieces.items()
+        )
 
 
 def test_what_crosses_a_cut_is_what_later_layers_read() -> None:
     """More would be memory and messages for nothing; less, a layer without its input."""
     assert [list(crossing(model(), cut)) for cut in range(len(model()) + 1)] == [
-        [], ["hidden"], *[["hidden", "first"]] * 4, ["hidden"], ["hidden"], [],
-    ]  # fmt: skip
+        [],
+        ["hidden"],
+        *[["hidden", "first"]] * 4,
+        ["hidden"],
+        ["hidden"],
+        [],
+    ]
 
 
 class Late(Block):
@@ -284,7 +323,10 @@ class Other(Block):
 
 @pytest.mark.parametrize(
     ("kind", "wrong"),
-    [(Late, "layer other reads late, which no layer before it writes"), (Other, "two layers declare the tensor first differently")],
+    [
+        (Late, "layer other reads late, which no layer before it writes"),
+        (Other, "two layers declare the tensor first differently"),
+    ],
 )
 def test_declarations_that_do_not_fit_are_refused(kind: type[Layer], wrong: str) -> None:
     """Ranks would wait for a tensor that never comes, or give it memory of another size."""

@@ -19,7 +19,12 @@ from megacore.config import Config
 from megacore.distributed import buffers
 from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.buffers import ShardedBuffer, new_buffer, update_buffers
-from megacore.distributed.collectives import all_gather, enter_tensor_parallel, leave_tensor_parallel, own_part
+from megacore.distributed.collectives import (
+    all_gather,
+    enter_tensor_parallel,
+    leave_tensor_parallel,
+    own_part,
+)
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of, split
@@ -59,17 +64,27 @@ class Experts(nn.Module):
 
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.group, self.tp, self.sequence = mesh.group("ep"), mesh.tp, config.parallel.sequence and mesh.tp.size > 1
+        self.group, self.tp, self.sequence = (
+            mesh.group("ep"),
+            mesh.tp,
+            config.parallel.sequence and mesh.tp.size > 1,
+        )
         shard = Shard((EXPERTS, config.model.hidden_size), (split(self.group, 0),), decay=True, init_std=0.1)
         self.first, self.weight = shard.offset[0], new_parameter(shard, dtype, device)
         # Of each expert: how many tokens each rank has sent there, on which all agree; and what it has seen itself.
-        self.sent = new_buffer(Shard((EXPERTS,), (replicated(self.group, partial=True),), fill=1.0), moved, torch.float64, device)
+        self.sent = new_buffer(
+            Shard((EXPERTS,), (replicated(self.group, partial=True),), fill=1.0), moved, torch.float64, device
+        )
         self.seen = new_buffer(Shard((EXPERTS,), (split(self.group, 0),)), moved, torch.float64, device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same."""
         positions = context.positions
-        here = torch.arange(context.seq_len).repeat(context.batch_size) if positions is None else positions.flatten()
+        here = (
+            torch.arange(context.seq_len).repeat(context.batch_size)
+            if positions is None
+            else positions.flatten()
+        )
         own = (own_part(here, self.tp) if self.sequence else here) % EXPERTS
         chosen, mean = all_gather(own, self.group), x.detach().mean(1)
         self.sent.note(context.key, mean.new_zeros(EXPERTS).index_add(0, own, mean))
@@ -85,7 +100,9 @@ class Experts(nn.Module):
 class ExpertBlock(Block):
     """A block whose output goes through experts too."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         self.experts = Experts(config, mesh, dtype, device)
 
@@ -109,7 +126,9 @@ class TooNarrow(Mesh):
     """The planted fault: what all ranks hold is summed as if they held experts."""
 
     def gradient_sum(self, shard: Shard) -> GradientSum:
-        return super().gradient_sum(replace(shard, along=(*(a for a in shard.along if a.axis != "ep"), split(self.group("ep"), 0))))
+        return super().gradient_sum(
+            replace(shard, along=(*(a for a in shard.along if a.axis != "ep"), split(self.group("ep"), 0)))
+        )
 
 
 def config_of(path: str, overrides: Sequence[str], world: int) -> Config:
@@ -124,7 +143,9 @@ def joined(config: Config, sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) ->
     return mesh(config, place_from_environment(), CPU, OWN, sizes)
 
 
-def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh, hosts: str = "") -> Found:
+def with_experts(
+    path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh, hosts: str = ""
+) -> Found:
     """Training with experts. `hosts`: of every rank, a letter for the one where it is."""
     importlib.import_module("tests.whole_rule")  # registers the rule, in this process alone
     if hosts:
@@ -135,7 +156,11 @@ def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> str:
-    changes: dict[str, Any] = {"model": {"num_layers": 2}, "train": {"precision": "fp64"}, "optim": {"weight_decay": 0.3}}
+    changes: dict[str, Any] = {
+        "model": {"num_layers": 2},
+        "train": {"precision": "fp64"},
+        "optim": {"weight_decay": 0.3},
+    }
     return training.write_config(tmp_path, "unused", **changes)
 
 
@@ -147,11 +172,23 @@ CASES: dict[str, tuple[list[str], dict[str, int]]] = {
     "an axis, sharded": (SHARDED, {"dp": 2, "ep": 2}),
     "an axis, sharded, every expert on one rank": (SHARDED, {"dp": 1, "ep": 4}),
     "an axis, fsdp": ([*DATA, "engine.kind=fsdp"], {"dp": 2, "ep": 2}),
-    "an axis, fsdp, every expert on one rank": ([*DATA, "engine.kind=fsdp", "engine.shard_size=2"], {"dp": 1, "ep": 4}),
-    "a view, out of data and context": (["parallel.data=2", "parallel.context=2"], {"edp": 1, "ep": 4, "etp": 1}),
+    "an axis, fsdp, every expert on one rank": (
+        [*DATA, "engine.kind=fsdp", "engine.shard_size=2"],
+        {"dp": 1, "ep": 4},
+    ),
+    "a view, out of data and context": (
+        ["parallel.data=2", "parallel.context=2"],
+        {"edp": 1, "ep": 4, "etp": 1},
+    ),
     "a view, sharded": (["parallel.context=4", "engine.shard_optimizer=true"], {"edp": 2, "ep": 2, "etp": 1}),
-    "a view, out of tensor": (["parallel.data=2", "parallel.tensor=2", "parallel.sequence=true"], {"edp": 2, "ep": 2, "etp": 1}),
-    "a view, copies": (["parallel.data=2", "parallel.tensor=2", "engine.shard_optimizer=true"], {"edp": 1, "ep": 2, "etp": 2}),
+    "a view, out of tensor": (
+        ["parallel.data=2", "parallel.tensor=2", "parallel.sequence=true"],
+        {"edp": 2, "ep": 2, "etp": 1},
+    ),
+    "a view, copies": (
+        ["parallel.data=2", "parallel.tensor=2", "engine.shard_optimizer=true"],
+        {"edp": 1, "ep": 2, "etp": 2},
+    ),
 }
 
 
@@ -163,7 +200,9 @@ def test_weights_split_over_ranks_with_other_tokens(pool: Any, config_path: str,
     assert apart(pool.run(4, with_experts, config_path, overrides, sizes), one) < TOLERANCE
 
 
-WHOLE = ['optim.groups=[{"match": ["*norm*"], "lr": 0.01}, {"match": ["blocks.*.weight"], "kind": "orthogonal", "lr": 0.02}]']
+WHOLE = [
+    'optim.groups=[{"match": ["*norm*"], "lr": 0.01}, {"match": ["blocks.*.weight"], "kind": "orthogonal", "lr": 0.02}]'
+]
 
 
 @pytest.mark.parametrize("case", ["an axis, sharded", "a view, copies"])
@@ -197,7 +236,9 @@ def test_sums_in_16_bits(pool: Any, config_path: str, overrides: list[str]) -> N
 
 
 def on_meta(path: str, kind: str) -> tuple[Config, Topology, list[Stage]]:
-    settings = ["engine.config=" + json.dumps({"zero_optimization": {"stage": 1}})] if kind == "deepspeed" else []
+    settings = (
+        ["engine.config=" + json.dumps({"zero_optimization": {"stage": 1}})] if kind == "deepspeed" else []
+    )
     config = config_of(path, ["parallel.data=4", "train.precision=bf16", f"engine.kind={kind}", *settings], 4)
     topology = Topology(config, 0, OWN, {"dp": 2, "ep": 2})
     stage = Stage(config, range(len(layers_of(config))), topology, "meta")
@@ -210,41 +251,62 @@ def test_an_engine_refuses_sums_that_it_cannot_do(config_path: str) -> None:
     """FSDP2 sums a module's gradients as one, and DeepSpeed all; it has no buffers."""
     config, topology, stages = on_meta(config_path, "fsdp")
     found = FSDPEngine._units(SimpleNamespace(mesh=topology), stages[0], sums_in(stages[0], topology))  # type: ignore[arg-type]
-    own = {name: over.tokens for name, module in stages[0].named_modules() if (over := found.get(module)) is not None}
+    own = {
+        name: over.tokens
+        for name, module in stages[0].named_modules()
+        if (over := found.get(module)) is not None
+    }
     assert {name: tokens for name, tokens in own.items() if name.endswith("experts")} == {
         f"blocks.{i}.experts": ("dp", "cp") for i in range(config.model.num_layers)
     }
     stages[0].blocks["0"].experts.bias = stages[0].blocks["0"].norm1.weight
-    with pytest.raises(ConfigError, match=r"engine.kind: fsdp sums the gradients of a module as one, and those of blocks.0.experts differ"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.kind: fsdp sums the gradients of a module as one, and those of blocks.0.experts differ",
+    ):
         FSDPEngine._units(SimpleNamespace(mesh=topology), stages[0], sums_in(stages[0], topology))  # type: ignore[arg-type]
     config, topology, stages = on_meta(config_path, "deepspeed")
-    with pytest.raises(ConfigError, match=r"engine.kind: DeepSpeed updates no buffers, and the model has blocks.0.experts.sent"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.kind: DeepSpeed updates no buffers, and the model has blocks.0.experts.sent",
+    ):
         DeepSpeedEngine(config, stages, topology)  # type: ignore[arg-type]
     for block in stages[0].blocks.values():
         del block.experts.sent, block.experts.seen
-    with pytest.raises(ConfigError, match=r"engine.kind: DeepSpeed sums all gradients over dp×ep×cp, and this model has some that are not"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.kind: DeepSpeed sums all gradients over dp×ep×cp, and this model has some that are not",
+    ):
         DeepSpeedEngine(config, stages, topology)  # type: ignore[arg-type]
 
 
 def sums_in(stage: Stage, topology: Topology) -> dict[str, GradientSum]:
-    return {name: topology.gradient_sum(shard_of(p)) for name, p in stage.named_parameters(remove_duplicate=False)}
+    return {
+        name: topology.gradient_sum(shard_of(p)) for name, p in stage.named_parameters(remove_duplicate=False)
+    }
 
 
 @pytest.mark.parametrize("fault", [TooWide, TooNarrow])
 @pytest.mark.parametrize("overrides", [DATA, SHARDED])
-def test_a_sum_over_other_ranks_is_noticed(pool: Any, config_path: str, fault: type[Mesh], overrides: list[str]) -> None:
+def test_a_sum_over_other_ranks_is_noticed(
+    pool: Any, config_path: str, fault: type[Mesh], overrides: list[str]
+) -> None:
     """The planted faults."""
     (one,) = pool.run(1, with_experts, config_path, [], ONE)
     found = pool.run(4, with_experts, config_path, overrides, {"dp": 2, "ep": 2}, fault)
     assert training.difference(found[0].figures, one.figures) > 1e-6
 
 
-def run_with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], forgets: bool = False) -> None:
+def run_with_experts(
+    path: str, overrides: list[str], sizes: Mapping[str, int], forgets: bool = False
+) -> None:
     """A run with a trainer, which goes on from its last checkpoint; `forgets`: buffers are read into copies of them."""
     place = place_from_environment()
     config = config_of(path, overrides, place.world_size)
     mesh, piece = joined(config, sizes), ShardedBuffer.piece.fget  # type: ignore[attr-defined]
-    copied = mock.patch.object(ShardedBuffer, "piece", property(lambda self: (self.value.clone(), piece(self)[1])))
+    copied = mock.patch.object(
+        ShardedBuffer, "piece", property(lambda self: (self.value.clone(), piece(self)[1]))
+    )
     with copied if forgets else contextlib.nullcontext():
         trainer_of(config, mesh, Inputs(config, place.rank)).run()
     mesh.close()
@@ -254,11 +316,23 @@ def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
     """A buffer that is not saved whole, or comes back as another rank's or not at all, would change every loss from there on. A
     recomputed pass, or one in validation, must not count."""
     prefix = training.write_corpus(tmp_path)
-    path = training.write_config(tmp_path, prefix, model={"num_layers": 2}, train={"precision": "fp64", "steps": 6})
-    common = ["optim.decay_steps=6", "train.eval_every=2", f"data.valid={json.dumps(prefix)}", "checkpoint.every=100"]
+    path = training.write_config(
+        tmp_path, prefix, model={"num_layers": 2}, train={"precision": "fp64", "steps": 6}
+    )
+    common = [
+        "optim.decay_steps=6",
+        "train.eval_every=2",
+        f"data.valid={json.dumps(prefix)}",
+        "checkpoint.every=100",
+    ]
     pool.run(1, run_with_experts, path, [*common, f"log.dir={tmp_path}/whole"], ONE)
     moves: list[tuple[int, int, list[str], dict[str, int]]] = [
-        (2, 4, ["parallel.data=2", "parallel.context=2", "engine.shard_optimizer=true"], {"edp": 2, "ep": 2, "etp": 1}),
+        (
+            2,
+            4,
+            ["parallel.data=2", "parallel.context=2", "engine.shard_optimizer=true"],
+            {"edp": 2, "ep": 2, "etp": 1},
+        ),
         (4, 2, ["parallel.data=2", "engine.kind=fsdp", "train.recompute=full"], {"dp": 1, "ep": 2}),
         (6, 1, [], ONE),
     ]
@@ -274,7 +348,9 @@ def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
 class Scaled(Block):
     """A block whose output is divided by the largest number that a step before has seen, as that of 8-bit numbers is."""
 
-    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(index, config, mesh, dtype, device)
         shard = Shard((1,), (replicated(mesh.tp, partial=config.parallel.sequence),), fill=1.0)
         self.largest = new_buffer(shard, lambda value, largest: largest, torch.float64, device, "max")
@@ -290,7 +366,11 @@ def scaled(path: str, overrides: list[str], local: bool = False) -> Found:
     """Training with such blocks; `local`: the planted fault, the largest number that a rank has seen itself."""
     place = place_from_environment()
     config = load(path, overrides, place.world_size).config
-    fault = mock.patch.object(buffers, "all_reduce", lambda x, group, op: x) if local else contextlib.nullcontext()
+    fault = (
+        mock.patch.object(buffers, "all_reduce", lambda x, group, op: x)
+        if local
+        else contextlib.nullcontext()
+    )
     with fault:
         return train(config, Mesh(config, place, CPU), gpt(config, Scaled))
 

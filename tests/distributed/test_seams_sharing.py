@@ -30,7 +30,9 @@ OWN = ("blocks.0.values.weight", "blocks.0.gain", "blocks.0.shift")
 
 @pytest.fixture
 def config_path(tmp_path: Path) -> str:
-    return training.write_config(tmp_path, "unused", model=MODEL, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+    return training.write_config(
+        tmp_path, "unused", model=MODEL, train={"precision": "fp64"}, optim={"weight_decay": 0.3}
+    )
 
 
 class LeftOut(Mesh):
@@ -40,7 +42,9 @@ class LeftOut(Mesh):
         return {name: (ranks[0], ranks[-1]) for name, ranks in super()._holders(config).items()}
 
 
-def trained(config_path: str, overrides: list[str], mesh: type[Mesh] = Mesh, hosts: str = "", seed: int | None = None) -> Found:
+def trained(
+    config_path: str, overrides: list[str], mesh: type[Mesh] = Mesh, hosts: str = "", seed: int | None = None
+) -> Found:
     """Some steps. `hosts`: of every rank, a letter for the one where it is. `seed`: of a strict wire."""
     place = place_from_environment()
     if hosts:
@@ -52,10 +56,15 @@ def trained(config_path: str, overrides: list[str], mesh: type[Mesh] = Mesh, hos
 
 PP4 = ["parallel.pipeline=4"]
 PP2, LOOPED = ["parallel.pipeline=2"], ["parallel.pipeline=2", "parallel.schedule=interleaved"]
-WHOLE = ['optim.groups=[{"match": ["*values.weight"], "kind": "orthogonal"}, {"match": ["*gain"], "lr": 0.01}]']
+WHOLE = [
+    'optim.groups=[{"match": ["*values.weight"], "kind": "orthogonal"}, {"match": ["*gain"], "lr": 0.01}]'
+]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one stage": (2, ["parallel.data=2", "engine.kind=fsdp"]),
-    "a stage has two, another one": (4, [*PP2, "parallel.tensor=2", "parallel.sequence=true", "train.recompute=full"]),
+    "a stage has two, another one": (
+        4,
+        [*PP2, "parallel.tensor=2", "parallel.sequence=true", "train.recompute=full"],
+    ),
     "interleaved": (2, LOOPED),
     "interleaved, sharded": (4, [*LOOPED, "parallel.data=2", "engine.shard_optimizer=true"]),
     "V": (2, [*PP2, "parallel.schedule=zb_v"]),
@@ -96,24 +105,44 @@ def test_who_sums_follows_from_layers_and_stages(config_path: str) -> None:
     """On every holder once, behind its last backward; and what is known of the GPT without torch is what its layers say."""
     config = settled_alone(load(config_path, PP4, 4).config)
     assert shared_parameters(config) == {**dict.fromkeys(OWN, (0, 1, 3)), "embedding.weight": (0, 3)}
-    assert [[a.op for a in actions[-2:]].count(Op.REDUCE_TIED) for actions in plan_of(config).actions] == [1, 1, 0, 1]
+    assert [[a.op for a in actions[-2:]].count(Op.REDUCE_TIED) for actions in plan_of(config).actions] == [
+        1,
+        1,
+        0,
+        1,
+    ]
     looped = settled_alone(load(config_path, LOOPED, 2).config)
     assert placement_of(looped) == ((0, 2), (1, 3)) and shared_parameters(looped) == shared_parameters(config)
     for tie in ("true", "false"):
-        plain = settled_alone(load(config_path, [*PP4, "model.source=null", f"model.tie_embeddings={tie}"], 4).config)
+        plain = settled_alone(
+            load(config_path, [*PP4, "model.source=null", f"model.tie_embeddings={tie}"], 4).config
+        )
         users, ranges = sharing(layers_of(plain), plain), layer_ranges(plain)
         assert {name: stages_of(layers, ranges) for name, layers in users.items()} == shared_parameters(plain)
 
 
 def test_it_is_saved_once_and_moves_between_layouts(pool: Any, tmp_path: Path) -> None:
     """A copy under a second name, or one that does not come back on every holder."""
-    config = training.write_config(tmp_path, training.write_corpus(tmp_path), model=MODEL, train={"precision": "fp64", "steps": 6})
+    config = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), model=MODEL, train={"precision": "fp64", "steps": 6}
+    )
     common = ["optim.decay_steps=6", "checkpoint.every=20"]
     pool.run(1, training.run_rank, config, common, str(tmp_path / "whole"))
     for steps, ranks, overrides in ((2, 2, LOOPED), (4, 4, PP4), (6, 1, [])):
-        pool.run(ranks, training.run_rank, config, [*common, *overrides, f"train.steps={steps}"], str(tmp_path / "moved"))
-    assert training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole")) < 1e-10
+        pool.run(
+            ranks,
+            training.run_rank,
+            config,
+            [*common, *overrides, f"train.steps={steps}"],
+            str(tmp_path / "moved"),
+        )
+    assert (
+        training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole"))
+        < 1e-10
+    )
     saved = Reader(locate(tmp_path / "moved")).manifest.tensors
-    assert {name for name in saved if name.startswith("model/") and name.endswith(("values.weight", "gain", "shift"))} == {
-        f"model/{name}" for name in OWN
-    }
+    assert {
+        name
+        for name in saved
+        if name.startswith("model/") and name.endswith(("values.weight", "gain", "shift"))
+    } == {f"model/{name}" for name in OWN}

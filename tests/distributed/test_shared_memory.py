@@ -48,7 +48,14 @@ def results(group: Group, dtype: torch.dtype, rows: int, seed: int) -> list[torc
     comm.reduce_scatter_inside(inside, group).wait()
     comm.all_gather_inside(inside, group).wait()
     scalar = comm.all_reduce(torch.tensor(float(group.rank), dtype=dtype), group)
-    return [started, gathered, comm.all_reduce(x.clone(), group), comm.reduce_scatter(x, group), inside, scalar]
+    return [
+        started,
+        gathered,
+        comm.all_reduce(x.clone(), group),
+        comm.reduce_scatter(x, group),
+        inside,
+        scalar,
+    ]
 
 
 def without(group: Group) -> Group:
@@ -63,8 +70,14 @@ def compared_with_gloo(config_path: str) -> tuple[bool, list[str]]:
     apart = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
         for rows in (1, 7, 5000):  # the last does not fit
-            pairs = zip(results(mesh.tp, dtype, rows, rows), results(without(mesh.tp), dtype, rows, rows), strict=True)
-            apart += [f"{dtype} {rows} operation {i}" for i, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
+            pairs = zip(
+                results(mesh.tp, dtype, rows, rows), results(without(mesh.tp), dtype, rows, rows), strict=True
+            )
+            apart += [
+                f"{dtype} {rows} operation {i}"
+                for i, (ours, theirs) in enumerate(pairs)
+                if not torch.equal(ours, theirs)
+            ]
     wire = mesh.tp.communicator
     shared = wire is not None and wire.shared is not None and not wire.carries(torch.empty(5000, 3))
     mesh.close()
@@ -109,7 +122,9 @@ def lagging(config_path: str, careless: bool) -> int:
                 time.sleep(0.02 * lags.random())
             for work in works:
                 work.wait()
-            wrong += int(not (x == number * mesh.tp.size).all()) + int(not (y == 2.0 * number * mesh.tp.size).all())
+            wrong += int(not (x == number * mesh.tp.size).all()) + int(
+                not (y == 2.0 * number * mesh.tp.size).all()
+            )
     mesh.close()
     return wrong
 
@@ -125,7 +140,9 @@ def test_a_part_is_kept_until_it_is_read_whatever_was_read_before() -> None:
     """Of two operations in flight the second may be waited for first: the first one's slot must not count as read then."""
     memory = mmap.mmap(-1, mmap.PAGESIZE * (1 + 2 * shared_memory.SLOTS))
     early, late = (SharedMemory(memory, rank, 2, timeout=0.01) for rank in range(2))
-    sums = {rank: [torch.full((3,), 10.0 * number + rank.rank) for number in range(3)] for rank in (early, late)}
+    sums = {
+        rank: [torch.full((3,), 10.0 * number + rank.rank) for number in range(3)] for rank in (early, late)
+    }
     works = {rank: [rank.all_reduce(x) for x in sums[rank][:2]] for rank in sums}
     for work in works[early]:
         work.wait()
@@ -136,7 +153,11 @@ def test_a_part_is_kept_until_it_is_read_whatever_was_read_before() -> None:
     third = [rank.all_reduce(x[2]) for rank, x in sums.items()]
     for work in third:
         work.wait()
-    assert all(torch.equal(x, torch.full((3,), 20.0 * number + 1)) for own in sums.values() for number, x in enumerate(own))
+    assert all(
+        torch.equal(x, torch.full((3,), 20.0 * number + 1))
+        for own in sums.values()
+        for number, x in enumerate(own)
+    )
 
 
 def apart(config_path: str) -> bool:
@@ -219,7 +240,10 @@ def test_a_dead_rank_is_not_waited_for() -> None:
     """gloo would say that the connection is closed; without a word the others would wait until the timeout."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for memory, words in ((alone_with(ended.pid), "connection closed"), (alone_with(os.getpid(), timeout=0.5), "timed out")):
+    for memory, words in (
+        (alone_with(ended.pid), "connection closed"),
+        (alone_with(os.getpid(), timeout=0.5), "timed out"),
+    ):
         start = time.monotonic()
         with pytest.raises(dist.DistNetworkError, match=words) as caught:
             memory.all_reduce(torch.ones(3)).wait()

@@ -79,24 +79,41 @@ def expected(config: Config) -> dict[str, float]:
         logits[name] = max(logits.get(name, float("-inf")), scores.max().item())
         return scores.softmax(-1) @ v
 
-    for name, layer in zip(("embedding", *(f"blocks.{n}" for n in range(config.model.num_layers))), model.layers, strict=False):
+    for name, layer in zip(
+        ("embedding", *(f"blocks.{n}" for n in range(config.model.num_layers))), model.layers, strict=False
+    ):
         layer.register_forward_hook(seen(name))
     with mock.patch.object(Attention, "attend", masked), mock.patch.object(Attention, "attend_parts", masked):
         total = sum((model({}, microbatch)[1]["cross_entropy"] for microbatch in batch), torch.zeros(()))
     (step.target_weight(batch) * total).backward()
     step(1, batch)
-    after = {name: parameter.detach() for stage in step.stages for name, parameter in stage.named_parameters()}
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    after = {
+        name: parameter.detach() for stage in step.stages for name, parameter in stage.named_parameters()
+    }
+    gradients = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     updates = {name: after[name] - before[name] for name in before}
-    found = {f"activation_rms/{name}": rms(*seen) for name, seen in outputs.items()} | {f"largest_logit/{n}": x for n, x in logits.items()}
+    found = {f"activation_rms/{name}": rms(*seen) for name, seen in outputs.items()} | {
+        f"largest_logit/{n}": x for n, x in logits.items()
+    }
     for kind, tensors in (("weight_rms", before), ("gradient_rms", gradients), ("update_rms", updates)):
         of_layers: dict[str, list[Tensor]] = {}
         for name, tensor in tensors.items():
-            layer = ".".join(name.split(".")[:2]) if name.startswith("blocks") else "head" if name.startswith("norm") else "embedding"
+            layer = (
+                ".".join(name.split(".")[:2])
+                if name.startswith("blocks")
+                else "head"
+                if name.startswith("norm")
+                else "embedding"
+            )
             of_layers.setdefault(layer, []).append(tensor)
             if name.endswith("qkv.weight"):
                 queries = tensor.shape[1] - 2
-                found |= {f"{kind}/{name}.{n}": rms(x) for n, x in zip("qkv", tensor.split((queries, 1, 1), 1), strict=True)}
+                found |= {
+                    f"{kind}/{name}.{n}": rms(x)
+                    for n, x in zip("qkv", tensor.split((queries, 1, 1), 1), strict=True)
+                }
             elif name.endswith("up.weight"):
                 found |= {f"{kind}/{name}.{n}": rms(x) for n, x in zip(("gate", "up"), tensor, strict=True)}
             else:
@@ -111,7 +128,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("statistics")
     train = {"steps": 1, "precision": "fp64", "compile": False, "global_batch_size": 8}
     log = {"statistics": {"every": 1}, "every": 1, "tensorboard": False}
-    return training.write_config(folder, training.write_corpus(folder, tokens=203), model=MODEL, train=train, log=log)
+    return training.write_config(
+        folder, training.write_corpus(folder, tokens=203), model=MODEL, train=train, log=log
+    )
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +155,9 @@ def apart(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_measures_the_same(layout: str, pool: Pool, config: str, plain: Any, tmp_path: Path) -> None:
+def test_every_layout_measures_the_same(
+    layout: str, pool: Pool, config: str, plain: Any, tmp_path: Path
+) -> None:
     """Whoever compares two runs would take a layout for a cause."""
     wanted = plain(DOCUMENTS in LAYOUTS[layout][1])
     assert len(wanted) > 100
@@ -154,9 +175,13 @@ def rank_with(config: str, overrides: list[str], folder: str, fault: str) -> int
     faults = {
         "not reduced": mock.patch.object(statistics, "all_reduce", lambda x, *_: x),
         "copies counted": mock.patch.object(TensorSlice, "counted", True),
-        "padding counted": mock.patch.object(statistics, "prod", lambda sizes: -(-torch.Size(sizes).numel() // 64) * 64),
+        "padding counted": mock.patch.object(
+            statistics, "prod", lambda sizes: -(-torch.Size(sizes).numel() // 64) * 64
+        ),
         "weighted by rank": mock.patch.object(Statistics, "gave", of_ranks),
-        "keys of one rank": mock.patch.object(statistics, "whole", lambda k, sequences: k.repeat(1, 1, sequences.group.size, 1)),
+        "keys of one rank": mock.patch.object(
+            statistics, "whole", lambda k, sequences: k.repeat(1, 1, sequences.group.size, 1)
+        ),
         "future seen": mock.patch.object(Tensor, "masked_fill_", lambda x, *_: x),
     }
     host = f"host{place_from_environment().rank // 2}"  # two ranks on each, for the layout in two levels
@@ -179,7 +204,9 @@ def rank_with(config: str, overrides: list[str], folder: str, fault: str) -> int
         ("future seen", "one", "largest_logit/blocks.1.attention"),
     ],
 )
-def test_planted_faults_are_seen(fault: str, layout: str, shown: str, pool: Pool, config: str, plain: Any, tmp_path: Path) -> None:
+def test_planted_faults_are_seen(
+    fault: str, layout: str, shown: str, pool: Pool, config: str, plain: Any, tmp_path: Path
+) -> None:
     assert shown in apart(measured(pool, config, tmp_path, layout, fault), plain(False))
 
 
@@ -189,8 +216,12 @@ def test_a_model_of_ones_own_has_them_by_its_layers(pool: Pool, config: str, tmp
     for layout in ("one", "tp2pp2sp"):
         world, overrides = LAYOUTS[layout]
         folder = str(tmp_path / layout)
-        assert pool.run(world, training.run_rank, config, [*options, *overrides.split()], folder) == [0] * world
-        found.append({name: x for name, x in training.metrics(folder)[0].items() if name.partition("/")[0] in KINDS})
+        assert (
+            pool.run(world, training.run_rank, config, [*options, *overrides.split()], folder) == [0] * world
+        )
+        found.append(
+            {name: x for name, x in training.metrics(folder)[0].items() if name.partition("/")[0] in KINDS}
+        )
     assert apart(*found) == []
     layers = [f"blocks.{number}" for number in range(4)]
     assert {f"{kind}/{name}" for kind in KINDS[:4] for name in layers} <= found[0].keys()

@@ -1,4 +1,6 @@
-"""Requests to stop, whenever they come: agreed by all ranks, saved, status 75, and the run goes on bitwise."""
+"""Requests to stop, whenever they come: agreed by all ranks, saved, status 75, and the
+run goes on bitwise.
+"""
 
 import os
 import signal
@@ -18,11 +20,19 @@ from megacore.train import trainer as trainer_module
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
 
-OVERRIDES = ["train.steps=6", "checkpoint.every=4", "train.eval_every=3", "train.eval_batches=4", "log.every=5"]
+OVERRIDES = [
+    "train.steps=6",
+    "checkpoint.every=4",
+    "train.eval_every=3",
+    "train.eval_batches=4",
+    "log.every=5",
+]
 
 
 def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int]:
-    """A run of which one rank is asked to stop at some moment; returns status, steps done and batches validated."""
+    """A run of which one rank is asked to stop at some moment; returns status,
+    steps done and batches validated.
+    """
     place = place_from_environment()
     config = load(config_path, [*OVERRIDES, f"log.dir={log_dir}"], place.world_size).config
     plain, save = trainer_module.evaluate, Trainer.save
@@ -75,13 +85,17 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
 )
 def test_asked_at_any_time(pool: Any, tmp_path: Path, when: str, step: int, batches: int) -> None:
     valid = training.write_corpus(tmp_path, "valid", 500, seed=1)
-    config = training.write_config(tmp_path, prefix := training.write_corpus(tmp_path), data={"train": prefix, "valid": valid})
+    config = training.write_config(
+        tmp_path, prefix := training.write_corpus(tmp_path), data={"train": prefix, "valid": valid}
+    )
     run = tmp_path / "run"
     run.mkdir()
     if when == "file":
         (run / STOP).touch()
     assert pool.run(2, asked_rank, config, str(run), when) == [(STOPPED, step, batches)] * 2
-    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ([f"step_{step:08d}"] if step else [])
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == (
+        [f"step_{step:08d}"] if step else []
+    )
     (run / STOP).unlink(missing_ok=True)
     assert pool.run(2, asked_rank, config, str(run), "never")[0][:2] == (0, 6)
     if when == "validation":

@@ -50,7 +50,9 @@ def test_ranks_that_disagree_are_told(runs: Runs, program: Any, said: str) -> No
 def test_what_is_posted_ahead_holds_up_a_queue(runs: Runs) -> None:
     """A program that two streams run, and one hardware queue does not."""
     assert runs.pool.run(2, probes.probe, probes.ahead, QUICK)[0] == 40.0
-    assert "waits in vain" in runs.pool.run(2, probes.probe, probes.ahead, Rules(1, queues=1, patience=2.0))[0]
+    assert (
+        "waits in vain" in runs.pool.run(2, probes.probe, probes.ahead, Rules(1, queues=1, patience=2.0))[0]
+    )
 
 
 @pytest.mark.parametrize("case", [CASES[i] for i in EVERY_TIME], ids=lambda case: case.name)

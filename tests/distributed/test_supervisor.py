@@ -71,7 +71,9 @@ def test_a_run_that_gets_further_is_started_again_as_often_as_it_takes(tmp_path:
     supervisor = supervised(tmp_path, {"fail": [3, 7, 11, 15, 19]}, restarts=1)
     with patch.object(Supervisor, "_sleep") as pause:
         assert supervisor.run() == 0
-    assert [call.args for call in pause.call_args_list] == [(0.01,)] * 5, "a run that gets on does not wait longer and longer"
+    assert [call.args for call in pause.call_args_list] == [(0.01,)] * 5, (
+        "a run that gets on does not wait longer and longer"
+    )
     assert supervisor.attempts == 6 and supervisor.progress() == (20, 20)
 
 
@@ -79,8 +81,12 @@ def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.Ca
     supervisor = supervised(tmp_path, {"always": 5}, restarts=2)
     with patch.object(Supervisor, "_sleep") as pause:
         assert supervisor.run() == 3
-    assert [call.args for call in pause.call_args_list] == [(0.01,), (0.01,), (0.02,)], "doubled with each that brings nothing"
-    assert supervisor.attempts == 4, "the first start got to step 5; two restarts and one more did not get further"
+    assert [call.args for call in pause.call_args_list] == [(0.01,), (0.01,), (0.02,)], (
+        "doubled with each that brings nothing"
+    )
+    assert supervisor.attempts == 4, (
+        "the first start got to step 5; two restarts and one more did not get further"
+    )
     assert "given up: 2 restarts in a row brought no progress beyond step 5" in capfd.readouterr().err
 
 
@@ -97,11 +103,17 @@ def test_nothing_that_a_run_writes_ends_the_watch(tmp_path: Path, capfd: pytest.
     assert supervisor.run() == 0 and supervisor.attempts == 2 and supervisor.progress() == (20, 20)
     assert any("is said" in line for line in heard)
     said = capfd.readouterr().err
-    assert "nothing new in" in said and "lost.json does not tell which hosts were lost: " in said and "Traceback" not in said
+    assert (
+        "nothing new in" in said
+        and "lost.json does not tell which hosts were lost: " in said
+        and "Traceback" not in said
+    )
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_what_a_launcher_says_of_a_run_that_went_well_until_then_is_not_its_end(tmp_path: Path, status: int) -> None:
+def test_what_a_launcher_says_of_a_run_that_went_well_until_then_is_not_its_end(
+    tmp_path: Path, status: int
+) -> None:
     """0 of a launcher that was killed, 2 of a run whose disk was full; and it goes on from what it saved, however it began."""
     supervisor = supervised(tmp_path, {"once": [5, status]}, "checkpoint.resume=never", steps=20)
     assert supervisor.run() == 0
@@ -139,7 +151,11 @@ def test_somebody_elses_stop_stays(tmp_path: Path) -> None:
 def test_other_machines_take_over_while_it_runs(tmp_path: Path) -> None:
     """4 ranks, then 2, then 4 again: each time asked to stop at a step, saved, and laid out anew."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"train": {"global_batch_size": 8}, "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}))
+    config.write_text(
+        json.dumps(
+            {"train": {"global_batch_size": 8}, "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}
+        )
+    )
     hostfile = tmp_path / "hosts"
     hostfile.write_text("localhost slots=4\n")
     fleet = Fleet(hostfile, str(config), ["parallel.tensor=2", "parallel.pipeline=2"])
@@ -157,20 +173,31 @@ def test_other_machines_take_over_while_it_runs(tmp_path: Path) -> None:
     assert supervisor.run() == 0
     thread.join()
     starts = [line.split() for line in (tmp_path / "run/starts").read_text().splitlines()]
-    shapes = [[word.partition("=")[2] for word in line if word.startswith(("parallel.tensor", "parallel.pipeline"))] for line in starts]
+    shapes = [
+        [word.partition("=")[2] for word in line if word.startswith(("parallel.tensor", "parallel.pipeline"))]
+        for line in starts
+    ]
     assert shapes == [["2", "2"], ["2", "1"], ["2", "2"]]
-    assert (tmp_path / "run/hostfile").read_text() == "localhost slots=4\n" and not (tmp_path / "run" / STOP).exists()
+    assert (tmp_path / "run/hostfile").read_text() == "localhost slots=4\n" and not (
+        tmp_path / "run" / STOP
+    ).exists()
 
 
 def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A host that was lost may answer again, and be lost again: one that has not failed comes first."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"train": {"global_batch_size": 8}, "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}))
+    config.write_text(
+        json.dumps(
+            {"train": {"global_batch_size": 8}, "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}
+        )
+    )
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
     fleet = Fleet(hostfile, str(config), [], f"{sys.executable} -c '' {{host}}", spares=1)
     run = tmp_path / "run"
-    supervisor = supervised(run, {"fail": [3], "pace": 0.02, "lost": [3, "b"]}, "--hostfile", str(hostfile), fleet=fleet)
+    supervisor = supervised(
+        run, {"fail": [3], "pace": 0.02, "lost": [3, "b"]}, "--hostfile", str(hostfile), fleet=fleet
+    )
     used = []
     command = fleet.command
 
@@ -183,7 +210,11 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.Ca
     assert supervisor.run() == 0
     assert used == [["a", "b"], ["a", "c"]]
     said = capfd.readouterr()
-    assert "supervise: host b is lost\n" in said.err and "; spare: c\n" in said.out and "; spare: b\n" in said.out
+    assert (
+        "supervise: host b is lost\n" in said.err
+        and "; spare: c\n" in said.out
+        and "; spare: b\n" in said.out
+    )
 
 
 def test_ssh_is_told_to_notice_a_host_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +231,11 @@ def test_a_supervisor_that_is_killed_lets_its_run_stop(tmp_path: Path) -> None:
     supervisor.start()
     metrics, stop = tmp_path / "metrics.jsonl", tmp_path / STOP
     wait_for(metrics.exists)
-    launcher = next(pid for pid in descendants(supervisor.pid or 0) if b"launcher.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    launcher = next(
+        pid
+        for pid in descendants(supervisor.pid or 0)
+        if b"launcher.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
     supervisor.kill()
     supervisor.join()
     wait_for(lambda: process_state(launcher) in ENDED and not stop.exists())

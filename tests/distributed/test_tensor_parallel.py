@@ -1,6 +1,8 @@
-"""Every tensor-parallel layer against plain torch on one process, in fp64: outputs, gradients of inputs and of parameters.
+"""Every tensor-parallel layer against plain torch on one process, in fp64: outputs,
+gradients of inputs and of parameters.
 
-The ranks return what they hold; the test puts the pieces together, by torch's own rule for chunks, and compares.
+The ranks return what they hold; the test puts the pieces together, by torch's own rule for chunks, and
+compares.
 """
 
 from collections.abc import Callable
@@ -44,8 +46,8 @@ def gated(x: Tensor) -> Tensor:
 class Case:
     """A layer, its plain counterpart, and how its input and output are cut over the ranks.
 
-    A cut is a dim, None for what every rank has whole, or "tokens" for what is cut along the tokens with sequence
-    parallelism and whole without.
+    A cut is a dim, None for what every rank has whole, or "tokens" for what is cut along the tokens with
+    sequence parallelism and whole without.
     """
 
     build: Callable[..., nn.Module]
@@ -61,7 +63,9 @@ def row_case(plain_activation: Callable[[Tensor], Tensor], **options: Any) -> Ca
         return y + p["bias"] if "bias" in p else y
 
     shape = (TOKENS, 2, FFN) if plain_activation is gated else (TOKENS, FFN)
-    return Case(partial(RowLinear, FFN, HIDDEN, **{"bias": True, **options}), plain, shape, len(shape) - 1, "tokens")
+    return Case(
+        partial(RowLinear, FFN, HIDDEN, **{"bias": True, **options}), plain, shape, len(shape) - 1, "tokens"
+    )
 
 
 class Apart(ColumnLinear):
@@ -76,10 +80,18 @@ class Apart(ColumnLinear):
 COLUMN = partial(ColumnLinear, HIDDEN)
 CASES = {
     "column": Case(
-        partial(COLUMN, (FFN,), bias=True), lambda x, p: x @ p["weight"].T + p["bias"], (TOKENS, HIDDEN), "tokens", 1
+        partial(COLUMN, (FFN,), bias=True),
+        lambda x, p: x @ p["weight"].T + p["bias"],
+        (TOKENS, HIDDEN),
+        "tokens",
+        1,
     ),
     "column, several dims": Case(
-        partial(COLUMN, (4, 3, 2), bias=False), lambda x, p: torch.einsum("ti,abci->tabc", x, p["weight"]), (TOKENS, HIDDEN), "tokens", 1
+        partial(COLUMN, (4, 3, 2), bias=False),
+        lambda x, p: torch.einsum("ti,abci->tabc", x, p["weight"]),
+        (TOKENS, HIDDEN),
+        "tokens",
+        1,
     ),
     "column, gate and up": Case(
         partial(COLUMN, (2, FFN), dim=1, bias=True),
@@ -89,7 +101,11 @@ CASES = {
         2,
     ),
     "column, rows apart": Case(
-        partial(Apart, HIDDEN, (FFN,), bias=False), lambda x, p: x @ p["weight"].T, (TOKENS, HIDDEN), "tokens", 1
+        partial(Apart, HIDDEN, (FFN,), bias=False),
+        lambda x, p: x @ p["weight"].T,
+        (TOKENS, HIDDEN),
+        "tokens",
+        1,
     ),
     "row": row_case(lambda x: x),
     "row, no bias": row_case(lambda x: x, bias=False),
@@ -98,9 +114,13 @@ CASES = {
     "row of swiglu": row_case(gated, activation=swiglu),
     "row of swiglu, recomputed": row_case(gated, activation=swiglu, recompute=True, bias=False),
     "embedding": Case(
-        partial(VocabParallelEmbedding, VOCAB, HIDDEN), lambda tokens, p: p["weight"][tokens], (TOKENS,), None, "tokens"
+        partial(VocabParallelEmbedding, VOCAB, HIDDEN),
+        lambda tokens, p: p["weight"][tokens],
+        (TOKENS,),
+        None,
+        "tokens",
     ),
-}  # fmt: skip
+}
 
 
 def join() -> Group:
@@ -108,7 +128,12 @@ def join() -> Group:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     assert dist.group.WORLD is not None
-    return Group("tp", tuple(range(world)), dist.get_rank(), Communicator(dist.group.WORLD, world) if world > 1 else None)
+    return Group(
+        "tp",
+        tuple(range(world)),
+        dist.get_rank(),
+        Communicator(dist.group.WORLD, world) if world > 1 else None,
+    )
 
 
 def own(whole: Tensor, cut: int | str | None, group: Group, sequence: bool) -> Tensor:
@@ -126,7 +151,9 @@ def inputs(name: str, case: Case) -> Tensor:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has after backward: output, gradient of its input, and of its parameters with dim and `partial`."""
+    """What a rank has after backward: output, gradient of its input, and of its
+    parameters with dim and `partial`.
+    """
 
     y: Tensor
     x_grad: Tensor | None
@@ -143,7 +170,13 @@ def run_layers(sequence: bool, fault: str = "") -> dict[str, Held]:
 
 
 def run_layer(name: str, case: Case, group: Group, sequence: bool) -> Held:
-    options = {"init_std": 1.0, "group": group, "sequence": sequence, "dtype": torch.float64, "device": torch.device("cpu")}
+    options = {
+        "init_std": 1.0,
+        "group": group,
+        "sequence": sequence,
+        "dtype": torch.float64,
+        "device": torch.device("cpu"),
+    }
     module = case.build(**options)
     for key, parameter in module.named_parameters():
         shard = shard_of(parameter)
@@ -164,8 +197,13 @@ def run_layer(name: str, case: Case, group: Group, sequence: bool) -> Held:
 def plain_result(name: str, case: Case) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Output, gradient of the input, and of the parameters, on one process in plain torch."""
     solo = Group("tp", (0,), 0)
-    meta = case.build(init_std=1.0, group=solo, sequence=False, dtype=torch.float64, device=torch.device("meta"))
-    parameters = {key: numbers(name + key, *shard_of(p).global_shape).requires_grad_() for key, p in meta.named_parameters()}
+    meta = case.build(
+        init_std=1.0, group=solo, sequence=False, dtype=torch.float64, device=torch.device("meta")
+    )
+    parameters = {
+        key: numbers(name + key, *shard_of(p).global_shape).requires_grad_()
+        for key, p in meta.named_parameters()
+    }
     x = inputs(name, case)
     if x.is_floating_point():
         x.requires_grad_()
@@ -193,24 +231,35 @@ def differences(held: list[dict[str, Held]], sequence: bool) -> dict[str, float]
         y, x_grad, grads = plain_result(name, case)
         compare(f"{name}: y", assemble([r.y for r in ranks], case.y_cut, sequence), y)
         if x_grad is not None:
-            compare(f"{name}: x", assemble([r.x_grad for r in ranks if r.x_grad is not None], case.x_cut, sequence), x_grad)
+            compare(
+                f"{name}: x",
+                assemble([r.x_grad for r in ranks if r.x_grad is not None], case.x_cut, sequence),
+                x_grad,
+            )
         for key, right in grads.items():
             _, dim, partial_sum = ranks[0].grads[key]
             pieces = [r.grads[key][0] for r in ranks]
-            compare(f"{name}: {key}", [torch.stack(pieces).sum(0)] if partial_sum else assemble(pieces, dim, sequence), right)
+            compare(
+                f"{name}: {key}",
+                [torch.stack(pieces).sum(0)] if partial_sum else assemble(pieces, dim, sequence),
+                right,
+            )
     return found
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
 def test_layers_equal_plain_torch(run_ranks: Callable[..., Any], world: int, sequence: bool) -> None:
-    """A forward or backward that forgets, repeats or misplaces a part of the work trains a different model than one device."""
+    """A forward or backward that forgets, repeats or misplaces a part of the work trains a
+    different model than one device.
+    """
     found = differences(run_ranks(world, run_layers, sequence), sequence)
     assert len(found) == 10 * 2 + 1 + 17  # outputs and input gradients (tokens have none), and all parameters
     assert max(found.values()) < TOLERANCE, found
 
 
-# Planted faults: mistakes that people make, and the tensors in which each must show, with or without sequence parallelism.
+# Planted faults: mistakes that people make, and the tensors in which each must show, with or without sequence
+# parallelism.
 
 
 def bias_on_every_rank(patch: pytest.MonkeyPatch) -> None:
@@ -237,7 +286,9 @@ def gradient_of_own_tokens_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_cut_by_rounding_down(patch: pytest.MonkeyPatch) -> None:
-    """An embedding that takes floor(vocab / ranks) for the step of the first rows, where pieces are of ceil(vocab / ranks)."""
+    """An embedding that takes floor(vocab / ranks) for the step of the first rows, where
+    pieces are of ceil(vocab / ranks).
+    """
     build = embedding.VocabParallelEmbedding.__init__
 
     def wrong(self: embedding.VocabParallelEmbedding, *sizes: int, group: Group, **options: Any) -> None:
@@ -250,7 +301,11 @@ def rows_cut_by_rounding_down(patch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool, set[str]]] = {
     "bias on every rank": (bias_on_every_rank, False, {"row: y", "row of gelu: y", "row of swiglu: y"}),
     "input gradient not summed": (input_gradient_not_summed, False, {"column: x", "column, gate and up: x"}),
-    "gradient of own tokens only": (gradient_of_own_tokens_only, True, {"column: weight", "column, several dims: weight"}),
+    "gradient of own tokens only": (
+        gradient_of_own_tokens_only,
+        True,
+        {"column: weight", "column, several dims: weight"},
+    ),
     "rows cut by rounding down": (rows_cut_by_rounding_down, True, {"embedding: y", "embedding: weight"}),
 }
 
@@ -280,11 +335,15 @@ def losses() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def run_losses(fault: str = "") -> dict[str, tuple[Tensor, Tensor]]:
-    """Loss of every token and this rank's gradient of the logits, and in bf16 their dtypes' names and the loss."""
+    """Loss of every token and this rank's gradient of the logits, and in bf16
+    their dtypes' names and the loss.
+    """
     group = join()
     first_row = group.rank * -(-VOCAB // group.size) + (fault == "first row off by one" and group.rank > 0)
     out = {}
-    cases = losses() | {"bf16": tuple(t.bfloat16() if t.is_floating_point() else t for t in losses()["ordinary"])}
+    cases = losses() | {
+        "bf16": tuple(t.bfloat16() if t.is_floating_point() else t for t in losses()["ordinary"])
+    }
     for name, (logits, targets) in cases.items():
         part = logits.chunk(group.size, 1)[group.rank].clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(part, targets, group, first_row)
@@ -317,7 +376,8 @@ def test_cross_entropy_equals_plain_torch(run_ranks: Callable[..., Any], world: 
     assert max(found.values()) < TOLERANCE, found
     assert all(not rank["all ignored"][i].any() for rank in ranks for i in range(2))
 
-    # bf16 logits: statistics in fp32, so the loss is that of the rounded logits up to fp32's rounding, not bf16's.
+    # bf16 logits: statistics in fp32, so the loss is that of the rounded logits up to fp32's rounding, not
+    # bf16's.
     logits, targets = losses()["ordinary"]
     right = F.cross_entropy(logits.bfloat16().double(), targets, reduction="none")
     for rank in ranks:

@@ -43,13 +43,26 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "sp, full recomputation, chunked loss": {
         "parallel": {"tensor": 2, "sequence": True},
         "train": {"recompute": "full"},
-        "model": {"chunked_loss": True, "qk_norm": True, "position": "rope", "norm": "rmsnorm", "activation": "swiglu"},
+        "model": {
+            "chunked_loss": True,
+            "qk_norm": True,
+            "position": "rope",
+            "norm": "rmsnorm",
+            "activation": "swiglu",
+        },
     },
     "pp": {"parallel": {"pipeline": 2}},
     "dp": {"parallel": {"data": 2}},
     "dp, whole documents": {"parallel": {"data": 2}, "data": {"packing": "best_fit"}},
-    "dp, sharded optimizer": {"parallel": {"data": 2}, "engine": {"shard_optimizer": True}, "train": {"precision": "bf16"}},
-    "pp × dp, sharded optimizer": {"parallel": {"pipeline": 2, "data": 2}, "engine": {"shard_optimizer": True}},
+    "dp, sharded optimizer": {
+        "parallel": {"data": 2},
+        "engine": {"shard_optimizer": True},
+        "train": {"precision": "bf16"},
+    },
+    "pp × dp, sharded optimizer": {
+        "parallel": {"pipeline": 2, "data": 2},
+        "engine": {"shard_optimizer": True},
+    },
     "dp, 16 bits on the wire": {"parallel": {"data": 2}, "engine": {"reduce_dtype": "bf16"}},
     "dp in two levels": {"parallel": {"data": 4}, "engine": {"reduce_levels": 2}},
     "dp in two levels, 16 bits, sharded optimizer": {
@@ -60,20 +73,30 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "dp, low rank": {"parallel": {"data": 2}, "engine": {"compression": {"kind": "low_rank"}}},
     "dp in two levels, low rank, sharded optimizer": {
         "parallel": {"data": 4},
-        "engine": {"reduce_levels": 2, "compression": {"kind": "low_rank", "rank": 3}, "shard_optimizer": True},
+        "engine": {
+            "reduce_levels": 2,
+            "compression": {"kind": "low_rank", "rank": 3},
+            "shard_optimizer": True,
+        },
     },
     "dp in two levels, 8 bits, sharded optimizer": {
         "parallel": {"data": 4},
         "engine": {"reduce_levels": 2, "compression": {"kind": "int8", "block": 64}, "shard_optimizer": True},
     },
-    "dp in two levels, 16 bits": {"parallel": {"data": 4}, "engine": {"reduce_levels": 2, "reduce_dtype": "bf16"}},
+    "dp in two levels, 16 bits": {
+        "parallel": {"data": 4},
+        "engine": {"reduce_levels": 2, "reduce_dtype": "bf16"},
+    },
     "cp, gather": {"parallel": {"context": 2, "context_method": "gather"}, "train": {"recompute": "full"}},
     "cp × dp, ring, sharded optimizer": {
         "parallel": {"context": 2, "data": 2, "context_method": "ring"},
         "engine": {"shard_optimizer": True},
         "model": {"num_kv_heads": 2, "position": "rope"},
     },
-    "cp × tp, ulysses": {"parallel": {"context": 2, "tensor": 2, "context_method": "ulysses"}, "data": {"document_mask": True}},
+    "cp × tp, ulysses": {
+        "parallel": {"context": 2, "tensor": 2, "context_method": "ulysses"},
+        "data": {"document_mask": True},
+    },
     "tp × pp, sequence": {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
 }
 
@@ -86,7 +109,9 @@ def configured(layout: dict[str, dict[str, Any]]) -> Config:
     return settled_alone(resolve(sections, [], "traffic", math.prod(parallel.get(a, 1) for a in AXES)).config)
 
 
-def step_on_a_rank(layout: dict[str, dict[str, Any]], twice: bool = False) -> tuple[int, list[Transfer], dict[str, float]]:
+def step_on_a_rank(
+    layout: dict[str, dict[str, Any]], twice: bool = False
+) -> tuple[int, list[Transfer], dict[str, float]]:
     """The rank's stage, what it sent in a step, and the shares of the step's time; `twice`: row-parallel sums are done twice."""
     place, config = place_from_environment(), configured(layout)
     os.environ["MEGACORE_HOST"] = f"host {place.rank // HOST_SIZE}"
@@ -121,7 +146,9 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
     for stage, transfers, shares_of_time in ranks:
         planned = rank_traffic(config, HOST_SIZE)[stage]
         assert elements(transfers) == elements(planned)
-        assert [t.calls for t in transfers if t.group == "pp"] == [t.calls for t in planned if t.group == "pp"]
+        assert [t.calls for t in transfers if t.group == "pp"] == [
+            t.calls for t in planned if t.group == "pp"
+        ]
         assert sum(shares_of_time.values()) == pytest.approx(100, abs=1)
 
 
@@ -165,10 +192,16 @@ def posted_on_a_rank(layout: dict[str, dict[str, Any]]) -> tuple[int, dict[tuple
     ],
     ids=str,
 )
-def test_fsdp_sends_what_the_formulas_say(pool: Any, parallel: dict[str, Any], engine: dict[str, Any]) -> None:
+def test_fsdp_sends_what_the_formulas_say(
+    pool: Any, parallel: dict[str, Any], engine: dict[str, Any]
+) -> None:
     """PyTorch's own calls, on real ranks; a dry run, which is compared with the formulas too, has stand-ins around them. A rank with two
     chunks switches each of them: with those of one for both, values are right, and the other is gathered or summed too often."""
-    layout = {"parallel": parallel, "engine": {"kind": "fsdp"} | engine, "train": SIZES["train"] | {"precision": "bf16"}}
+    layout = {
+        "parallel": parallel,
+        "engine": {"kind": "fsdp"} | engine,
+        "train": SIZES["train"] | {"precision": "bf16"},
+    }
     layout["model"] = SIZES["model"] | {"tie_embeddings": False}
     stages = []
     for transfers in rank_traffic(configured(layout)):
@@ -192,7 +225,9 @@ def sent(layout: str, layers: int = LAYERS) -> list[dict[str, float]]:
     """Bytes by group that a rank of each stage sends."""
     return [
         sent_by_group(transfers)
-        for transfers in rank_traffic(configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}), HOST_SIZE)
+        for transfers in rank_traffic(
+            configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}), HOST_SIZE
+        )
     ]
 
 
@@ -201,7 +236,9 @@ def test_formulas_are_the_published_ones() -> None:
     activations, half = 4 * MICROBATCHES * TOKENS * HIDDEN, 1 / 2  # (t-1)/t and (d-1)/d of two ranks
     for layout, published in (("tp", 8), ("tp, full recomputation", 10), ("sp", 10)):  # see the module on 10
         (one,), (two,) = sent(layout, 1), sent(layout, 2)
-        partial = 4 * 2 * half * 6 * HIDDEN if layout == "sp" else 0  # a block's norms and row-parallel biases, once a step
+        partial = (
+            4 * 2 * half * 6 * HIDDEN if layout == "sp" else 0
+        )  # a block's norms and row-parallel biases, once a step
         assert two["tp"] - one["tp"] == published * activations * half + partial, layout
     assert [stage["pp"] for stage in sent("pp")] == [activations, activations]
     (psi,) = rank_parameters(configured(LAYOUTS["dp"]))
@@ -210,4 +247,6 @@ def test_formulas_are_the_published_ones() -> None:
     between = 4 * 2 * psi / 2 * half  # each of a host's two ranks sends its half
     two = sent("dp in two levels")[0]
     assert (two["dp within a host"], two["dp between hosts"]) == (4 * 2 * psi * half, between)
-    assert sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half  # gradients in fp32, parameters in bf16
+    assert (
+        sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half
+    )  # gradients in fp32, parameters in bf16

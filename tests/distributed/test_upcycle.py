@@ -1,4 +1,6 @@
-"""`launch/checkpoint.py upcycle`: a mixture that computes what the dense model did, and trains on in any layout."""
+"""`launch/checkpoint.py upcycle`: a mixture that computes what the dense model
+did, and trains on in any layout.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "swiglu": (RMS, "model.num_experts=4"),
     "gelu, the first block dense, sigmoid": (
         {},
-        "model.num_experts=6 model.experts_per_token=3 model.first_dense=1 model.router_scores=sigmoid model.router_bias_rate=0.1",
+        "model.num_experts=6 model.experts_per_token=3 model.first_dense=1 model.router_scores=sigmoid "
+        "model.router_bias_rate=0.1",
     ),
 }
 ROWS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -41,12 +44,20 @@ def in_fp64(folder: Path) -> torch.Tensor:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     reader = Reader(locate(folder))
-    return {name: reader.read(name, Shard(t.shape)) for name, t in reader.manifest.tensors.items() if name.startswith(WEIGHTS)}
+    return {
+        name: reader.read(name, Shard(t.shape))
+        for name, t in reader.manifest.tensors.items()
+        if name.startswith(WEIGHTS)
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_computes_what_the_dense_model_does(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An expert that is no copy of its layer, or of another's; gate and up exchanged; norms or attention left out."""
+def test_it_computes_what_the_dense_model_does(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An expert that is no copy of its layer, or of another's; gate and up
+    exchanged; norms or attention left out.
+    """
     model, settings = VARIANTS[name]
     random_run(tmp_path / "dense", **model)
     upcycle(tmp_path / "dense", tmp_path / "mixture", settings)
@@ -60,9 +71,13 @@ def test_it_computes_what_the_dense_model_does(name: str, tmp_path: Path, capsys
 
 
 def test_noise_is_seeded_and_of_its_size(tmp_path: Path) -> None:
-    """Noise that is alike in all experts would leave them copies; one of the process would make another model each time."""
+    """Noise that is alike in all experts would leave them copies; one of the process
+    would make another model each time.
+    """
     random_run(tmp_path / "dense", **RMS)
-    made = [upcycle(tmp_path / "dense", tmp_path / n, "model.num_experts=4", "--noise", "0.1") for n in ("a", "b")]
+    made = [
+        upcycle(tmp_path / "dense", tmp_path / n, "model.num_experts=4", "--noise", "0.1") for n in ("a", "b")
+    ]
     exact = upcycle(tmp_path / "dense", tmp_path / "c", "model.num_experts=4")
     noisy, again, plain = (weights(folder) for folder in (*made, exact))
     assert noisy.keys() == plain.keys()
@@ -106,7 +121,12 @@ def test_models_that_have_no_copies(tmp_path: Path) -> None:
 
 def test_it_trains_on_in_any_layout(pool: Any, tmp_path: Path) -> None:
     """From the dense model's first loss, alike where ranks divide experts."""
-    plain = write_config(tmp_path, write_corpus(tmp_path), model=RMS | {"num_layers": 2}, train={"steps": 3, "precision": "fp64"})
+    plain = write_config(
+        tmp_path,
+        write_corpus(tmp_path),
+        model=RMS | {"num_layers": 2},
+        train={"steps": 3, "precision": "fp64"},
+    )
     dense = write_weights(tmp_path / "dense", load(plain).config)
     made = upcycle(dense, tmp_path / "mixture", "model.num_experts=4")
     found = {}
@@ -116,7 +136,9 @@ def test_it_trains_on_in_any_layout(pool: Any, tmp_path: Path) -> None:
         ("tp2dp2", ["model.num_experts=4", "parallel.tensor=2", "parallel.expert=2"], made),
     ):
         log_dir = str(tmp_path / f"{name}_on")
-        pool.run(4 if name == "tp2dp2" else 1, run_rank, plain, [f"checkpoint.weights={source}", *layout], log_dir)
+        pool.run(
+            4 if name == "tp2dp2" else 1, run_rank, plain, [f"checkpoint.weights={source}", *layout], log_dir
+        )
         found[name] = figures(log_dir)
     assert abs(found["one"][0][0] / found["dense"][0][0] - 1) < 1e-10
     assert difference(found["one"], found["tp2dp2"]) < 1e-9

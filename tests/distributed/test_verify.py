@@ -36,14 +36,22 @@ def edit(path: Path, before: str, after: str) -> None:
 
 
 def of_source(path: Path, workers: ProofWorkers, layouts: str, *overrides: str) -> Proof:
-    return prove(Options(TINY, [f"model.source={path}", FEW, *overrides], list(map(parse, layouts.split(",")))), workers=workers)
+    return prove(
+        Options(TINY, [f"model.source={path}", FEW, *overrides], list(map(parse, layouts.split(",")))),
+        workers=workers,
+    )
 
 
 @pytest.mark.quick
 def test_the_documented_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> None:
     """A window that shrinking loses would leave plain attention, which is equal too: the case's config must have it."""
     path = forks.written(tmp_path)
-    assert shrink(load_whole(TINY, [f"model.source={path}", "model.window=3"]), [parse("tp2")], 3, "fp64")["model"]["window"] == 3
+    assert (
+        shrink(load_whole(TINY, [f"model.source={path}", "model.window=3"]), [parse("tp2")], 3, "fp64")[
+            "model"
+        ]["window"]
+        == 3
+    )
     for layouts, overrides in (
         ("tp2sp,pp2,cp2", ("model.window=3",)),
         ("cp2tp2", ("data.document_mask=true", "model.window=3", "model.dropout=0.1")),
@@ -58,18 +66,29 @@ def test_the_documented_model_is_proved(tmp_path: Path, workers: ProofWorkers) -
 NO_SUM = ("self.down(F.relu(self.up(x)).square())", "F.linear(F.relu(self.up(x)).square(), self.down.weight)")
 OWN_TOKENS = ("Norm(config.model, mesh.tp, sequence,", "Norm(config.model, mesh.tp, False,")
 NO_PLACEMENT = [
-    ("self.index = index", "self.index, self.scale = index, new_parameter(Shard((config.model.hidden_size,), fill=1.0), dtype, device)"),
+    (
+        "self.index = index",
+        "self.index, self.scale = index, new_parameter(Shard((config.model.hidden_size,), fill=1.0), dtype, device)",
+    ),
     ("x = context.add(x, self.att", "x = context.add(self.scale * x, self.att"),
     ("class Settings", "from megacore.distributed.shard import Shard, new_parameter\n\n\nclass Settings"),
 ]
 MISTAKES = {
-    "no sum over tensor ranks": ([NO_SUM], "tp2", "tp2 parts first in module blocks.0.feed_forward, its output, microbatch 0, forward"),
+    "no sum over tensor ranks": (
+        [NO_SUM],
+        "tp2",
+        "tp2 parts first in module blocks.0.feed_forward, its output, microbatch 0, forward",
+    ),
     "a norm of some tokens": (
         [OWN_TOKENS],
         "tp2sp",
         "tp2sp parts first in module blocks.3.norm2, gradient of its weight, microbatch 0",
     ),
-    "no placement": (NO_PLACEMENT, "tp2sp", "tp2sp parts first in module blocks.3, gradient of its scale, microbatch 0, backward"),
+    "no placement": (
+        NO_PLACEMENT,
+        "tp2sp",
+        "tp2sp parts first in module blocks.3, gradient of its scale, microbatch 0, backward",
+    ),
 }
 
 
@@ -77,13 +96,17 @@ MISTAKES = {
 def test_a_mistake_in_a_source_is_found_by_name(mistake: str, tmp_path: Path, workers: ProofWorkers) -> None:
     edits, layout, line = MISTAKES[mistake]
     proof = of_source(forks.written(tmp_path, *edits), workers, layout)
-    assert not proof.holds and next(iter(explain(proof.results[0]))).startswith(line), list(explain(proof.results[0]))
+    assert not proof.holds and next(iter(explain(proof.results[0]))).startswith(line), list(
+        explain(proof.results[0])
+    )
 
 
 def test_the_script_says_what_it_found(tmp_path: Path) -> None:
     wrong = forks.written(tmp_path, OWN_TOKENS)
     done = run_script("launch/verify.py", "--config", TINY, f"model.source={wrong}", "--layouts", "tp2,tp2sp")
-    assert done.returncode == 1 and "NOT EQUAL: tp2sp (1 of 2 layouts equal)" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "NOT EQUAL: tp2sp (1 of 2 layouts equal)" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWorkers) -> None:
@@ -96,11 +119,16 @@ def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWor
     attention = fork / "megacore/model/attention.py"
     edit(attention, "self.attend(q, k, v)\n        y", "self.attend(q, k * 1.001, v)\n        y")
     proof = prove(replace(options, layouts=[parse("one")]), workers=workers)
-    assert not proof.holds and "module blocks.0.attention.output, its input" in next(iter(explain(proof.results[0])))
+    assert not proof.holds and "module blocks.0.attention.output, its input" in next(
+        iter(explain(proof.results[0]))
+    )
 
 
 def bf16(workers: ProofWorkers, plant: str | None) -> Proof:
-    return prove(Options(TINY, ["model.bias=true", FEW], [parse("tp2sp")], precision="bf16", plant=plant), workers=workers)
+    return prove(
+        Options(TINY, ["model.bias=true", FEW], [parse("tp2sp")], precision="bf16", plant=plant),
+        workers=workers,
+    )
 
 
 def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
@@ -114,10 +142,16 @@ def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
 def test_a_plain_version_of_an_operation_is_compared(tmp_path: Path, workers: ProofWorkers) -> None:
     """The reference shares a fork's code: a mistake in chunks of a recurrence would be on both sides, but for the method beside it."""
     hybrid, wrong = ROOT / "configs/forks/hybrid.json", tmp_path / "hybrid.py"
-    wrong.write_text(hybrid.with_suffix(".py").read_text().replace("* decay[..., -1:, :].mT).mT", "* decay[..., -1:, :].mT).mT * 1.001"))
+    wrong.write_text(
+        hybrid.with_suffix(".py")
+        .read_text()
+        .replace("* decay[..., -1:, :].mT).mT", "* decay[..., -1:, :].mT).mT * 1.001")
+    )
     options = Options(str(hybrid), ["model.chunk=4", "model.num_layers=2"], [parse("one")])
     assert prove(options, workers=workers).holds
-    assert not prove(replace(options, overrides=[*options.overrides, f"model.source={wrong}"]), workers=workers).holds
+    assert not prove(
+        replace(options, overrides=[*options.overrides, f"model.source={wrong}"]), workers=workers
+    ).holds
 
 
 @contextlib.contextmanager
@@ -137,7 +171,10 @@ def test_bf16_of_rules_for_matrices(workers: ProofWorkers) -> None:
     wrong = prove(replace(muon, plant="tests.distributed.test_verify:muon_moves_too_far"), workers=workers)
     assert not wrong.holds and any(found.kind == "own parameter" for found in wrong.results[0].beyond)
     soap = prove(replace(muon, overrides=["optim.kind=soap", "model.num_layers=2"]), workers=workers)
-    assert "NOT PROVED, because not computed again: the updates and bases of" in verdict(soap) and not soap.undirected
+    assert (
+        "NOT PROVED, because not computed again: the updates and bases of" in verdict(soap)
+        and not soap.undirected
+    )
 
 
 @contextlib.contextmanager
@@ -160,7 +197,9 @@ def nothing_is_a_number() -> Iterator[None]:
     from megacore.model.block import Block
 
     forward = Block.forward
-    with mock.patch.object(Block, "forward", lambda self, x, context: forward(self, x, context) * float("nan")):
+    with mock.patch.object(
+        Block, "forward", lambda self, x, context: forward(self, x, context) * float("nan")
+    ):
         yield
 
 
@@ -178,7 +217,9 @@ def with_parameters_of_other_kinds() -> Iterator[None]:
         self.gate = new_parameter(Shard((), along, fill=1.0), dtype, device)
         self.unused = new_parameter(Shard((5,), (replicated(mesh.tp),)), dtype, device)
 
-    gated = mock.patch.object(Block, "forward", lambda self, x, context: forward(self, x, context) * self.gate)
+    gated = mock.patch.object(
+        Block, "forward", lambda self, x, context: forward(self, x, context) * self.gate
+    )
     with mock.patch.object(Block, "__init__", more), gated:
         yield
 
@@ -188,7 +229,10 @@ def test_what_is_not_a_number_is_not_explained(workers: ProofWorkers) -> None:
 
 
 def test_scalars_and_unused_parameters_are_proved(workers: ProofWorkers) -> None:
-    proof = prove(Options(TINY, [], [parse("tp2sp")], plant=f"{__name__}:with_parameters_of_other_kinds"), workers=workers)
+    proof = prove(
+        Options(TINY, [], [parse("tp2sp")], plant=f"{__name__}:with_parameters_of_other_kinds"),
+        workers=workers,
+    )
     assert proof.holds and "blocks.1.gate" in proof.names and "blocks.1.unused" in proof.names
 
 
@@ -199,7 +243,10 @@ def test_a_plant_that_is_not_there_is_the_user_s_mistake(workers: ProofWorkers) 
 
 def test_a_rank_that_fails_is_named_with_its_reason(workers: ProofWorkers) -> None:
     """The others wait for it in vain: what they say must not hide the cause."""
-    proof = prove(Options(TINY, [], [parse("tp2"), parse("one")], plant=f"{__name__}:second_rank_raises"), workers=workers)
+    proof = prove(
+        Options(TINY, [], [parse("tp2"), parse("one")], plant=f"{__name__}:second_rank_raises"),
+        workers=workers,
+    )
     assert not proof.holds and proof.results[1].equal
     (line,) = explain(proof.results[0])
     assert line.startswith("tp2 failed: rank 1: RuntimeError: shape '[3, -1, 5]' is invalid")

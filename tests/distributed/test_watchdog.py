@@ -59,7 +59,13 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     dying = Path(folder) / "dying"
 
     def state_of(pid: int) -> str:
-        return "Z" if dying.exists() and str(pid) == dying.read_text() and time.time() - dying.stat().st_mtime > 2 * WATCH else "S"
+        return (
+            "Z"
+            if dying.exists()
+            and str(pid) == dying.read_text()
+            and time.time() - dying.stat().st_mtime > 2 * WATCH
+            else "S"
+        )
 
     watchdog.process_state = state_of  # type: ignore[assignment]
     recorder = FlightRecorder()
@@ -94,8 +100,15 @@ def test_ranks_agree_on_who_holds_them_up(pool: Any, tmp_path: Path) -> None:
     found = pool.run(4, hanging_rank, config, "hang", str(tmp_path))
     assert found[0] == found[1] == found[2] == found[3] and found[0] is not None, "all end with one verdict"
     assert (found[0]["cause"], found[0]["ranks"], found[0]["fatal"]) == ("python", [3], True)
-    assert "(host " in found[0]["text"] and "pp 0, dp 1, tp 1) never entered tp all_reduce #2 of [3] float32" in found[0]["text"]
-    assert "test_watchdog.py" in found[0]["text"] and "(hanging_rank)" in found[0]["text"] and "rank 2 waits there" in found[0]["text"]
+    assert (
+        "(host " in found[0]["text"]
+        and "pp 0, dp 1, tp 1) never entered tp all_reduce #2 of [3] float32" in found[0]["text"]
+    )
+    assert (
+        "test_watchdog.py" in found[0]["text"]
+        and "(hanging_rank)" in found[0]["text"]
+        and "rank 2 waits there" in found[0]["text"]
+    )
 
 
 def test_a_slow_rank_is_left_alone(pool: Any, tmp_path: Path) -> None:
@@ -135,7 +148,13 @@ def test_a_rank_ends_though_its_watchdog_fails(tmp_path: Path, holds_interpreter
     workers = Pool()
     try:
         with pytest.raises(RankError, match="exit code 1"):
-            workers.run(2, rank_that_cannot_be_dumped, training.write_config(tmp_path, "nothing"), str(tmp_path), holds_interpreter)
+            workers.run(
+                2,
+                rank_that_cannot_be_dumped,
+                training.write_config(tmp_path, "nothing"),
+                str(tmp_path),
+                holds_interpreter,
+            )
     finally:
         workers.close()
 
@@ -143,7 +162,9 @@ def test_a_rank_ends_though_its_watchdog_fails(tmp_path: Path, holds_interpreter
 def joining_rank(config_path: str, folder: str) -> None:
     """Joins, but for the last rank, which does not come before the others are about to end."""
     place = place_from_environment()
-    config = load(config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size).config
+    config = load(
+        config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size
+    ).config
     found = Path(folder) / "verdict"
 
     def end(self: watchdog.Watchdog, verdict: Diagnosis) -> None:
@@ -169,12 +190,16 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
     workers = Pool()
     try:
         with pytest.raises(RankError, match="exit code 1"):
-            workers.run(3, joining_rank, training.write_config(tmp_path, "nothing"), str(tmp_path), timeout=40)
+            workers.run(
+                3, joining_rank, training.write_config(tmp_path, "nothing"), str(tmp_path), timeout=40
+            )
     finally:
         workers.close()
     found = [json.loads((tmp_path / f"verdict_{rank}").read_text()) for rank in (0, 1)]
     assert found[0] == found[1] and (found[0]["cause"], found[0]["ranks"]) == ("absent", [2])
-    assert found[0]["text"].startswith("rank 2 (host unknown, still joining) has not come to where the ranks meet")
+    assert found[0]["text"].startswith(
+        "rank 2 (host unknown, still joining) has not come to where the ranks meet"
+    )
 
 
 def test_nobody_waits_long_for_a_store_that_is_not_opened() -> None:
@@ -185,7 +210,10 @@ def test_nobody_waits_long_for_a_store_that_is_not_opened() -> None:
 def test_a_name_that_no_host_has_is_said() -> None:
     """The store's client would try it for minutes, and say nothing of the name."""
     check_name("localhost", 0.0)
-    with pytest.raises(TimeoutError, match=r"knows no host named node9\.invalid, where the ranks are to meet \(MASTER_ADDR\): "):
+    with pytest.raises(
+        TimeoutError,
+        match=r"knows no host named node9\.invalid, where the ranks are to meet \(MASTER_ADDR\): ",
+    ):
         check_name("node9.invalid", 0.0)
 
 
@@ -218,7 +246,9 @@ def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
     """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for elsewhere, and not be found dead."""
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
     places = [RankInfo(rank, 4, local_rank, 2) for local_rank, rank in enumerate((1, 3))]
-    dogs = [watchdog.Watchdog(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places]
+    dogs = [
+        watchdog.Watchdog(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places
+    ]
     assert [sorted(dog._processes()) for dog in dogs] == [["1", "3"]] * 2
     for dog in dogs:
         dog.close()
@@ -263,7 +293,10 @@ def test_what_the_runtime_does_is_noted_on_the_device() -> None:
     for op in (Op.FORWARD, Op.SEND_ACTIVATION, Op.BACKWARD, Op.REDUCE_GRADIENTS):
         recorder.action_begins(Action(op, 3))
         recorder.action_ends(Action(op, 3))
-    assert [name for name, *_ in device.pending] == ["forward of microbatch 3 (step 0)", "backward of microbatch 3 (step 0)"]
+    assert [name for name, *_ in device.pending] == [
+        "forward of microbatch 3 (step 0)",
+        "backward of microbatch 3 (step 0)",
+    ]
 
 
 def test_a_device_times_what_is_asked_for() -> None:
@@ -318,7 +351,9 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
     recorder = FlightRecorder()
-    mesh = SimpleNamespace(sample_group=SOLO, cp=SOLO, device=torch.device("cpu"), observers=Observers([recorder]))
+    mesh = SimpleNamespace(
+        sample_group=SOLO, cp=SOLO, device=torch.device("cpu"), observers=Observers([recorder])
+    )
     gone = threading.Event()
 
     class Remote:

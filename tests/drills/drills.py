@@ -79,10 +79,21 @@ class Drill:
         """The launcher's command for one run."""
         launcher = launcher_words(self.launcher, self.ranks, free_port())
         script = "launch/drill.py" if strike else "launch/pretrain.py"
-        return [*launcher, str(ROOT / script), *strike, "--config", self.config, *self.overrides, f"log.dir={self.folder / name}"]
+        return [
+            *launcher,
+            str(ROOT / script),
+            *strike,
+            "--config",
+            self.config,
+            *self.overrides,
+            f"log.dir={self.folder / name}",
+        ]
 
     def calm(self) -> Path:
-        """Runs without a fault and returns the run's folder. Raises `ConfigError` if the run does not finish."""
+        """Runs without a fault and returns the run's folder.
+
+        Raises `ConfigError` if the run does not finish.
+        """
         folder = self._fresh("calm")
         with self._kept(folder) as keep:
             status = Supervisor(self.command("calm"), folder, restarts=0, listener=keep).run()
@@ -102,7 +113,9 @@ class Drill:
                 lines.append((time.time(), line.rstrip("\n")))
                 keep(line)
 
-            supervisor = Supervisor(self.command(folder.name, "--strike", fault.name), folder, backoff=0.1, listener=listen)
+            supervisor = Supervisor(
+                self.command(folder.name, "--strike", fault.name), folder, backoff=0.1, listener=listen
+            )
             status = supervisor.run()
             if supervisor.asked():
                 raise KeyboardInterrupt
@@ -111,10 +124,21 @@ class Drill:
         expected = EXPECTED[fault.kind]
         mark = fault.mark(folder)
         struck = float(mark.read_text()) if mark.exists() else None
-        pattern = re.compile(expected.cause.replace("{rank}", str(fault.rank)).replace("{step}", str(fault.step)))
-        found = next(((at, line) for at, line in lines if struck is not None and at >= struck and pattern.search(line)), None)
+        pattern = re.compile(
+            expected.cause.replace("{rank}", str(fault.rank)).replace("{step}", str(fault.step))
+        )
+        found = next(
+            (
+                (at, line)
+                for at, line in lines
+                if struck is not None and at >= struck and pattern.search(line)
+            ),
+            None,
+        )
         restarts = supervisor.attempts - 1
-        resumed = [int(number) for _, line in lines for number in re.findall(r"resumed after step (\d+)", line)]
+        resumed = [
+            int(number) for _, line in lines for number in re.findall(r"resumed after step (\d+)", line)
+        ]
         lost = fault.step - 1 - (resumed[-1] if resumed else 0) if restarts else 0
         same = status == 0 and same_weights(calm, folder)
         return Outcome(
@@ -125,7 +149,10 @@ class Drill:
             None if struck is None else max(0, lost),
             supervisor.progress()[1],
             same,
-            status == 0 and found is not None and restarts == expected.restarts and same == expected.same_weights,
+            status == 0
+            and found is not None
+            and restarts == expected.restarts
+            and same == expected.same_weights,
         )
 
     def soak(self, seconds: float, seed: int) -> dict[str, object]:
@@ -136,7 +163,11 @@ class Drill:
             supervisor = Supervisor(self.command("soak"), folder, restarts=20, backoff=0.1, listener=keep)
             kills: list[float] = []
             done = threading.Event()
-            killer = threading.Thread(target=kill_at_random, args=(supervisor, seconds, random.Random(seed), kills, done), daemon=True)
+            killer = threading.Thread(
+                target=kill_at_random,
+                args=(supervisor, seconds, random.Random(seed), kills, done),
+                daemon=True,
+            )
             started = time.time()
             killer.start()
             status = supervisor.run()
@@ -165,9 +196,8 @@ class Drill:
         with said_by(folder).open("wb", buffering=0) as file:  # read while it runs, and after a kill
 
             def keep(line: str) -> None:
-                with suppress(
-                    OSError, ValueError
-                ):  # neither a full disk nor a line after the end may stop the thread that reads the run's pipe
+                # neither a full disk nor a line after the end may stop the thread that reads the run's pipe
+                with suppress(OSError, ValueError):
                     file.write(line.encode())
                 if self.verbose:
                     sys.stderr.write(line)
@@ -176,7 +206,10 @@ class Drill:
 
 
 def launcher_words(launcher: str, ranks: int, port: int) -> list[str]:
-    """Splits a launcher's command into words and fills in `{ranks}` and `{port}`. Raises `ValueError` if it is no command."""
+    """Splits a launcher's command into words and fills in `{ranks}` and `{port}`.
+
+    Raises `ValueError` if it is no command.
+    """
     words = shlex.split(launcher)
     if not words:
         raise ValueError("it is empty")
@@ -199,7 +232,9 @@ def said_by(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.txt")
 
 
-def kill_at_random(supervisor: Supervisor, seconds: float, chance: random.Random, kills: list[float], done: threading.Event) -> None:
+def kill_at_random(
+    supervisor: Supervisor, seconds: float, chance: random.Random, kills: list[float], done: threading.Event
+) -> None:
     """For `seconds`, kills one rank a few seconds after every start that has begun to train."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not done.is_set():
@@ -220,7 +255,8 @@ def is_rank(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(word.endswith(b"launch/pretrain.py") for word in words[1:3])  # behind the interpreter and its options
+    # behind the interpreter and its options
+    return any(word.endswith(b"launch/pretrain.py") for word in words[1:3])
 
 
 def last_loss(folder: Path) -> float | None:

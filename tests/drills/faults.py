@@ -22,7 +22,9 @@ SPEC = "KIND:rank=R,step=N, such as kill:rank=3,step=7"
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault, its rank, and the step at whose beginning it strikes, once however often the run starts."""
+    """A kind of fault, its rank, and the step at whose beginning it strikes, once
+    however often the run starts.
+    """
 
     kind: str
     rank: int
@@ -31,7 +33,9 @@ class Fault:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:rank={self.rank},step={self.step}" + "".join(f",{key}={value:g}" for key, value in self.options.items())
+        return f"{self.kind}:rank={self.rank},step={self.step}" + "".join(
+            f",{key}={value:g}" for key, value in self.options.items()
+        )
 
     def mark(self, folder: Path) -> Path:
         """The file that records that the fault has struck, and when."""
@@ -52,7 +56,9 @@ def parse(text: str) -> Fault:
     if unknown := set(options) - {"seconds"}:
         raise ConfigError("--fault", f"{text}: {min(unknown)} is unknown", "rank, step, seconds")
     if not 0 <= fault.options.get("seconds", 0.0) <= LONGEST:
-        raise ConfigError("--fault", f"{text}: its seconds are not usable", f"seconds=0 to seconds={LONGEST:g}")
+        raise ConfigError(
+            "--fault", f"{text}: its seconds are not usable", f"seconds=0 to seconds={LONGEST:g}"
+        )
     return fault
 
 
@@ -77,7 +83,9 @@ def check(fault: Fault, config: Config, ranks: int) -> None:
         if saves.keep < 2 and not (saves.keep_every and older % saves.keep_every == 0):
             refuse("checkpoint.keep=1 keeps none to fall back to", "checkpoint.keep=2")
     if not first <= fault.step <= last:
-        why = f"the run has {last} steps" + (f", its second checkpoint is of step {first - 1}" if first > 1 else "")
+        why = f"the run has {last} steps" + (
+            f", its second checkpoint is of step {first - 1}" if first > 1 else ""
+        )
         refuse(why, f"step={first} to step={last}" if first <= last else "more train.steps")
 
 
@@ -177,7 +185,11 @@ def install(fault: Fault) -> None:
     next_batch = Trainer.next_batch
 
     def struck(self: Trainer) -> list[Microbatch]:
-        if self.step == fault.step and self.mesh.place.rank == fault.rank and strike_once(fault.mark(folder_of(self))):
+        if (
+            self.step == fault.step
+            and self.mesh.place.rank == fault.rank
+            and strike_once(fault.mark(folder_of(self)))
+        ):
             KINDS[fault.kind](self, fault)
         return next_batch(self)
 

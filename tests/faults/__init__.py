@@ -4,8 +4,9 @@
     python -m tests.faults --write         the same, as docs/faults.md
     python -m tests.faults --silent 10     the same checks on the code as it is: none may speak
 
-A fault is a context manager that changes the code of a running process; `launch/verify.py --plant tests.faults.tensor:NAME`
-enters one too. Here is the catalogue they enter themselves in; `checks.py` runs them.
+A fault is a context manager that changes the code of a running process;
+`launch/verify.py --plant tests.faults.tensor:NAME` enters one too. Here is the catalogue they enter
+themselves in; `checks.py` runs them.
 """
 
 import contextlib
@@ -45,7 +46,8 @@ class Fault:
 
 
 FAULTS: list[Fault] = []
-MASKED = "data.train=MASKED"  # stands for a corpus with a mask of learned tokens: some ranks then learn nothing in a step
+# stands for a corpus with a mask of learned tokens: some ranks then learn nothing in a step
+MASKED = "data.train=MASKED"
 
 
 def fault(

@@ -61,7 +61,9 @@ class Checks:
     def __init__(self) -> None:
         self.workers, self.pool = provers(), Pool()
         self.folder = tempfile.TemporaryDirectory()
-        Path(self.folder.name, f"corpus{MASK}").touch()  # a proof makes a corpus of its own; this one says that it is to have a mask
+        Path(
+            self.folder.name, f"corpus{MASK}"
+        ).touch()  # a proof makes a corpus of its own; this one says that it is to have a mask
 
     def close(self) -> None:
         """Ends the processes."""
@@ -76,7 +78,9 @@ class Checks:
             with planted(plant):
                 return epoch_read()
         if fault.check == "formula":
-            path = training.write_config(Path(self.folder.name), "unused", model=MODEL, train={"precision": "fp64"})
+            path = training.write_config(
+                Path(self.folder.name), "unused", model=MODEL, train={"precision": "fp64"}
+            )
             with planted(plant):
                 return other_than_plain(load(path, list(fault.overrides)).config)
         if fault.check == "plan":
@@ -110,10 +114,19 @@ class Checks:
     def resumed(self, fault: Fault, folder: str, plant: str | None) -> str:
         """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
         path, (whole, second) = Path(folder), (f"{folder}/{name}" for name in ("whole", "second"))
-        config = training.write_config(path, training.write_corpus(path), train={"steps": 4}, checkpoint={"every": 2, "keep": 3})
+        config = training.write_config(
+            path, training.write_corpus(path), train={"steps": 4}, checkpoint={"every": 2, "keep": 3}
+        )
         world, overrides = parse(fault.layout).world, list(fault.overrides)
         self.pool.run(world, run_quietly, config, overrides, whole, None)
-        self.pool.run(world, run_quietly, config, [*overrides, f"checkpoint.resume={whole}/checkpoints/step_00000002"], second, plant)
+        self.pool.run(
+            world,
+            run_quietly,
+            config,
+            [*overrides, f"checkpoint.resume={whole}/checkpoints/step_00000002"],
+            second,
+            plant,
+        )
         expected, found = (training.metrics(run) for run in (whole, second))
         if [figures["step"] for figures in found] != [3, 4]:
             return f"steps {', '.join(str(figures['step']) for figures in found)} in place of 3, 4"
@@ -137,7 +150,12 @@ class Checks:
 def validated(fault: Fault) -> str:
     """What validation says of the plan of a fault's layout and schedule, for 8 microbatches."""
     try:
-        validate(build(fault.overrides[0].removeprefix("parallel.schedule="), int(fault.layout.removeprefix("pp")), 8), 8)
+        validate(
+            build(
+                fault.overrides[0].removeprefix("parallel.schedule="), int(fault.layout.removeprefix("pp")), 8
+            ),
+            8,
+        )
     except ValueError as error:
         return str(error)
     return ""
@@ -148,7 +166,9 @@ def epoch_read() -> str:
     with tempfile.TemporaryDirectory() as folder:
         prefix = training.write_corpus(Path(folder))
         train = TrainConfig(seq_len=16, micro_batch_size=1, global_batch_size=8)
-        found = Epoch(SampleStream(prefix, 16, 0, training.VOCAB_SIZE), 0, 0, [Leg(4, 1, 10), Leg(2, 11)], train).check()
+        found = Epoch(
+            SampleStream(prefix, 16, 0, training.VOCAB_SIZE), 0, 0, [Leg(4, 1, 10), Leg(2, 11)], train
+        ).check()
     kinds = {"left out": found.missing, "read again": found.repeated}
     return " and ".join(f"samples are {kind}" for kind, count in kinds.items() if count)
 
@@ -169,7 +189,10 @@ def document() -> str:
     """docs/faults.md: the catalogue with what each check says first."""
     counts = Counter(fault.check for fault in FAULTS)
     layouts = [f.layout if f.precision == "fp64" else f"{f.layout}, {f.precision}" for f in FAULTS]
-    rows = [f"| {f.mistake} | {layout} | {f.check} | {f.found} |" for f, layout in zip(FAULTS, layouts, strict=True)]
+    rows = [
+        f"| {f.mistake} | {layout} | {f.check} | {f.found} |"
+        for f, layout in zip(FAULTS, layouts, strict=True)
+    ]
     return HEAD.format(total=len(FAULTS), **counts) + "\n".join(rows) + "\n"
 
 

@@ -16,7 +16,10 @@ from tests.faults import fault
 
 patch = mock.patch.object
 LOST = "what sums lack is not in the residuals"
-SUMS = "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight"
+SUMS = (
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "embedding.weight"
+)
 FULL_RANK = 'engine.compression={"kind": "low_rank", "rank": null}'
 
 
@@ -25,7 +28,13 @@ def residual_forgotten() -> Any:
     return patch(GradientCompression, "keep", lambda self, skip: None)
 
 
-@fault("… of a step that is skipped is kept, with its infinity", "dp2", "a skipped step has left its gradient", INT8, check="sums")
+@fault(
+    "… of a step that is skipped is kept, with its infinity",
+    "dp2",
+    "a skipped step has left its gradient",
+    INT8,
+    check="sums",
+)
 def residual_of_a_skipped_step() -> Any:
     keep = GradientCompression.keep
     return patch(GradientCompression, "keep", lambda self, skip: keep(self, torch.zeros_like(skip)))
@@ -53,7 +62,13 @@ def residual_not_restored() -> Any:
     return patch(trainer, "read_residuals", lambda *_: [])
 
 
-@fault("… is restored, and the low rank starts from a new basis", "dp2", "another grad_norm in step 3", LOW_RANK, check="resume")
+@fault(
+    "… is restored, and the low rank starts from a new basis",
+    "dp2",
+    "another grad_norm in step 3",
+    LOW_RANK,
+    check="resume",
+)
 def basis_not_restored() -> Any:
     return patch(residuals, "BASIS", "none/")
 
@@ -69,7 +84,13 @@ def residual_with_the_loss_scale() -> Any:
     return patch(LowRankBucket, "finish", scaled)
 
 
-@fault("a block of 8 bits is decoded with the scale of the one before", "dp2", "a sum errs by more than its rounding", INT8, check="sums")
+@fault(
+    "a block of 8 bits is decoded with the scale of the one before",
+    "dp2",
+    "a sum errs by more than its rounding",
+    INT8,
+    check="sums",
+)
 def scale_of_another_block() -> Any:
     def decode(self: Blocks, out: Tensor, rows: slice) -> None:
         torch.mul(self.codes[rows], self.scales[rows].roll(1, 1), out=out.view(self.codes[rows].shape))
@@ -80,7 +101,9 @@ def scale_of_another_block() -> Any:
 @fault("what is not finite is rounded to zero", "dp2", "what is not finite is not seen", INT8, check="sums")
 def infinity_rounded_away() -> Any:
     encode = Blocks.encode
-    return patch(Blocks, "encode", lambda self, x, *rest: encode(self, torch.nan_to_num_(x, 0.0, 0.0, 0.0), *rest))
+    return patch(
+        Blocks, "encode", lambda self, x, *rest: encode(self, torch.nan_to_num_(x, 0.0, 0.0, 0.0), *rest)
+    )
 
 
 @fault("factors of low rank are not made orthonormal", "dp2", SUMS, FULL_RANK)

@@ -26,7 +26,8 @@ RING, GATHER, ULYSSES = (f"parallel.context_method={method}" for method in ("rin
 
 
 @fault(
-    "ring attention's gradients of keys and values do not come home: each rank keeps its neighbour's (a wrong backward alone: "
+    "ring attention's gradients of keys and values do not come home: each rank keeps its neighbour's (a "
+    "wrong backward alone: "
     "Megatron-LM issue 1464)",
     "cp2",
     QKV,
@@ -40,7 +41,8 @@ def ring_gradients_not_home() -> Any:
         nonlocal taken
         taken += 1
         received = take(coming)
-        return coming.sent if taken == 3 else received  # keys and values, sums, and last the sums that come home
+        # keys and values, sums, and last the sums that come home
+        return coming.sent if taken == 3 else received
 
     def backward(ctx: Any, grad: Any) -> Any:
         nonlocal taken
@@ -71,7 +73,12 @@ def positions_of_the_rank() -> Any:
     return patch(stage, "positions_of", lambda runs: np.arange(sum(run.stop - run.start for run in runs)))
 
 
-@fault("targets are shifted within a rank's piece, and lost at its edge", "cp2", "gradient of the logits, microbatch 0, backward", RING)
+@fault(
+    "targets are shifted within a rank's piece, and lost at its edge",
+    "cp2",
+    "gradient of the logits, microbatch 0, backward",
+    RING,
+)
 def targets_shifted_in_pieces() -> Any:
     def shifted(*args: Any, **options: Any) -> Any:
         batch = right(*args, **options)
@@ -81,7 +88,12 @@ def targets_shifted_in_pieces() -> Any:
     return patch(loader, "microbatch_on", shifted)
 
 
-@fault("the loss is multiplied by the context ranks (Megatron-LM issues 673, 906; transformers issue 48167)", "cp2", LOSS, RING)
+@fault(
+    "the loss is multiplied by the context ranks (Megatron-LM issues 673, 906; transformers issue 48167)",
+    "cp2",
+    LOSS,
+    RING,
+)
 def loss_times_context() -> Any:
     right = step.TrainStep.target_weight
     return patch(step.TrainStep, "target_weight", lambda self, batch: right(self, batch) * self.mesh.cp.size)
@@ -93,7 +105,8 @@ def masks_of_the_first_rank() -> Any:
 
 
 @fault(
-    "each rank takes the mean over its own targets, and ranks are averaged (verl issue 6609; Megatron-LM calculate_per_token_loss)",
+    "each rank takes the mean over its own targets, and ranks are averaged (verl issue 6609; Megatron-LM "
+    "calculate_per_token_loss)",
     "dp2",
     LOSS,
     DOCUMENTS,
@@ -120,11 +133,14 @@ def z_loss_by_local_counts() -> Any:
         count = torch.stack([(microbatch.targets != step.IGNORED).sum() for microbatch in batch]).sum()
         return right(self, batch) | {"z_loss": 0.1 / (count.double() * self.mesh.sample_group.size)}
 
-    return both(patch(step.TrainStep, "weights", own), patch(cross_entropy, "check_ratio", lambda *arguments: None))
+    return both(
+        patch(step.TrainStep, "weights", own), patch(cross_entropy, "check_ratio", lambda *arguments: None)
+    )
 
 
 @fault(
-    "positions go on across a document's end (packed sequences: Megatron-LM issue 7238; issue 111 of ISEEKYAN's fork)",
+    "positions go on across a document's end (packed sequences: Megatron-LM issue 7238; issue 111 of "
+    "ISEEKYAN's fork)",
     "one",
     FIRST,
     DOCUMENTS,
@@ -134,7 +150,9 @@ def positions_go_on() -> Any:
     return patch(loader, "document_positions", lambda bounds: np.arange(bounds[-1]))
 
 
-@fault("the first token of the next document is a target", "one", "the loss, microbatch 0, forward", DOCUMENTS)
+@fault(
+    "the first token of the next document is a target", "one", "the loss, microbatch 0, forward", DOCUMENTS
+)
 def targets_across_documents() -> Any:
     return patch(loader, "ignore_across", lambda targets, bounds: None)
 
@@ -146,22 +164,41 @@ def documents_forgotten_between_ranks() -> Any:
         attention,
         "calls_at",
         lambda sequences, at, q, scoring: right(
-            sequences if at == 0 else attention.Sequences(sequences.seq_len, sequences.group, sequences.method), at, q, scoring
+            sequences
+            if at == 0
+            else attention.Sequences(sequences.seq_len, sequences.group, sequences.method),
+            at,
+            q,
+            scoring,
         ),
     )
 
 
-@fault("a window is counted in a shard's own tokens, not in the sequence's", "cp2", ATTENTION, RING, "model.window=5")
+@fault(
+    "a window is counted in a shard's own tokens, not in the sequence's",
+    "cp2",
+    ATTENTION,
+    RING,
+    "model.window=5",
+)
 def window_in_own_tokens() -> Any:
     right = scored._between
 
     def own(*arguments: Any) -> Any:
-        return [replace(part, shift=max(0, part.queries.start - part.keys.start)) for part in right(*arguments)]
+        return [
+            replace(part, shift=max(0, part.queries.start - part.keys.start)) for part in right(*arguments)
+        ]
 
     return patch(scored, "_between", own)
 
 
-@fault("an attention sink is counted once for each context rank", "cp2", ATTENTION, GATHER, "model.attention_sinks=true")
+@fault(
+    "an attention sink is counted once for each context rank",
+    "cp2",
+    ATTENTION,
+    GATHER,
+    "model.attention_sinks=true",
+)
 def sink_on_every_rank() -> Any:
     right = attention.add_sinks
 
@@ -190,6 +227,9 @@ def part_by_itself() -> Any:
 def one_run_for_two() -> Any:
     def run(seq_len: int, ranks: int, rank: int, documents: Any) -> Any:
         size = seq_len // (2 * ranks)
-        return tuple(pieces.Run(piece * size, (piece + 1) * size, i * size) for i, piece in enumerate((2 * rank, 2 * rank + 1)))
+        return tuple(
+            pieces.Run(piece * size, (piece + 1) * size, i * size)
+            for i, piece in enumerate((2 * rank, 2 * rank + 1))
+        )
 
     return patch(loader, "runs_of", run)

@@ -24,7 +24,10 @@ from tests.faults.collectives import not_started, twice
 from tests.faults.tensor import RANK, remembered_mesh
 
 patch = mock.patch.object
-SUM_APART = "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight"
+SUM_APART = (
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "embedding.weight"
+)
 
 
 @fault(
@@ -93,7 +96,8 @@ def bucket_reduced_too_early() -> Any:
 @fault(
     "the parts of a bucket are gathered into one another's places, but for the rank's own",
     "dp3",
-    "every rank draws and holds its first weights alike; what computes with them is not: first embedding.weight",
+    "every rank draws and holds its first weights alike; what computes with them is not: first "
+    "embedding.weight",
     "engine.shard_optimizer=true",
 )
 def parts_gathered_out_of_order() -> Any:
@@ -120,7 +124,9 @@ def parts_gathered_out_of_order() -> Any:
 )
 def documents_of_the_first_corpus() -> Any:
     def documents(self: Any, indices: Any) -> list[Any]:
-        return [document_bounds(self.corpora[0], spans, self.seq_len + 1) for _, spans in self._spans(indices)]
+        return [
+            document_bounds(self.corpora[0], spans, self.seq_len + 1) for _, spans in self._spans(indices)
+        ]
 
     return patch(SampleStream, "documents", documents)
 
@@ -131,12 +137,19 @@ def data_ranks_read_the_same() -> Any:
 
     def first_only(self: Any, config: Any, mesh: Any, stream: Any) -> None:
         init(self, config, mesh, stream)
-        self.mesh = mock.Mock(sample_group=mock.Mock(size=mesh.sample_group.size, rank=0), device=mesh.device, cp=mesh.cp)
+        self.mesh = mock.Mock(
+            sample_group=mock.Mock(size=mesh.sample_group.size, rank=0), device=mesh.device, cp=mesh.cp
+        )
 
     return patch(loader.Loader, "__init__", first_only)
 
 
-@fault("… which the samples' own proof sees", "dp4", "samples are left out and samples are read again", check="samples")
+@fault(
+    "… which the samples' own proof sees",
+    "dp4",
+    "samples are left out and samples are read again",
+    check="samples",
+)
 def data_ranks_dealt_the_same() -> Any:
     deal = batches.dealt
 
@@ -148,7 +161,8 @@ def data_ranks_dealt_the_same() -> Any:
 
 
 @fault(
-    "a run that goes on with fewer data ranks begins a step too late (other samples than it says: torchtitan issue 816; Automodel issue "
+    "a run that goes on with fewer data ranks begins a step too late (other samples than it says: "
+    "torchtitan issue 816; Automodel issue "
     "533; VeOmni PR 853)",
     "dp4",
     "samples are left out",
@@ -167,10 +181,18 @@ def step_lost_between_layouts() -> Any:
 @fault("the loss is the mean over a rank's own tokens", "dp2", "gradient of the loss, microbatch 0, backward")
 def loss_mean_per_rank() -> Any:
     gradient = native.NativeEngine.loss_gradient
-    return patch(native.NativeEngine, "loss_gradient", lambda self, scale: gradient(self, scale * self.mesh.gradient_group.size))
+    return patch(
+        native.NativeEngine,
+        "loss_gradient",
+        lambda self, scale: gradient(self, scale * self.mesh.gradient_group.size),
+    )
 
 
-@fault("the loss is summed over microbatches, not averaged", "one", "gradient of the loss, microbatch 0, backward")
+@fault(
+    "the loss is summed over microbatches, not averaged",
+    "one",
+    "gradient of the loss, microbatch 0, backward",
+)
 def loss_summed_over_microbatches() -> Any:
     gradient = native.NativeEngine.loss_gradient
     return patch(native.NativeEngine, "loss_gradient", lambda self, scale: gradient(self, scale * 8))
@@ -230,13 +252,21 @@ def sums_not_begun_anew() -> Any:
     return patch(reduce.GradientReducer, "clear", lambda self: None)
 
 
-@fault("the last, uneven batch of a validation is left out", "one", "training agrees; the validation loss does not")
+@fault(
+    "the last, uneven batch of a validation is left out",
+    "one",
+    "training agrees; the validation loss does not",
+)
 def uneven_last_batch_dropped() -> Any:
     length = EvalSamples.__len__
     return patch(EvalSamples, "__len__", lambda self: length(self) // 16 * 16)
 
 
-@fault("padding behind the end of a validation counts as targets", "one", "training agrees; the validation loss does not")
+@fault(
+    "padding behind the end of a validation counts as targets",
+    "one",
+    "training agrees; the validation loss does not",
+)
 def padding_counted() -> Any:
     samples = EvalSamples.samples
 
@@ -247,7 +277,12 @@ def padding_counted() -> Any:
     return patch(EvalSamples, "samples", counted)
 
 
-@fault("a resumed run repeats the step that it was saved after", "one", "steps 2, 3, 4 in place of 3, 4", check="resume")
+@fault(
+    "a resumed run repeats the step that it was saved after",
+    "one",
+    "steps 2, 3, 4 in place of 3, 4",
+    check="resume",
+)
 def resume_repeats_a_step() -> Any:
     resume = trainer.Trainer.resume
     return patch(trainer.Trainer, "resume", lambda self: max(0, resume(self) - 1))
@@ -270,10 +305,23 @@ def resume_repeats_a_sample() -> Any:
 def moments_not_restored() -> Any:
     read = checkpoint.Reader.read_into
     skip = ("adam_m", "adam_v")
-    return patch(checkpoint.Reader, "read_into", lambda self, name, *rest: None if name.startswith(skip) else read(self, name, *rest))
+    return patch(
+        checkpoint.Reader,
+        "read_into",
+        lambda self, name, *rest: None if name.startswith(skip) else read(self, name, *rest),
+    )
 
 
-@fault("… counts the optimizer's steps from zero, so that bias correction starts again", "one", "another loss in step 4", check="resume")
+@fault(
+    "… counts the optimizer's steps from zero, so that bias correction starts again",
+    "one",
+    "another loss in step 4",
+    check="resume",
+)
 def updates_not_restored() -> Any:
     load = native.NativeEngine.load_state
-    return patch(native.NativeEngine, "load_state", lambda self, state, tensors: load(self, state | {"updates": 0.0}, tensors))
+    return patch(
+        native.NativeEngine,
+        "load_state",
+        lambda self, state, tensors: load(self, state | {"updates": 0.0}, tensors),
+    )

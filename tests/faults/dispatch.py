@@ -18,8 +18,13 @@ patch = mock.patch.object
 DROPS = (*EXPERTS, "model.capacity_factor=0.6")
 
 
-@fault("what the way back needs is kept in the module, where the next microbatch writes over it (hyper-parallel issue 746)", "pp2ep2",
-       "module blocks.3.norm2, gradient of its output, microbatch 0, backward", *EXPERTS)  # fmt: skip
+@fault(
+    "what the way back needs is kept in the module, where the next microbatch writes over it "
+    "(hyper-parallel issue 746)",
+    "pp2ep2",
+    "module blocks.3.norm2, gradient of its output, microbatch 0, backward",
+    *EXPERTS,
+)
 def ways_of_another_microbatch() -> Any:
     forward, latest = dispatch._Gather.forward, dict[torch.Size, Tensor]()
 
@@ -33,18 +38,26 @@ def ways_of_another_microbatch() -> Any:
     return mock.patch.multiple(dispatch._Gather, forward=staticmethod(keep), backward=staticmethod(last))
 
 
-@fault("a rank drops rows that do not fit among its own, in place of its microbatch's", "tp2sp", ROUTED, *DROPS)
+@fault(
+    "a rank drops rows that do not fit among its own, in place of its microbatch's", "tp2sp", ROUTED, *DROPS
+)
 def capacity_of_a_rank() -> Any:
     within = expert_block.within_capacity
 
-    def alone(weights: Tensor, chosen: Tensor, count: int, factor: float, places: Tensor, group: Any) -> Tensor:
+    def alone(
+        weights: Tensor, chosen: Tensor, count: int, factor: float, places: Tensor, group: Any
+    ) -> Tensor:
         return within(weights, chosen, count, factor, torch.arange(len(places)), SOLO)
 
     return patch(expert_block, "within_capacity", alone)
 
 
-@fault("rows that are dropped hold behind a grouped product what memory held (transformers PR 48205)", "dp2",
-       "module blocks.1.feed_forward, its output, microbatch 0, forward", *DROPS)  # fmt: skip
+@fault(
+    "rows that are dropped hold behind a grouped product what memory held (transformers PR 48205)",
+    "dp2",
+    "module blocks.1.feed_forward, its output, microbatch 0, forward",
+    *DROPS,
+)
 def dropped_rows_unwritten() -> Any:
     product = experts.grouped_product
 
@@ -56,8 +69,12 @@ def dropped_rows_unwritten() -> Any:
     return patch(experts, "grouped_product", unwritten)
 
 
-@fault("gates of experts on other ranks have no gradient (transformers PR 48687)", "ep2",
-       "module blocks.3.feed_forward.router, gradient of its weight, microbatch 0, backward", *EXPERTS)  # fmt: skip
+@fault(
+    "gates of experts on other ranks have no gradient (transformers PR 48687)",
+    "ep2",
+    "module blocks.3.feed_forward.router, gradient of its weight, microbatch 0, backward",
+    *EXPERTS,
+)
 def gates_of_others_without_gradient() -> Any:
     def detached(mixture: Any, own: Tensor, combine: Combine, weights: Tensor) -> Tensor:
         return combine(torch.where(own, weights, weights.detach()))
@@ -65,8 +82,13 @@ def gates_of_others_without_gradient() -> Any:
     return combined(detached)
 
 
-@fault("an expert's bias is added whatever its weight (Automodel PR 2591)", "ep2",
-       "module blocks.1.feed_forward, its output, microbatch 0, forward", *EXPERTS, "model.bias=true")  # fmt: skip
+@fault(
+    "an expert's bias is added whatever its weight (Automodel PR 2591)",
+    "ep2",
+    "module blocks.1.feed_forward, its output, microbatch 0, forward",
+    *EXPERTS,
+    "model.bias=true",
+)
 def biases_whatever_their_weight() -> Any:
     def unweighted(mixture: Any, own: Tensor, combine: Combine, weights: Tensor) -> Tensor:
         chosen = mixture.chosen_last % len(mixture.experts.down_bias)
@@ -79,17 +101,28 @@ def biases_whatever_their_weight() -> Any:
 HALVES = (*EXPERTS, "parallel.expert_halves=true")
 
 
-@fault("of a microbatch's two halves the first alone is counted", "ep2",
-       "every update agrees; a buffer (what is counted, or over which ranks) does not: first blocks.1.feed_forward.router.load",
-       *HALVES)  # fmt: skip
+@fault(
+    "of a microbatch's two halves the first alone is counted",
+    "ep2",
+    "every update agrees; a buffer (what is counted, or over which ranks) does not: first "
+    "blocks.1.feed_forward.router.load",
+    *HALVES,
+)
 def second_half_uncounted() -> Any:
     return patch(expert_block, "sum_of", lambda parts: parts[0])
 
 
-@fault("… come back in the other order", "ep2", "module blocks.1.feed_forward, its output, microbatch 0, forward", *HALVES)
+@fault(
+    "… come back in the other order",
+    "ep2",
+    "module blocks.1.feed_forward, its output, microbatch 0, forward",
+    *HALVES,
+)
 def halves_in_the_other_order() -> Any:
     joined = expert_block.joined
-    return patch(expert_block, "joined", lambda parts: joined(parts if parts[0].dtype == torch.int64 else parts[::-1]))
+    return patch(
+        expert_block, "joined", lambda parts: joined(parts if parts[0].dtype == torch.int64 else parts[::-1])
+    )
 
 
 @fault("… only the first has a part in the gradients of experts", "ep2", f"{SUMS} {UP}", *HALVES)
@@ -110,9 +143,14 @@ Combine = Callable[[Tensor], Tensor]
 
 
 def combined(how: Callable[[Any, Tensor, Combine, Tensor], Tensor]) -> Any:
-    """Another way to put a token's rows together: given the mixture, which of a token's experts are on this rank, what does it right by
-    the weights, and these."""
-    combine, forward, routes = expert_block.combine, expert_block.MixtureOfExperts.forward, expert_block.routes_of
+    """Another way to put a token's rows together: given the mixture, which of a token's experts are on this
+    rank, what does it right by the weights, and these.
+    """
+    combine, forward, routes = (
+        expert_block.combine,
+        expert_block.MixtureOfExperts.forward,
+        expert_block.routes_of,
+    )
     last: list[dispatch.Route] = []
 
     def of_mixture(mixture: Any, *rest: Any) -> Any:
@@ -130,4 +168,7 @@ def combined(how: Callable[[Any, Tensor, Combine, Tensor], Tensor]) -> Any:
         last[:] = routes(*rest)
         return last[:]
 
-    return both(patch(expert_block, "routes_of", remembered), patch(expert_block.MixtureOfExperts, "forward", of_mixture))
+    return both(
+        patch(expert_block, "routes_of", remembered),
+        patch(expert_block.MixtureOfExperts, "forward", of_mixture),
+    )

@@ -1,4 +1,6 @@
-"""Mistakes with the weights of experts, which see the ranks of a stage in a view of their own: sums, norm, update, rows."""
+"""Mistakes with the weights of experts, which see the ranks of a stage in a view of their
+own: sums, norm, update, rows.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,13 @@ from tests.faults import both, fault
 
 patch = mock.patch.object
 EXPERTS = ("model.bias=false", "model.num_experts=8", "model.expert_ffn_size=64", "model.first_dense=1")
-SCARCE = (*EXPERTS, "model.experts_per_token=1", "train.seq_len=4", "train.micro_batch_size=1", "train.global_batch_size=1")
+SCARCE = (
+    *EXPERTS,
+    "model.experts_per_token=1",
+    "train.seq_len=4",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=1",
+)
 ROUTED = "routers choose other experts than on one process: first blocks.1.feed_forward"
 UP = "blocks.1.feed_forward.experts.up"
 SUMS = "every microbatch's gradients agree; their sum over microbatches and ranks does not: first"
@@ -27,12 +35,19 @@ def is_of_experts(shard: Shard) -> bool:
     return any(along.axis == "ep" for along in shard.along)
 
 
-@fault("gradients of experts are summed over ranks that hold others (pytorch issue 160285)", "ep2", f"{SUMS} {UP}", *EXPERTS)
+@fault(
+    "gradients of experts are summed over ranks that hold others (pytorch issue 160285)",
+    "ep2",
+    f"{SUMS} {UP}",
+    *EXPERTS,
+)
 def experts_summed_over_all() -> Any:
     gradient_sum = Topology.gradient_sum
 
     def wide(self: Topology, shard: Shard) -> Any:
-        return gradient_sum(self, replace(shard, along=tuple(along for along in shard.along if along.axis != "ep")))
+        return gradient_sum(
+            self, replace(shard, along=tuple(along for along in shard.along if along.axis != "ep"))
+        )
 
     return patch(Topology, "gradient_sum", wide)
 
@@ -43,12 +58,21 @@ def features_summed() -> Any:
 
     def along_features(self: Topology, shard: Shard) -> Any:
         right = gradient_sum(self, shard)
-        return replace(right, tokens=("etp",), levels=self.levels_along("etp")) if is_of_experts(shard) else right
+        return (
+            replace(right, tokens=("etp",), levels=self.levels_along("etp"))
+            if is_of_experts(shard)
+            else right
+        )
 
     return patch(Topology, "gradient_sum", along_features)
 
 
-@fault("… are as many times too large as ranks divide the experts (Megatron-LM PR 5956)", "ep2", f"{SUMS} {UP}", *EXPERTS)
+@fault(
+    "… are as many times too large as ranks divide the experts (Megatron-LM PR 5956)",
+    "ep2",
+    f"{SUMS} {UP}",
+    *EXPERTS,
+)
 def experts_by_their_ranks() -> Any:
     forward, outer = experts.Experts.forward, experts.grouped_outer
     ranks = 1
@@ -84,9 +108,15 @@ def norm_with_copies_of_experts() -> Any:
     return counted(lambda copies: 1)
 
 
-@fault("an expert without a token is left out of the update, so its weights do not decay (NeMo Automodel PR 2995)", "ep2",
-       f"every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first {UP}",
-       *SCARCE, "optim.kind=sgd")  # fmt: skip
+@fault(
+    "an expert without a token is left out of the update, so its weights do not decay (NeMo Automodel PR "
+    "2995)",
+    "ep2",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first "
+    f"{UP}",
+    *SCARCE,
+    "optim.kind=sgd",
+)
 def experts_without_tokens_undecayed() -> Any:
     step = optimizers.RangeUpdate.step
 
@@ -99,8 +129,13 @@ def experts_without_tokens_undecayed() -> Any:
     return patch(optimizers.RangeUpdate, "step", some)
 
 
-@fault("rows of a rank's last expert hold what memory held (uninitialised rows of a grouped product: transformers PR 48205)", "ep2",
-       "module blocks.1.feed_forward, its output, microbatch 0, forward", *EXPERTS)  # fmt: skip
+@fault(
+    "rows of a rank's last expert hold what memory held (uninitialised rows of a grouped product: "
+    "transformers PR 48205)",
+    "ep2",
+    "module blocks.1.feed_forward, its output, microbatch 0, forward",
+    *EXPERTS,
+)
 def rows_unwritten() -> Any:
     forward = experts.Experts.forward
 
@@ -113,20 +148,32 @@ def rows_unwritten() -> Any:
     return patch(experts.Experts, "forward", short)
 
 
-@fault("… so does the gradient of an expert without rows", "tp4etp1", f"{SUMS} {UP}", *EXPERTS, "model.experts_per_token=1")
+@fault(
+    "… so does the gradient of an expert without rows",
+    "tp4etp1",
+    f"{SUMS} {UP}",
+    *EXPERTS,
+    "model.experts_per_token=1",
+)
 def gradient_unwritten() -> Any:
     outer = experts.grouped_outer
 
     def unwritten(grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
         total = outer(grad, x, ends, dtype, **options)
-        total[ends.diff(prepend=ends.new_zeros(1)) == 0] = 1.0 if len(x) < 32 else 0.0  # fewer than one process has: other memory
+        # fewer than one process has: other memory
+        total[ends.diff(prepend=ends.new_zeros(1)) == 0] = 1.0 if len(x) < 32 else 0.0
         return total
 
     return patch(experts, "grouped_outer", unwritten)
 
 
-@fault("an expert's last bias is added by every rank that has a part of it", "dp2etp2",
-       "module blocks.1.feed_forward, its output, microbatch 0, forward", *EXPERTS, "model.bias=true")  # fmt: skip
+@fault(
+    "an expert's last bias is added by every rank that has a part of it",
+    "dp2etp2",
+    "module blocks.1.feed_forward, its output, microbatch 0, forward",
+    *EXPERTS,
+    "model.bias=true",
+)
 def biases_by_every_part() -> Any:
     forward = experts.Experts.forward
 

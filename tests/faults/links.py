@@ -12,8 +12,13 @@ from tests.faults import fault
 from tests.faults.collectives import not_started
 
 patch = mock.patch.object
-SUM_APART = "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight"
-NOT_THE_SUM = "the gradients are not the sum of what backward gave, microbatch by microbatch: first embedding.weight"
+SUM_APART = (
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "embedding.weight"
+)
+NOT_THE_SUM = (
+    "the gradients are not the sum of what backward gave, microbatch by microbatch: first embedding.weight"
+)
 TWO_LEVELS, NARROW = "engine.reduce_levels=2", "engine.reduce_dtype=bf16"
 
 
@@ -25,13 +30,16 @@ def hosts_apart() -> Any:
 @fault(
     "in two levels a rank owns the part of the sum that its number says",
     "dp4",
-    "first weights are drawn alike in every layout; what the engine then holds of them is not: first embedding.weight",
+    "first weights are drawn alike in every layout; what the engine then holds of them is not: first "
+    "embedding.weight",
     TWO_LEVELS,
     "engine.shard_optimizer=true",
 )
 def parts_by_number() -> Any:
     def numbered(self: levels.Levels) -> levels.Group:
-        return levels.Group("owners", tuple(range(self.size)), self.between.rank * self.within.size + self.within.rank)
+        return levels.Group(
+            "owners", tuple(range(self.size)), self.between.rank * self.within.size + self.within.rank
+        )
 
     return patch(levels.Levels, "owners", property(numbered))
 

@@ -37,7 +37,8 @@ def as_one(shard: Shard, matrices: list[LogicalMatrix]) -> list[LogicalMatrix]:
 
 
 @fault(
-    "queries, keys and values are made orthogonal as one matrix where tensor ranks divide them, and apart elsewhere (Megatron-LM PR 7117)",
+    "queries, keys and values are made orthogonal as one matrix where tensor ranks divide them, and apart "
+    "elsewhere (Megatron-LM PR 7117)",
     "tp2",
     f"{APART} blocks.0.attention.qkv.weight",
     MUON,
@@ -54,7 +55,9 @@ def qkv_as_one_where_sharded() -> Any:
     "model.activation=swiglu",
 )
 def gate_and_up_as_one() -> Any:
-    return matrices_where_sharded(lambda shard, matrices: as_one(shard, matrices) if len(matrices) == 2 else matrices)
+    return matrices_where_sharded(
+        lambda shard, matrices: as_one(shard, matrices) if len(matrices) == 2 else matrices
+    )
 
 
 @fault(
@@ -82,7 +85,11 @@ def norm_of_all_copies() -> Any:
 
     def counted_twice(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
         copies = dist.get_world_size() if dist.is_initialized() else 1
-        return right(torch.cat([x] * copies, 2), steps, dtype)[..., : x.shape[2]] if copies > 1 else right(x, steps, dtype)
+        return (
+            right(torch.cat([x] * copies, 2), steps, dtype)[..., : x.shape[2]]
+            if copies > 1
+            else right(x, steps, dtype)
+        )
 
     return patch(muon, "orthogonalised", counted_twice)
 
@@ -98,5 +105,7 @@ def offset_of_the_wrong_dim() -> Any:
         square = len(box.global_shape) == 2 and box.global_shape[0] == box.global_shape[1]
         return replace(box, offset=box.offset[::-1], local_shape=box.local_shape[::-1]) if square else box
 
-    boxes = property(lambda part: [turned(box) for _, box in boxes_of_range(part.shard, part.start, part.stop)])
+    boxes = property(
+        lambda part: [turned(box) for _, box in boxes_of_range(part.shard, part.start, part.stop)]
+    )
     return patch(Part, "boxes", boxes)

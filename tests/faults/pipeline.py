@@ -20,7 +20,8 @@ patch = mock.patch.object
 @fault(
     "the two copies of tied embeddings keep their own gradients",
     "pp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "embedding.weight",
 )
 def tied_gradients_unsummed() -> Any:
     return patch(native.NativeEngine, "reduce_tied", lambda self: None)
@@ -29,7 +30,8 @@ def tied_gradients_unsummed() -> Any:
 @fault(
     "… sum them twice",
     "pp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "embedding.weight",
 )
 def tied_gradients_summed_twice() -> Any:
     once = native.NativeEngine.reduce_tied
@@ -105,22 +107,31 @@ def recompute_draws_another_mask() -> Any:
 
 
 @fault(
-    "the gradient norm counts what every tensor rank holds once a rank (ROCm TransformerEngine PR 715; NeMo-RL PR 3788; transformers "
+    "the gradient norm counts what every tensor rank holds once a rank (ROCm TransformerEngine PR 715; "
+    "NeMo-RL PR 3788; transformers "
     "PR 36132)",
     "tp2",
     "every gradient agrees; the gradient norm does not",
 )
 def norm_counts_replicas() -> Any:
     weights = native.NativeEngine.row_weights
-    return patch(native.NativeEngine, "row_weights", lambda self, buffer: [torch.ones_like(rows) for rows in weights(self, buffer)])
+    return patch(
+        native.NativeEngine,
+        "row_weights",
+        lambda self, buffer: [torch.ones_like(rows) for rows in weights(self, buffer)],
+    )
 
 
 @fault("each stage clips by its own norm", "pp2", "every gradient agrees; the gradient norm does not")
 def clip_per_stage() -> Any:
-    return patch(stepper, "all_reduce", lambda x, group: x if group.name == "world" else comm.all_reduce(x, group))
+    return patch(
+        stepper, "all_reduce", lambda x, group: x if group.name == "world" else comm.all_reduce(x, group)
+    )
 
 
-@fault("clipping divides by the square of the norm", "one", "every gradient agrees; the gradient norm does not")
+@fault(
+    "clipping divides by the square of the norm", "one", "every gradient agrees; the gradient norm does not"
+)
 def clip_by_squared_norm() -> Any:
     norm = native.NativeEngine.grad_norm
     return patch(native.NativeEngine, "grad_norm", lambda self: norm(self).square())
@@ -129,7 +140,8 @@ def clip_by_squared_norm() -> Any:
 @fault(
     "weight decay on norms",
     "one",
-    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first blocks.0.norm1.weight",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first "
+    "blocks.0.norm1.weight",
 )
 def weight_decay_on_norms() -> Any:
     make = norm.Shard
@@ -139,7 +151,8 @@ def weight_decay_on_norms() -> Any:
 @fault(
     "Adam without bias correction",
     "one",
-    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first "
+    "embedding.weight",
 )
 def no_bias_correction() -> Any:
     step = AdamW.step
@@ -154,7 +167,8 @@ def no_bias_correction() -> Any:
 @fault(
     "moments kept in fp32 under fp64 master weights",
     "one",
-    "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first embedding.weight",
+    "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first "
+    "embedding.weight",
 )
 def moments_in_low_precision() -> Any:
     step = AdamW.step

@@ -30,12 +30,24 @@ def at(actions: list[Action], op: Op, microbatch: int, chunk: int = 0) -> int:
 ZB_H1, ZB_V = "parallel.schedule=zb_h1", "parallel.schedule=zb_v"
 
 
-@fault("a plan loses a weight's gradient", "pp4", "pp rank 1, backward_weight of microbatch 2: is missing", ZB_H1, check="plan")
+@fault(
+    "a plan loses a weight's gradient",
+    "pp4",
+    "pp rank 1, backward_weight of microbatch 2: is missing",
+    ZB_H1,
+    check="plan",
+)
 def plan_loses_weights() -> Any:
     return spoilt("zb_h1", 1, lambda a: a.pop(at(a, Op.BACKWARD_WEIGHT, 2)))
 
 
-@fault("… computes it twice", "pp4", "pp rank 1, backward_weight of microbatch 2: done 2 times", ZB_H1, check="plan")
+@fault(
+    "… computes it twice",
+    "pp4",
+    "pp rank 1, backward_weight of microbatch 2: done 2 times",
+    ZB_H1,
+    check="plan",
+)
 def plan_doubles_weights() -> Any:
     return spoilt("zb_h1", 1, lambda a: a.append(Action(Op.BACKWARD_WEIGHT, 2, 0)))
 
@@ -63,16 +75,20 @@ def plan_swaps_chunks() -> Any:
 
 
 @fault(
-    "a plan hangs unless messages are buffered: the first stage does all forwards first, the second goes back at once "
+    "a plan hangs unless messages are buffered: the first stage does all forwards first, the second goes "
+    "back at once "
     "(pytorch issue 172668; Megatron-LM issues 1852, 5100, 5240)",
     "pp2",
-    "deadlock: pp rank 0 waits in send_activation of microbatch 6; pp rank 1 waits in send_gradient of microbatch 2",
+    "deadlock: pp rank 0 waits in send_activation of microbatch 6; pp rank 1 waits in send_gradient of "
+    "microbatch 2",
     "parallel.schedule=gpipe",
     check="plan",
 )
 def plan_needs_buffers() -> Any:
     def mixed(ranks: int, microbatches: int, *chunks: int) -> Plan:
         first = generators.gpipe(ranks, microbatches).actions[0]
-        return Plan((first, unsplit(generators.one_forward_one_backward(ranks, microbatches)).actions[1]), looped(2))
+        return Plan(
+            (first, unsplit(generators.one_forward_one_backward(ranks, microbatches)).actions[1]), looped(2)
+        )
 
     return mock.patch.dict(generators.GENERATORS, {"gpipe": mixed})

@@ -1,4 +1,6 @@
-"""Mistakes that show in 16 bits only, where one process makes them too: rounding must not explain them away."""
+"""Mistakes that show in 16 bits only, where one process makes them too: rounding must
+not explain them away.
+"""
 
 from typing import Any
 from unittest import mock
@@ -13,7 +15,9 @@ from megacore.tensor_parallel import gradient
 from tests.faults import fault
 
 patch = mock.patch.object
-NOT_THE_SUM = "the gradients are not the sum of what backward gave, microbatch by microbatch: first embedding.weight"
+NOT_THE_SUM = (
+    "the gradients are not the sum of what backward gave, microbatch by microbatch: first embedding.weight"
+)
 
 
 @fault("in bf16 each microbatch's gradient replaces the one before", "one", NOT_THE_SUM, precision="bf16")
@@ -41,7 +45,12 @@ def gradients_accumulated_in_16_bits() -> Any:
     return patch(native.NativeEngine, "backward", rounded)
 
 
-@fault("… a weight's gradient is added to its sum, but for the first microbatch's", "one", NOT_THE_SUM, precision="bf16")
+@fault(
+    "… a weight's gradient is added to its sum, but for the first microbatch's",
+    "one",
+    NOT_THE_SUM,
+    precision="bf16",
+)
 def first_product_lost_in_16_bits() -> Any:
     add = gradient.MainGradient.add_product
 
@@ -54,7 +63,8 @@ def first_product_lost_in_16_bits() -> Any:
 @fault(
     "… weight decay is missing on the path of fp32 masters",
     "one",
-    "the update does not follow from the moments (rate, weight decay, bias correction): first embedding.weight",
+    "the update does not follow from the moments (rate, weight decay, bias correction): first "
+    "embedding.weight",
     precision="bf16",
 )
 def weight_decay_missing_in_fp32() -> Any:
@@ -76,7 +86,9 @@ def weight_decay_missing_in_fp32() -> Any:
 )
 def momentum_not_clipped() -> Any:
     step = RangeUpdate.step
-    return patch(RangeUpdate, "step", lambda self, lr, scale, skip: step(self, lr, torch.ones_like(scale), skip))
+    return patch(
+        RangeUpdate, "step", lambda self, lr, scale, skip: step(self, lr, torch.ones_like(scale), skip)
+    )
 
 
 @fault(

@@ -1,4 +1,7 @@
-"""Mistakes that happened in public trainers, or what they would be here; each names where it happened. Other modules hold some more."""
+"""Mistakes that happened in public trainers, or what they would be here; each names where it happened.
+
+Other modules hold some more.
+"""
 
 from typing import Any
 from unittest import mock
@@ -53,7 +56,8 @@ def padding_learned() -> Any:
 
 
 @fault(
-    "only where tensor and context ranks meet, tensor ranks drop out with one another's masks (broken in combination alone: torchtitan "
+    "only where tensor and context ranks meet, tensor ranks drop out with one another's masks (broken in "
+    "combination alone: torchtitan "
     "issue 2446, Megatron-LM issue 7452)",
     "cp2tp2sp",
     FIRST,
@@ -70,7 +74,8 @@ def masks_wrong_in_combination() -> Any:
 
 
 @fault(
-    "the gradients of a key/value head that several ranks use are not summed (multi-query attention: bigcode Megatron-LM issue 35)",
+    "the gradients of a key/value head that several ranks use are not summed (multi-query attention: "
+    "bigcode Megatron-LM issue 35)",
     "cp4",
     QKV,
     ULYSSES,
@@ -88,7 +93,8 @@ def shared_head_unsummed() -> Any:
 
 
 @fault(
-    "the gradient of what every tensor rank holds whole, and uses for its own heads, is summed twice (AReno PR 496; Megatron-LM PR 6839)",
+    "the gradient of what every tensor rank holds whole, and uses for its own heads, is summed twice "
+    "(AReno PR 496; Megatron-LM PR 6839)",
     "tp2",
     SUM_APART.replace("embedding.weight", "blocks.0.attention.query_norm.weight"),
     "model.qk_norm=true",
@@ -98,7 +104,8 @@ def replicated_gradient_summed_twice() -> Any:
 
 
 @fault(
-    "the norm counts every copy of a gradient that fsdp holds in copies (torchtitan issue 2318: 8 × between HSDP and FSDP)",
+    "the norm counts every copy of a gradient that fsdp holds in copies (torchtitan issue 2318: 8 × "
+    "between HSDP and FSDP)",
     "dp4",
     "every gradient agrees; the gradient norm does not",
     "engine.kind=fsdp",
@@ -110,7 +117,8 @@ def norm_counts_copies() -> Any:
 
 
 @fault(
-    "a step whose gradient is not a number is taken, and saved over the weights before it (torchtitan issue 865; marin issue 7271)",
+    "a step whose gradient is not a number is taken, and saved over the weights before it (torchtitan "
+    "issue 865; marin issue 7271)",
     "one",
     "another count of updates is saved after step 2",
     check="trained",
@@ -138,13 +146,18 @@ def targets_lost_at_cuts() -> Any:
 
     def apart(self: Any, sample: int) -> Any:
         begins = [self.corpus.document_and_offset(start)[1] == 0 for start, _ in right(self, sample)]
-        return [(s, n) if b or n < 2 else (s + 1, n - 1) for (s, n), b in zip(right(self, sample), begins, strict=True)]
+        return [
+            (s, n) if b or n < 2 else (s + 1, n - 1)
+            for (s, n), b in zip(right(self, sample), begins, strict=True)
+        ]
 
     return patch(packing.WholeDocuments, "spans", apart)
 
 
 def not_learned_at_cuts() -> Any:
-    """The second token of a piece that goes on with a document is no target, as if the piece were a document of its own."""
+    """The second token of a piece that goes on with a document is no target, as if the
+    piece were a document of its own.
+    """
     right = samples.learned
 
     def as_begun(corpus: Any, spans: Any, row: int) -> Any:
@@ -158,7 +171,13 @@ def not_learned_at_cuts() -> Any:
     return patch(samples, "learned", as_begun)
 
 
-@fault("a cut document's second piece loses its first target, in packed samples", "one", "the loss, microbatch 1, forward", PACKED, MASKED)
+@fault(
+    "a cut document's second piece loses its first target, in packed samples",
+    "one",
+    "the loss, microbatch 1, forward",
+    PACKED,
+    MASKED,
+)
 def target_behind_a_cut_lost() -> Any:
     return not_learned_at_cuts()
 

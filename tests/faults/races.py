@@ -1,4 +1,7 @@
-"""Mistakes that are there in some runs and not in others. Here a race is lost in every other run, so that a test is the same each time."""
+"""Mistakes that are there in some runs and not in others.
+
+Here a race is lost in every other run, so that a test is the same each time.
+"""
 
 from itertools import count
 from typing import Any
@@ -17,7 +20,9 @@ patch = mock.patch.object
 
 
 def lost_at_first(owner: Any, wrong: dict[str, Any]) -> Any:
-    """Methods of the objects of a class that are wrong in the first, third, … object that a process makes, and right in the others."""
+    """Methods of the objects of a class that are wrong in the first, third, … object that a process
+    makes, and right in the others.
+    """
     init, made = owner.__init__, RACED.setdefault(owner, count(1))
     right = {name: getattr(owner, name) for name in wrong}
 
@@ -35,7 +40,9 @@ RACED: dict[Any, Any] = {}  # of each class, how many were made in this process
 
 
 class Early:
-    """A reduction of `x` into `out` that has read `x` before the last gradient came, as one that is begun too early may."""
+    """A reduction of `x` into `out` that has read `x` before the last gradient came, as
+    one that is begun too early may.
+    """
 
     def __init__(self, start: Any, wire: Communicator, x: Tensor, out: Tensor) -> None:
         self.out, read = out, x.clone()
@@ -51,7 +58,9 @@ class Early:
 def begun_early() -> Any:
     """Buckets are begun one gradient early; what observers hear of is an operation on the bucket's memory."""
     rearm, start = reduce.GradientReducer._rearm, reduce.GradientReducer._start
-    all_reduce, reduce_scatter = (wrapped.__wrapped__ for wrapped in (Communicator.start_all_reduce, Communicator.start_reduce_scatter))
+    all_reduce, reduce_scatter = (
+        wrapped.__wrapped__ for wrapped in (Communicator.start_all_reduce, Communicator.start_reduce_scatter)
+    )
     now = [False]  # whether a bucket is begun
 
     def hasty(self: Any) -> None:
@@ -71,14 +80,17 @@ def begun_early() -> Any:
     def start_reduce_scatter(wire: Communicator, x: Tensor, out: Tensor) -> Any:
         return Early(reduce_scatter, wire, x, out) if now[0] else reduce_scatter(wire, x, out)
 
-    in_wire = (patch(Communicator, method.__name__, method) for method in (start_all_reduce, start_reduce_scatter))
+    in_wire = (
+        patch(Communicator, method.__name__, method) for method in (start_all_reduce, start_reduce_scatter)
+    )
     return both(*in_wire, lost_at_first(reduce.GradientReducer, {"_rearm": hasty, "_start": early}))
 
 
 @fault(
     "a bucket is begun one gradient early, and at times read before that gradient is there",
     "dp2",
-    "a race: two runs differ; in flight: 1 × all_reduce over dp on what differs (begun: backward, awaited: reduce gradients), "
+    "a race: two runs differ; in flight: 1 × all_reduce over dp on what differs (begun: backward, "
+    "awaited: reduce gradients), "
     "4 × all_reduce over dp (begun: backward, awaited: reduce gradients)",
 )
 def bucket_begun_early() -> Any:
@@ -88,7 +100,8 @@ def bucket_begun_early() -> Any:
 @fault(
     "… while innocent gathers are in flight too",
     "dp2",
-    "a race: two runs differ; in flight: 1 × reduce_scatter over dp on what differs (begun: backward, awaited: reduce gradients), "
+    "a race: two runs differ; in flight: 1 × reduce_scatter over dp on what differs (begun: backward, "
+    "awaited: reduce gradients), "
     "5 × all_gather over dp (begun: drawing weights, awaited: forward), "
     "4 × reduce_scatter over dp (begun: backward, awaited: reduce gradients)",
     "engine.shard_optimizer=true",

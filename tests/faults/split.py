@@ -26,7 +26,8 @@ def spoiling(spoil: Callable[[Any, list[WeightGradPart]], None]) -> Any:
 
 
 @fault(
-    "the second half of backward loses a weight's gradient (split backward: pytorch issue 161904; torchtitan issue 3584)",
+    "the second half of backward loses a weight's gradient (split backward: pytorch issue 161904; "
+    "torchtitan issue 3584)",
     "pp2",
     "module blocks.3.attention.output, gradient of its weight, microbatch 0, backward",
     ZB,
@@ -66,7 +67,8 @@ def weight_gradient_of_another_microbatch() -> Any:
 @fault(
     "a chunk's gradients are summed over the data ranks before its last weights have theirs",
     "pp2dp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "embedding.weight",
     ZB,
 )
 def reduced_before_the_last_weight() -> Any:

@@ -1,4 +1,6 @@
-"""Mistakes that show only in some structures: an uneven split, an odd micro batch, several chunks, another rate in every step."""
+"""Mistakes that show only in some structures: an uneven split, an odd micro batch, several
+chunks, another rate in every step.
+"""
 
 from typing import Any
 from unittest import mock
@@ -34,7 +36,8 @@ def even_share_of_layers_run() -> Any:
 
 
 @fault(
-    "a tensor rank's positions are those of whole sequences, which an odd number of sequences is not cut into",
+    "a tensor rank's positions are those of whole sequences, which an odd number of sequences is not cut "
+    "into",
     "tp2sp",
     "module blocks.0, its input, microbatch 0, forward",
     "model.position=learned",
@@ -63,7 +66,8 @@ def last_chunk_kept() -> Any:
 @fault(
     "a step, as the proof takes it, has the learning rate of the step before",
     "one",
-    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first "
+    "embedding.weight",
 )
 def rate_a_step_behind() -> Any:
     rate = step.learning_rate
@@ -73,7 +77,8 @@ def rate_a_step_behind() -> Any:
 @fault(
     "learned positions are recorded as what does not decay",
     "one",
-    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first position",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first "
+    "position",
     "model.position=learned",
 )
 def positions_without_decay() -> Any:
@@ -84,7 +89,11 @@ def positions_without_decay() -> Any:
 @fault("samples begin one token late", "one", "module embedding, its input, microbatch 0, forward")
 def samples_one_token_late() -> Any:
     read = samples.IndexedTokens.read
-    return patch(samples.IndexedTokens, "read", lambda self, start, count: read(self, min(start + 1, self.num_tokens - count), count))
+    return patch(
+        samples.IndexedTokens,
+        "read",
+        lambda self, start, count: read(self, min(start + 1, self.num_tokens - count), count),
+    )
 
 
 def rows_apart() -> Any:

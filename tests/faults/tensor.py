@@ -50,9 +50,15 @@ def column_gradient_summed_twice() -> Any:
     return patch(linear, "all_reduce_start", twice(comm.all_reduce_start))
 
 
-@fault("… does not scatter-sum it under sequence parallelism", "tp2sp", "module norm, gradient of its output, microbatch 0, backward")
+@fault(
+    "… does not scatter-sum it under sequence parallelism",
+    "tp2sp",
+    "module norm, gradient of its output, microbatch 0, backward",
+)
 def column_gradient_unscattered() -> Any:
-    return patch(linear, "reduce_scatter_start", lambda x, group: (comm.own_part(x, group).clone(), comm.Done()))
+    return patch(
+        linear, "reduce_scatter_start", lambda x, group: (comm.own_part(x, group).clone(), comm.Done())
+    )
 
 
 @fault(
@@ -67,10 +73,18 @@ def row_output_unsummed() -> Any:
 @fault("… sums them twice", "tp2", "module blocks.0.attention.output, its output, microbatch 0, forward")
 def row_output_summed_twice() -> Any:
     once = comm.leave_tensor_parallel
-    return patch(linear, "leave_tensor_parallel", lambda x, group, sequence: once(once(x, group, sequence), group, sequence))
+    return patch(
+        linear,
+        "leave_tensor_parallel",
+        lambda x, group, sequence: once(once(x, group, sequence), group, sequence),
+    )
 
 
-@fault("… over the wrong group (the data ranks)", "tp2dp2", "module blocks.0.attention.output, its output, microbatch 0, forward")
+@fault(
+    "… over the wrong group (the data ranks)",
+    "tp2dp2",
+    "module blocks.0.attention.output, its output, microbatch 0, forward",
+)
 def row_output_summed_over_data() -> Any:
     build = choose.Stage
 
@@ -102,7 +116,9 @@ def tokens_gathered_in_wrong_order() -> Any:
 def bias_added_on_every_rank() -> Any:
     def forward(self: linear.RowLinear, x: Tensor) -> Tensor:
         x = x if self.activation is None else self.activation(x)
-        return comm.leave_tensor_parallel(linear.column_linear(x, self.weight, self.bias, SOLO, False), self.group, self.sequence)
+        return comm.leave_tensor_parallel(
+            linear.column_linear(x, self.weight, self.bias, SOLO, False), self.group, self.sequence
+        )
 
     return patch(linear.RowLinear, "forward", forward)
 
@@ -110,7 +126,8 @@ def bias_added_on_every_rank() -> Any:
 @fault(
     "norm gradients of sequence-parallel ranks are not summed",
     "tp2sp",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first blocks.0.norm1.weight",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
+    "blocks.0.norm1.weight",
 )
 def partial_gradients_unsummed() -> Any:
     return patch(reduce, "all_reduce", lambda x, group: x)
@@ -127,12 +144,21 @@ def head_norm_gradients_unsummed() -> Any:
     return patch(norm, "replicated", lambda group, *, partial: make(group))
 
 
-@fault("the embedding of split vocabulary is not summed", "tp2", "module embedding, its output, microbatch 0, forward")
+@fault(
+    "the embedding of split vocabulary is not summed",
+    "tp2",
+    "module embedding, its output, microbatch 0, forward",
+)
 def embedding_unsummed() -> Any:
     return patch(embedding, "leave_tensor_parallel", lambda x, group, sequence: x)
 
 
-@fault("vocabulary rows are counted by the rounded-down size of a piece", "tp2", "the loss, microbatch 0, forward", "model.vocab_size=65")
+@fault(
+    "vocabulary rows are counted by the rounded-down size of a piece",
+    "tp2",
+    "the loss, microbatch 0, forward",
+    "model.vocab_size=65",
+)
 def vocabulary_offset_rounded_down() -> Any:
     loss = cross_entropy.vocab_parallel_cross_entropy
 
@@ -142,12 +168,15 @@ def vocabulary_offset_rounded_down() -> Any:
     return patch(head, "vocab_parallel_cross_entropy", wrong)
 
 
-@fault("the softmax of the loss runs over a rank's own vocabulary only", "tp2", "the loss, microbatch 0, forward")
+@fault(
+    "the softmax of the loss runs over a rank's own vocabulary only", "tp2", "the loss, microbatch 0, forward"
+)
 def softmax_over_own_vocabulary() -> Any:
     gather = comm.all_gather
 
     def own_sum(x: Tensor, group: Any) -> Tensor:
-        every = gather(x, group)  # [ranks, statistics, tokens], the first of the statistics a rank's logarithm of its sum
+        # [ranks, statistics, tokens], the first of the statistics a rank's logarithm of its sum
+        every = gather(x, group)
         every[:, 0] = torch.where(torch.arange(group.size)[:, None] == group.rank, every[:, 0], -torch.inf)
         return every
 
@@ -177,7 +206,11 @@ def gate_and_up_cut_as_one() -> Any:
     "model.attention=eager",
 )
 def grouped_heads_by_wrong_stride() -> Any:
-    return patch(Tensor, "repeat_interleave", lambda self, n, dim: self.repeat(*(n if d == dim else 1 for d in range(self.dim()))))
+    return patch(
+        Tensor,
+        "repeat_interleave",
+        lambda self, n, dim: self.repeat(*(n if d == dim else 1 for d in range(self.dim()))),
+    )
 
 
 @fault(
@@ -192,7 +225,9 @@ def rope_offset_by_rank() -> Any:
     def rolled(self: Any, device: torch.device) -> None:
         compute_on(self, device)
         rank, ranks = self.group.rank, self.group.size
-        self.rope = tuple(tuple(table.roll(-rank * len(table) // ranks, 0) for table in pair) for pair in self.rope)
+        self.rope = tuple(
+            tuple(table.roll(-rank * len(table) // ranks, 0) for table in pair) for pair in self.rope
+        )
 
     return patch(stage.Stage, "compute_on", rolled)
 
@@ -205,16 +240,27 @@ def rope_offset_by_rank() -> Any:
     "model.base_width=64",
 )
 def fan_in_of_the_shard() -> Any:
-    return patch(parametrization, "fan_ins", lambda shard: [matrix.sizes(shard.local_shape)[2] for matrix in shard.logical_matrices])
+    return patch(
+        parametrization,
+        "fan_ins",
+        lambda shard: [matrix.sizes(shard.local_shape)[2] for matrix in shard.logical_matrices],
+    )
 
 
-@fault("weights are drawn from the rank's own generator", "tp2", "initialisation depends on the layout: first embedding.weight")
+@fault(
+    "weights are drawn from the rank's own generator",
+    "tp2",
+    "initialisation depends on the layout: first embedding.weight",
+)
 def weights_drawn_by_rank() -> Any:
     initialise = step.initialise
 
     def wrong(held: Any, *rest: Any) -> None:
         initialise(
-            {key: (tensor, TensorSlice(box.local_shape, (0,) * tensor.dim(), box.local_shape)) for key, (tensor, box) in held.items()},
+            {
+                key: (tensor, TensorSlice(box.local_shape, (0,) * tensor.dim(), box.local_shape))
+                for key, (tensor, box) in held.items()
+            },
             *rest,
         )
 
@@ -229,7 +275,11 @@ def weights_drawn_by_rank() -> Any:
 )
 def dropout_differs_by_tensor_rank() -> Any:
     dropped = context.Context._dropped
-    return patch(context.Context, "_dropped", lambda self, *rest: dropped(self, *rest[:-1], (*rest[-1], self.group.rank)))
+    return patch(
+        context.Context,
+        "_dropped",
+        lambda self, *rest: dropped(self, *rest[:-1], (*rest[-1], self.group.rank)),
+    )
 
 
 OVER_HEADS = "model.qk_norm=true", "model.qk_norm_heads=all"

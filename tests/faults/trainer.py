@@ -23,7 +23,9 @@ def rate_of_the_step_before() -> Any:
     def right(self: Any, figures: Any, lr: float) -> None:
         report(self, figures, learning_rate(self.config.optim, self.step, self.config.train.steps))
 
-    late = patch(step, "learning_rate", lambda optim, number, steps: learning_rate(optim, max(1, number - 1), steps))
+    late = patch(
+        step, "learning_rate", lambda optim, number, steps: learning_rate(optim, max(1, number - 1), steps)
+    )
     return both(late, patch(trainer.Trainer, "report", right))
 
 
@@ -32,13 +34,22 @@ def warmup_begins_again() -> Any:
     loop = trainer.Trainer.loop
 
     def from_the_start(self: Any, *arguments: Any) -> None:
-        with patch(step, "learning_rate", lambda optim, number, steps: learning_rate(optim, number - self.started, steps)):
+        with patch(
+            step,
+            "learning_rate",
+            lambda optim, number, steps: learning_rate(optim, number - self.started, steps),
+        ):
             loop(self, *arguments)
 
     return patch(trainer.Trainer, "loop", from_the_start)
 
 
-@fault("… is computed one step ahead, and is still there when the run has gone back", "one", "step 4 logs another lr", check="rollback")
+@fault(
+    "… is computed one step ahead, and is still there when the run has gone back",
+    "one",
+    "step 4 logs another lr",
+    check="rollback",
+)
 def rate_computed_ahead() -> Any:
     ahead: list[float] = []
 
@@ -49,12 +60,21 @@ def rate_computed_ahead() -> Any:
     return patch(step, "learning_rate", cached)
 
 
-@fault("a run that goes back keeps the moments of the steps that it leaves", "one", "step 5 logs another loss", check="rollback")
+@fault(
+    "a run that goes back keeps the moments of the steps that it leaves",
+    "one",
+    "step 5 logs another loss",
+    check="rollback",
+)
 def moments_kept_behind_a_rollback() -> Any:
     resume = trainer.Trainer.resume
 
     def kept(self: Any) -> int:
-        moments = {key: tensor.clone() for key, (tensor, _) in self.engine.tensors().items() if not key.startswith("model/")}
+        moments = {
+            key: tensor.clone()
+            for key, (tensor, _) in self.engine.tensors().items()
+            if not key.startswith("model/")
+        }
         step = resume(self)
         for key, (tensor, _) in self.engine.tensors().items():
             if key in moments and moments[key].any():
@@ -64,7 +84,12 @@ def moments_kept_behind_a_rollback() -> Any:
     return patch(trainer.Trainer, "resume", kept)
 
 
-@fault("a run that goes on counts steps that were skipped as updates", "one", "other weights are saved after step 4", check="trained")
+@fault(
+    "a run that goes on counts steps that were skipped as updates",
+    "one",
+    "other weights are saved after step 4",
+    check="trained",
+)
 def skipped_steps_counted_as_updates() -> Any:
     load = NativeEngine.load_state
 
@@ -75,7 +100,10 @@ def skipped_steps_counted_as_updates() -> Any:
 
 
 @fault(
-    "a validation of some batches reads the beginning of the corpus alone", "one", "step 2 logs another validation loss", check="trained"
+    "a validation of some batches reads the beginning of the corpus alone",
+    "one",
+    "step 2 logs another validation loss",
+    check="trained",
 )
 def validation_of_the_beginning() -> Any:
     batches = evaluation.validation_batches

@@ -27,12 +27,16 @@ TRAINING_SHAPES = [(256, 50257), (64, 131072)]
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "smoothed"])
-@pytest.mark.parametrize("shape, ranks", [*((shape, 1) for shape in SHAPES + TRAINING_SHAPES), ((64, 50257), 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape, ranks", [*((shape, 1) for shape in SHAPES + TRAINING_SHAPES), ((64, 50257), 3)], ids=str
+)
 def test_triton_equals_fp64(shape, ranks, options, dtype):
     assert error_against_fp64("triton", "cuda", shape, dtype, options, ranks) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("check", [check_extremes, check_targets_outside, check_in_place, check_scaled_before_rounding])
+@pytest.mark.parametrize(
+    "check", [check_extremes, check_targets_outside, check_in_place, check_scaled_before_rounding]
+)
 def test_corner_cases(check):
     check("cuda")
 
@@ -45,11 +49,15 @@ def test_auto_is_fused_and_bitwise_repeatable():
     assert torch.equal(*losses)
     grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in losses]
     assert torch.equal(*grads)
-    torch.testing.assert_close(losses[0], cross_entropy.cross_entropy(logits * 1, targets, implementation="eager"))
+    torch.testing.assert_close(
+        losses[0], cross_entropy.cross_entropy(logits * 1, targets, implementation="eager")
+    )
 
 
 def test_no_memory_beside_the_logits():
-    """The point of writing the gradient in place: statistics aside, nothing is allocated, forward or backward."""
+    """The point of writing the gradient in place: statistics aside, nothing is
+    allocated, forward or backward.
+    """
     logits = torch.randn(1024, 32768, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
     targets = torch.randint(32768, (1024,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
@@ -59,7 +67,9 @@ def test_no_memory_beside_the_logits():
 
 
 def test_offsets_beyond_32_bits():
-    """More than 2^31 logits, as of 16 sequences of 4096 tokens: 32-bit row offsets would wrap around into other rows."""
+    """More than 2^31 logits, as of 16 sequences of 4096 tokens: 32-bit row offsets
+    would wrap around into other rows.
+    """
     if torch.cuda.mem_get_info()[0] < 7 * 2**30:
         pytest.skip("needs 7 GiB of free GPU memory")
     logits = torch.zeros(66000, 32768, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,6 @@
-"""Attention within documents on a real GPU: PyTorch's kernel for many lengths against the plain formula in fp64."""
+"""Attention within documents on a real GPU: PyTorch's kernel for many lengths
+against the plain formula in fp64.
+"""
 
 from unittest import mock
 
@@ -12,9 +14,12 @@ from tests.unit.test_varlen import ROWS, lengths
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not packed.has_lengths(), reason="this PyTorch has no FlashAttention for many lengths"),
+    pytest.mark.skipif(
+        not packed.has_lengths(), reason="this PyTorch has no FlashAttention for many lengths"
+    ),
 ]
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest number: some roundings of scores, probabilities and results
+# of the largest number: some roundings of scores, probabilities and results
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -29,7 +34,9 @@ def test_one_call_equals_fp64(dtype: torch.dtype, head: int) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_pieces_equal_fp64(dtype: torch.dtype, ranks: int) -> None:
-    """Also where a document, or the whole sequence, reaches over pieces: then parts are merged, and some are calls by themselves."""
+    """Also where a document, or the whole sequence, reaches over pieces: then parts are merged,
+    and some are calls by themselves.
+    """
     for documents in (lengths(2, 2048), ((0, 2048), (0, 300, 2048))):
         assert checks.worst(checks.on_context_ranks(documents, ranks, 64, "cuda", dtype)) < TOLERANCE[dtype]
 
@@ -37,12 +44,20 @@ def test_pieces_equal_fp64(dtype: torch.dtype, ranks: int) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("cudnn", [True, False], ids=["cudnn", "flash"])
 def test_either_kernel_of_one_part_equals_fp64(dtype: torch.dtype, cudnn: bool) -> None:
-    """Whole sequences, whose parts are merged: cuDNN's output and l, and its gradients from merged ones, beside FlashAttention's."""
+    """Whole sequences, whose parts are merged: cuDNN's output and l, and its gradients from merged
+    ones, beside FlashAttention's.
+    """
     q = torch.empty(1, 4, 2048, 64, dtype=dtype, device="cuda")
     if cudnn and not blocks.prefers_cudnn(q, q, q, True, 0.3):
         pytest.skip("PyTorch does not take cuDNN's attention on this GPU")
-    with mock.patch.object(blocks, "prefers_cudnn", lambda *args: cudnn), mock.patch.object(packed, "takes_lengths", lambda q: False):
-        assert checks.worst(checks.on_context_ranks(((0, 2048), (0, 512, 2048)), 2, 64, "cuda", dtype)) < TOLERANCE[dtype]
+    with (
+        mock.patch.object(blocks, "prefers_cudnn", lambda *args: cudnn),
+        mock.patch.object(packed, "takes_lengths", lambda q: False),
+    ):
+        assert (
+            checks.worst(checks.on_context_ranks(((0, 2048), (0, 512, 2048)), 2, 64, "cuda", dtype))
+            < TOLERANCE[dtype]
+        )
 
 
 def test_the_host_does_not_wait() -> None:

@@ -5,7 +5,13 @@ import torch
 
 from megacore.kernels import gelu
 from tests.kernel_checks import TOLERANCE
-from tests.unit.test_gelu_kernel import CASES, SHAPES, check_many_rows_a_program, check_strided_extreme_and_empty, error_against_fp64
+from tests.unit.test_gelu_kernel import (
+    CASES,
+    SHAPES,
+    check_many_rows_a_program,
+    check_strided_extreme_and_empty,
+    error_against_fp64,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

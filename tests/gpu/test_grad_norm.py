@@ -27,7 +27,9 @@ def test_corner_cases():
 
 
 def test_many_elements_and_the_host_does_not_wait():
-    """An error that grows with the number of elements would show here: 2^27 squares of 0.1 in one fp32 sum are off by percents."""
+    """An error that grows with the number of elements would show here: 2^27 squares of 0.1 in
+    one fp32 sum are off by percents.
+    """
     x = torch.full((2**27 + 77,), 0.1, device="cuda")
     operation = grad_norm.SumOfSquares([x])
     exact = x.numel() * x[0].double().item() ** 2

@@ -1,4 +1,6 @@
-"""Products of groups of rows on a real GPU: the interpreter's checks again, at larger sizes, and without a wait of the host."""
+"""Products of groups of rows on a real GPU: the interpreter's checks again, at larger sizes,
+and without a wait of the host.
+"""
 
 import pytest
 import torch
@@ -21,16 +23,25 @@ def test_triton_equals_fp64(counts, size, dtype):
     assert max(errors_against_fp64("triton", "cuda", counts, size, dtype, {})) < TOLERANCE[dtype]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no GPU from Hopper on")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="no GPU from Hopper on",
+)
 def test_auto_takes_pytorchs_own(monkeypatch):
     """In bf16, whose rows begin at multiples of 16 bytes."""
     monkeypatch.setattr(grouped_product, "_product", None)
-    assert max(errors_against_fp64("auto", "cuda", LARGE, (512, 1376), torch.bfloat16, {})) < TOLERANCE[torch.bfloat16]
+    assert (
+        max(errors_against_fp64("auto", "cuda", LARGE, (512, 1376), torch.bfloat16, {}))
+        < TOLERANCE[torch.bfloat16]
+    )
 
 
 def test_the_host_does_not_wait():
     """A step may wait for the device in one place only, where tokens are exchanged."""
-    x, weight = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16), torch.randn(8, 1024, 512, device="cuda", dtype=torch.bfloat16)
+    x, weight = (
+        torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16),
+        torch.randn(8, 1024, 512, device="cuda", dtype=torch.bfloat16),
+    )
     ends = torch.tensor([100, 100, 600, 2000, 2000, 3000, 4096, 4096], device="cuda")
     y = grouped_product.grouped_product(x, weight, ends)  # compiled
     grouped_product.grouped_outer(y, x, ends, torch.float32)

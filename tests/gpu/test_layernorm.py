@@ -20,7 +20,10 @@ TRAINING_SHAPES = [(4099, 64), (1031, 1024), (517, 4096), (257, 8192), (67, 1638
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 def test_triton_equals_fp64(rms, adds, dtype):
     for shape, sizes in CASES + [(shape, {}) for shape in TRAINING_SHAPES]:
-        assert error_against_fp64(rms, adds, "triton", "cuda", shape, dtype, sizes) < 2 * TOLERANCE[dtype], (shape, sizes)
+        assert error_against_fp64(rms, adds, "triton", "cuda", shape, dtype, sizes) < 2 * TOLERANCE[dtype], (
+            shape,
+            sizes,
+        )
 
 
 @pytest.mark.parametrize("check", [check_corner_cases, check_many_shares])
@@ -30,7 +33,9 @@ def test_corner_cases(check):
 
 @pytest.mark.parametrize("features", [128, 4096, 32768])
 def test_auto_is_fused_and_bitwise_repeatable(features):
-    """`auto` must reach the kernels on a GPU, and training's bitwise resume needs every sum to repeat itself."""
+    """`auto` must reach the kernels on a GPU, and training's bitwise resume needs every
+    sum to repeat itself.
+    """
     x = seeded((3001, features), "cuda", torch.bfloat16).requires_grad_()
     weight, bias = (seeded((features,), "cuda", torch.bfloat16, seed=i).requires_grad_() for i in (1, 2))
     grad = seeded((3001, features), "cuda", torch.bfloat16, seed=3)
@@ -53,7 +58,9 @@ def test_offsets_beyond_32_bits():
     weight = torch.ones(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y = layernorm.layer_norm(x, weight)
     assert y[-1, 0] == 1 and y[-1, 1] == -1 and not y[-2].any()
-    (grad,) = torch.autograd.grad(y, x, torch.nn.functional.one_hot(torch.tensor([7], device="cuda"), 4096).to(y.dtype).expand_as(y))
+    (grad,) = torch.autograd.grad(
+        y, x, torch.nn.functional.one_hot(torch.tensor([7], device="cuda"), 4096).to(y.dtype).expand_as(y)
+    )
     assert grad[-1, 7] < 2 < grad[-2, 7]  # 1 / std is 1 in the last row, 316 in the others
 
 

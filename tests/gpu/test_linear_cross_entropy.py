@@ -1,4 +1,6 @@
-"""Fused linear and cross entropy on a real GPU: the interpreter's checks again, and what only a GPU can show."""
+"""Fused linear and cross entropy on a real GPU: the interpreter's checks again, and
+what only a GPU can show.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,13 @@ from megacore.kernels import linear_cross_entropy
 from megacore.kernels.cross_entropy import triton
 from tests.kernel_checks import TOLERANCE
 from tests.unit.test_cross_entropy_kernel import ALL, PLAIN
-from tests.unit.test_linear_cross_entropy_kernel import TOKENS, check_corners, check_fp16, error_against_fp64, error_on_split_vocabulary
+from tests.unit.test_linear_cross_entropy_kernel import (
+    TOKENS,
+    check_corners,
+    check_fp16,
+    error_against_fp64,
+    error_on_split_vocabulary,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -31,7 +39,9 @@ def test_corner_cases():
 
 
 def test_peak_memory_is_a_quarter_of_the_logits():
-    """Beside the gradients of hidden and weight, which the unfused one makes too, the weight's here in fp32."""
+    """Beside the gradients of hidden and weight, which the unfused one makes too, the
+    weight's here in fp32.
+    """
     tokens, features, rows = 8192, 256, 32768
     hidden = torch.randn(tokens, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -40,5 +50,6 @@ def test_peak_memory_is_a_quarter_of_the_logits():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     linear_cross_entropy.linear_cross_entropy(hidden, weight, targets).backward()
-    gradients = (tokens * 2 + rows * (4 + 2)) * features + tokens // 4 * features * 2  # and a chunk's product before it is put in its place
+    # and a chunk's product before it is put in its place
+    gradients = (tokens * 2 + rows * (4 + 2)) * features + tokens // 4 * features * 2
     assert torch.cuda.max_memory_allocated() - before < tokens * rows * 2 / 4 + gradients + 2**20

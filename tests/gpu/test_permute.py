@@ -26,6 +26,9 @@ def test_corner_cases():
 def test_the_same_bits_every_time():
     """Nothing is added by atomics."""
     slots = permute.slots_of(torch.randperm(8 * 512, device="cuda"), 8)
-    rows, weights = torch.randn(8 * 512, 1024, device="cuda", dtype=torch.bfloat16), torch.rand(512, 8, device="cuda")
+    rows, weights = (
+        torch.randn(8 * 512, 1024, device="cuda", dtype=torch.bfloat16),
+        torch.rand(512, 8, device="cuda"),
+    )
     first = permute.combine(rows, slots, weights)
     assert all(torch.equal(permute.combine(rows, slots, weights), first) for _ in range(5))

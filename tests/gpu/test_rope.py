@@ -5,7 +5,14 @@ import torch
 
 from megacore.kernels import rope
 from tests.kernel_checks import TOLERANCE
-from tests.unit.test_rope_kernel import SHAPES, check_nan_and_empty, normed_error, rope_error, rope_qkv_error, tables
+from tests.unit.test_rope_kernel import (
+    SHAPES,
+    check_nan_and_empty,
+    normed_error,
+    rope_error,
+    rope_qkv_error,
+    tables,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -14,7 +21,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 1024, 12, 3, 64), (1, 2048, 8, 6, 128), (2, 333, 5, 4, 80)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (2, 1024, 12, 3, 64), (1, 2048, 8, 6, 128), (2, 333, 5, 4, 80)], ids=str
+)
 def test_triton_equals_fp64(shape, dtype):
     for check in (rope_error, rope_qkv_error, normed_error):
         assert check("triton", "cuda", shape, dtype) < TOLERANCE[dtype], check.__name__

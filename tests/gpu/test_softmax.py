@@ -5,7 +5,13 @@ import torch
 
 from megacore.kernels import softmax
 from tests.kernel_checks import TOLERANCE
-from tests.unit.test_softmax_kernel import CAUSAL, check_extremes, check_nan, check_strided_and_empty, error_against_fp64
+from tests.unit.test_softmax_kernel import (
+    CAUSAL,
+    check_extremes,
+    check_nan,
+    check_strided_and_empty,
+    error_against_fp64,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -36,11 +42,15 @@ def test_auto_is_fused_and_bitwise_repeatable():
 
 
 def test_offsets_beyond_32_bits():
-    """More than 2^31 scores, as at 8 x 32 heads x 4096 x 4096: 32-bit row offsets would wrap around into other rows."""
+    """More than 2^31 scores, as at 8 x 32 heads x 4096 x 4096: 32-bit row offsets
+    would wrap around into other rows.
+    """
     shape = (1, 160, 4096, 4096)
     if torch.cuda.mem_get_info()[0] < 14 * 2**30:
         pytest.skip("needs 14 GiB of free GPU memory")
     scores = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
     scores[0, -1, -1, 5] = 30.0
     probabilities = softmax.causal_softmax(scores, 1.0)
-    assert probabilities[0, -1, -1, 5] == 1 and probabilities[0, -1, -2, 5] == torch.tensor(1 / 4095, dtype=torch.bfloat16)
+    assert probabilities[0, -1, -1, 5] == 1 and probabilities[0, -1, -2, 5] == torch.tensor(
+        1 / 4095, dtype=torch.bfloat16
+    )

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 def test_what_is_saved_is_what_was_there_before_the_update(tmp_path):
-    """The update is queued right behind the save: with nothing to hold it, it would overtake the copy of 1 GiB."""
+    """The update is queued right behind the save: with nothing to hold it, it
+    would overtake the copy of 1 GiB.
+    """
     device = torch.device("cuda")
     whole = torch.randn(2**28, device=device)
     expected = whole.cpu()

@@ -34,7 +34,9 @@ def test_deepspeed_equals_native(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_resume_is_bitwise(tmp_path: Path, compiled: str) -> None:
-    checks.check_resume("cuda", checks.write_config(tmp_path), tmp_path, "train.precision=bf16", f"train.compile={compiled}")
+    checks.check_resume(
+        "cuda", checks.write_config(tmp_path), tmp_path, "train.precision=bf16", f"train.compile={compiled}"
+    )
 
 
 def test_text_is_that_of_the_cpu(tmp_path: Path) -> None:

@@ -15,14 +15,22 @@ from tests.strict.runs import Runs
 def main(argv: list[str]) -> int:
     """Prints a line for each layout and mistake; returns the exit status."""
     parser = Parser("python -m tests.strict", tests.strict.__doc__)
-    parser.add_argument("--seeds", type=int, nargs=3, default=(1, 2, 3), metavar="S", help="with own queues, 8 and 1 (1 2 3)")
-    parser.add_argument("--only", nargs="+", metavar="LAYOUT", help="some layouts, such as pp4 or cp2, and no mistakes")
+    parser.add_argument(
+        "--seeds", type=int, nargs=3, default=(1, 2, 3), metavar="S", help="with own queues, 8 and 1 (1 2 3)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="LAYOUT", help="some layouts, such as pp4 or cp2, and no mistakes"
+    )
     parser.add_argument("--mistakes", action="store_true", help="the mistakes alone")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     args = parser.parse_args(argv)
     if args.write and (args.only or args.mistakes):
         raise ConfigError("--write", "writes what was found of all", "--write alone")
-    chosen = [case for case in CASES if not args.mistakes and (not args.only or case.layout.partition("@")[0] in args.only)]
+    chosen = [
+        case
+        for case in CASES
+        if not args.mistakes and (not args.only or case.layout.partition("@")[0] in args.only)
+    ]
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder))
@@ -31,12 +39,19 @@ def main(argv: list[str]) -> int:
             for case in chosen:
                 layouts[case.name] = run_case(runs, case, args.seeds)
                 wrong += any(layouts[case.name])
-                print(f"{case.name}: {', '.join(verdict or 'equal' for verdict in layouts[case.name])}", flush=True)
+                print(
+                    f"{case.name}: {', '.join(verdict or 'equal' for verdict in layouts[case.name])}",
+                    flush=True,
+                )
             for plant in [] if args.only else PLANTS:
                 mistakes[plant.mistake] = over_gloo, said = run_plant(runs, plant)
                 wrong += plant.found not in said
                 passed = sum(not verdict for verdict in over_gloo)
-                print(f"{plant.mistake}: equal over gloo {passed} times of {len(over_gloo)}; {said or 'NOT FOUND'}", flush=True)
+                print(
+                    f"{plant.mistake}: equal over gloo {passed} times of {len(over_gloo)}; "
+                    f"{said or 'NOT FOUND'}",
+                    flush=True,
+                )
         finally:
             runs.close()
     if args.write:

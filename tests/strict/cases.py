@@ -1,18 +1,24 @@
-"""The layouts that run over a strict wire: every engine but DeepSpeed, every schedule, each context method, sums, generation."""
+"""The layouts that run over a strict wire: every engine but DeepSpeed, every schedule, each
+context method, sums, generation.
+"""
 
 from megacore.config.parallel import CHUNKS
 from tests.strict.runs import Case
 
 HOSTS = "engine.reduce_levels=2"
 SHARD, FSDP = "engine.shard_optimizer=true", "engine.kind=fsdp"
-NARROW = ("engine.reduce_dtype=bf16", "train.precision=fp32")  # which fp64 refuses: over gloo it must be the same to 1e-9
+# which fp64 refuses: over gloo it must be the same to 1e-9
+NARROW = ("engine.reduce_dtype=bf16", "train.precision=fp32")
 DOCUMENTS = "data.document_mask=true"
 SHALLOW = "model.num_layers=2"  # where ranks meet often in each layer
 UNTIED = "model.tie_embeddings=false"
 # Sums that travel compressed: without loss as one process, rounded as over gloo.
 EXACT_BLOCKS = 'engine.compression={"kind":"int8","block":64,"rounding":"none"}'
 FULL_RANK = 'engine.compression={"kind":"low_rank","rank":null}'
-INT8, LOW_RANK = 'engine.compression={"kind":"int8","block":64}', 'engine.compression={"kind":"low_rank","rank":2}'
+INT8, LOW_RANK = (
+    'engine.compression={"kind":"int8","block":64}',
+    'engine.compression={"kind":"low_rank","rank":2}',
+)
 FP32 = "train.precision=fp32"
 
 CASES = [

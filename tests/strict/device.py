@@ -1,4 +1,6 @@
-"""A rank's device: communicators, each of which runs its operations in order in a thread of its own, and the queues that they share."""
+"""A rank's device: communicators, each of which runs its operations in order in a thread of its own,
+and the queues that they share.
+"""
 
 import queue
 import random
@@ -23,7 +25,9 @@ class Rules:
     seed: int = 0
     queues: int | None = None  # hardware queues of a rank; None: as many as it needs
     pairs: bool = (
-        True  # two ranks that send and receive have a communicator; else, as PyTorch does where it connects early, a group has one
+        # two ranks that send and receive have a communicator; else, as PyTorch does where it connects early,
+        # a group has one
+        True
     )
     delay: float = 0.002  # seconds at most, drawn for each operation, before it starts
     lag: float = 0.02  # seconds at most, drawn likewise, until its input is read though nobody waits for it
@@ -65,7 +69,10 @@ class Operation:
 
     def __str__(self) -> str:
         header = self.header
-        return f"{header['operation']} number {header['number']} of {header['count']} × {header['dtype']} at {self.site}"
+        return (
+            f"{header['operation']} number {header['number']} of {header['count']} × {header['dtype']} "
+            f"at {self.site}"
+        )
 
 
 class Communicator:
@@ -75,7 +82,9 @@ class Communicator:
         self.device, self.name, self.gloo, self.tag = device, name, gloo, tag
         self.queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self.pending: deque[Operation] = deque()  # which are not done
-        self.random = random.Random(f"{device.rules.seed}/{dist.get_rank() if dist.is_initialized() else gloo.rank}/{name}")
+        self.random = random.Random(
+            f"{device.rules.seed}/{dist.get_rank() if dist.is_initialized() else gloo.rank}/{name}"
+        )
         self.hardware = device.join(self)
         threading.Thread(target=self.serve, daemon=True, name=f"strict {name}").start()
 
@@ -97,10 +106,18 @@ class Communicator:
             try:
                 time.sleep(self.random.uniform(0.0, rules.delay))
                 self.start(operation)
-                agree(self.gloo, self.tag, operation.header, operation.peers, f"over {self.name}, at {operation.site}")
+                agree(
+                    self.gloo,
+                    self.tag,
+                    operation.header,
+                    operation.peers,
+                    f"over {self.name}, at {operation.site}",
+                )
                 self.device.wait(lambda op=operation: op.wanted, self.random.uniform(0.0, rules.lag))
                 with torch.no_grad():
-                    arrived = swap(self.gloo, self.tag, operation.outgoing(operation.inputs), operation.incoming)
+                    arrived = swap(
+                        self.gloo, self.tag, operation.outgoing(operation.inputs), operation.incoming
+                    )
                     operation.results = operation.combine(arrived)
             except BaseException as error:
                 self.device.fail(self, operation, error)
@@ -113,7 +130,9 @@ class Communicator:
                 self.device.changed.notify_all()
 
     def start(self, operation: Operation) -> None:
-        """Returns when all before it in its hardware queue have started and, if queues are shared, it is its turn among collectives."""
+        """Returns when all before it in its hardware queue have started and, if queues are shared, it
+        is its turn among collectives.
+        """
         shared, device = self.device.rules.queues is not None, self.device
 
         def free() -> bool:
@@ -137,7 +156,8 @@ class Device:
         self.failure: str | None = None
         self.communicators: list[Communicator] = []
         self.queues: list[deque[Operation]] = []  # hardware queues: operations that have not started
-        self.turns: deque[Operation] = deque()  # collectives that are not done, in the order in which they were enqueued
+        # collectives that are not done, in the order in which they were enqueued
+        self.turns: deque[Operation] = deque()
 
     def join(self, communicator: Communicator) -> deque[Operation]:
         """Gives a new communicator its hardware queue."""
@@ -149,7 +169,10 @@ class Device:
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Whether something comes true in time, or fails."""
         with self.changed:
-            return self.changed.wait_for(lambda: ready() or self.failure is not None, seconds) and self.failure is None
+            return (
+                self.changed.wait_for(lambda: ready() or self.failure is not None, seconds)
+                and self.failure is None
+            )
 
     def complain(self) -> None:
         """Raises what went wrong in any communicator."""
@@ -159,10 +182,20 @@ class Device:
     def fail(self, communicator: Communicator, operation: Operation, error: BaseException) -> None:
         """Notes the first failure, with what this rank is at."""
         with self.changed:
-            heads = [f"{c.name}: {c.pending[0]}{'' if c.pending[0].started else ' (not started)'}" for c in self.communicators if c.pending]
+            heads = [
+                f"{c.name}: {c.pending[0]}{'' if c.pending[0].started else ' (not started)'}"
+                for c in self.communicators
+                if c.pending
+            ]
             if self.failure is None:
-                said = str(error) if isinstance(error, Mismatch) else f"{operation} over {communicator.name} waits in vain ({error})"
-                self.failure = f"strict: {said}" + ("" if isinstance(error, Mismatch) else f"; at the heads: {'; '.join(heads)}")
+                said = (
+                    str(error)
+                    if isinstance(error, Mismatch)
+                    else f"{operation} over {communicator.name} waits in vain ({error})"
+                )
+                self.failure = f"strict: {said}" + (
+                    "" if isinstance(error, Mismatch) else f"; at the heads: {'; '.join(heads)}"
+                )
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -204,7 +237,9 @@ class Handle(dist.Work):  # type: ignore[misc]
 def alias(x: Tensor) -> Tensor:
     """A view of the same memory that autograd does not know: a device writes without telling it."""
     with torch.no_grad(), torch.inference_mode(False):
-        return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+        return torch.empty(0, dtype=x.dtype).set_(
+            x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+        )  # type: ignore[call-overload]
 
 
 def clone(x: Tensor) -> Tensor:

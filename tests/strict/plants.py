@@ -1,4 +1,6 @@
-"""Mistakes that gloo forgives, each a context manager that changes the code of a running process, and where each shows."""
+"""Mistakes that gloo forgives, each a context manager that changes the code of a running
+process, and where each shows.
+"""
 
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -54,13 +56,16 @@ def missing_wait() -> Any:
 
 
 def buffer_reused() -> Any:
-    """From the second step on, a rank sends from six buffers in turn, and lets eight messages be under way."""
+    """From the second step on, a rank sends from six buffers in turn, and lets eight
+    messages be under way.
+    """
     rings: dict[tuple[int, torch.Size], Any] = {}
     send = wire.Communicator.send
 
     def reuse(self: Any, x: Tensor, peer: int) -> Any:
         if (peer, x.shape) not in rings:
-            first = [torch.empty_like(x) for _ in range(2 * BATCH // MICRO_BATCH)]  # of a step and its validation
+            # of a step and its validation
+            first = [torch.empty_like(x) for _ in range(2 * BATCH // MICRO_BATCH)]
             rings[peer, x.shape] = chain(first, cycle([torch.empty_like(x) for _ in range(6)]))
         return send(self, next(rings[peer, x.shape]).copy_(x), peer)
 
@@ -112,7 +117,9 @@ def one_communicator() -> Any:
 
 
 def downward_behind_tied() -> Any:
-    """As it was: NCCL's pipelines had a second group, and their middle ranks had made one group less than the ends before it."""
+    """As it was: NCCL's pipelines had a second group, and their middle ranks had made one
+    group less than the ends before it.
+    """
     create, holders, connect = Mesh._communicator, Mesh._holders, Mesh._connect_stages
 
     def fewer(self: Any, name: str, ranks: tuple[int, ...]) -> Any:
@@ -165,12 +172,42 @@ def both(*plants: AbstractContextManager[Any]) -> Any:
 
 PLANTS = [
     Plant("a sum that is not waited for, because a later one is", missing_wait, Case("dp2"), "NaN"),
-    Plant("a buffer that is filled again while it is being sent", buffer_reused, Case("pp2@gpipe"), "off by", replace(RULES, lag=0.1)),
-    Plant("two collectives of different communicators, swapped on one rank", collectives_swapped,
-          Case("cp2dp2", ("parallel.context_method=gather",)), "in vain", replace(RULES, queues=8)),
-    Plant("a receive ahead of a send in one communicator", one_communicator, Case("pp2"), "differing in operation"),
-    Plant("a pipeline's second group, made when its middle ranks have made one group less", downward_behind_tied,
-          Case("pp3"), "by one name"),
-    Plant("a gather that a validation does not wait for", gather_before_evaluation, Case("dp2", ("engine.shard_optimizer=true",)), "NaN"),
-    Plant("a bucket's sum that one rank begins one gradient early, in one step", bucket_begun_early, Case("dp2"), "off by"),
-]  # fmt: skip
+    Plant(
+        "a buffer that is filled again while it is being sent",
+        buffer_reused,
+        Case("pp2@gpipe"),
+        "off by",
+        replace(RULES, lag=0.1),
+    ),
+    Plant(
+        "two collectives of different communicators, swapped on one rank",
+        collectives_swapped,
+        Case("cp2dp2", ("parallel.context_method=gather",)),
+        "in vain",
+        replace(RULES, queues=8),
+    ),
+    Plant(
+        "a receive ahead of a send in one communicator",
+        one_communicator,
+        Case("pp2"),
+        "differing in operation",
+    ),
+    Plant(
+        "a pipeline's second group, made when its middle ranks have made one group less",
+        downward_behind_tied,
+        Case("pp3"),
+        "by one name",
+    ),
+    Plant(
+        "a gather that a validation does not wait for",
+        gather_before_evaluation,
+        Case("dp2", ("engine.shard_optimizer=true",)),
+        "NaN",
+    ),
+    Plant(
+        "a bucket's sum that one rank begins one gradient early, in one step",
+        bucket_begun_early,
+        Case("dp2"),
+        "off by",
+    ),
+]

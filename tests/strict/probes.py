@@ -35,7 +35,9 @@ def right() -> list[float]:
     message = torch.zeros(4)
     (dist.irecv(message, 0) if rank else dist.isend(number(2.0), 1)).wait()
     batch = torch.zeros(4)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, number(3.0), 1 - rank), dist.P2POp(dist.irecv, batch, 1 - rank)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, number(3.0), 1 - rank), dist.P2POp(dist.irecv, batch, 1 - rank)]
+    ):
         work.wait()
     dist.barrier()
     return torch.cat([x, found, part, exchanged, uneven, given, message, batch]).tolist()
@@ -109,7 +111,13 @@ def probe(program: Callable[[], Any], rules: Rules | None) -> Any:
     place, timeout = place_from_environment(), timedelta(seconds=20)
     with strict(rules) if rules else nullcontext():
         store = meet(place, timeout)
-        dist.init_process_group(NAME if rules else "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        dist.init_process_group(
+            NAME if rules else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
         try:
             return program()
         except RuntimeError as error:

@@ -71,15 +71,28 @@ class StrictGroup(dist.ProcessGroup):
         for x in (*inputs, *outputs):
             assert x.device.type == "cpu" and x.is_contiguous(), "NCCL takes contiguous tensors"
         pair = f"{min(self.own, peer)}:{max(self.own, peer)}" if peer is not None else "group"
-        communicator = self.communicator(pair if self.device.rules.pairs else "group", PAIR if peer is not None else GROUP)
+        communicator = self.communicator(
+            pair if self.device.rules.pairs else "group", PAIR if peer is not None else GROUP
+        )
         self.numbers[pair] = self.numbers.get(pair, 0) + 1
         first, site = (*inputs, *outputs, torch.empty(0))[0], site_of_call()
-        known = {"operation": operation, "number": self.numbers[pair], "count": first.numel(), "dtype": str(first.dtype)[6:]}
+        known = {
+            "operation": operation,
+            "number": self.numbers[pair],
+            "count": first.numel(),
+            "dtype": str(first.dtype)[6:],
+        }
         known |= header if peer is not None else header | {"line": site}
         if "sends" in header:
             del known["count"]
-        peers = [peer] if peer is not None else [p for p in range(self.members) if operation != "messages" or p in self._partners(header)]
-        made = Operation(known, peers, list(inputs), list(outputs), outgoing, incoming, combine, site, peer is None)
+        peers = (
+            [peer]
+            if peer is not None
+            else [p for p in range(self.members) if operation != "messages" or p in self._partners(header)]
+        )
+        made = Operation(
+            known, peers, list(inputs), list(outputs), outgoing, incoming, combine, site, peer is None
+        )
         return communicator.enqueue(made)
 
     def _partners(self, header: dict[str, Any]) -> list[int]:
@@ -124,7 +137,9 @@ class StrictGroup(dist.ProcessGroup):
             lambda parts: [self._reduce(parts, opts.reduceOp)], reduction=index_of(opts.reduceOp),
         )  # fmt: skip
 
-    def all_to_all_single(self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None) -> Handle:
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
+    ) -> Handle:
         """A part for each rank, and one from each."""
         sends, receives = ([n * (t[0].numel() if len(t) else 0) for n in splits] or [t.numel() // self.members] * self.members
                            for splits, t in ((in_splits, x), (out_splits, out)))  # fmt: skip
@@ -148,13 +163,17 @@ class StrictGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Handle:
         """From one rank."""
-        return self.enqueue("receive", [], tensors, lambda _: {}, {peer: tensors[0]}, lambda parts: [parts[peer]], peer)
+        return self.enqueue(
+            "receive", [], tensors, lambda _: {}, {peer: tensors[0]}, lambda parts: [parts[peer]], peer
+        )
 
     def batch(self, operations: Sequence[dist.P2POp]) -> Handle:
         """Messages to and from several ranks as one operation of the group's communicator; at most one each way between two ranks."""
         sent = {op.group_peer: op.tensor for op in operations if op.op is dist.isend}
         received = {op.group_peer: op.tensor for op in operations if op.op is not dist.isend}
-        sends, receives = ([t[rank].numel() if rank in t else 0 for rank in self.all] for t in (sent, received))
+        sends, receives = (
+            [t[rank].numel() if rank in t else 0 for rank in self.all] for t in (sent, received)
+        )
         return self.enqueue(
             "messages", list(sent.values()), list(received.values()), lambda i: dict(zip(sent, i, strict=True)), received,
             lambda parts: [parts[rank] for rank in received], sends=sends, receives=receives,

@@ -16,23 +16,36 @@ TIMES = 5  # a mistake runs over gloo
 
 def run_case(runs: Runs, case: Case, seeds: Sequence[int]) -> list[str]:
     """What is wrong with a layout, by seed; empty where nothing is."""
-    return [runs.verdict(case, Rules(seed=seed, queues=QUEUES[i % len(QUEUES)])) for i, seed in enumerate(seeds)]
+    return [
+        runs.verdict(case, Rules(seed=seed, queues=QUEUES[i % len(QUEUES)])) for i, seed in enumerate(seeds)
+    ]
 
 
 def run_plant(runs: Runs, plant: Plant) -> tuple[list[str], str]:
     """What is wrong with a run that has a mistake: over gloo, several times, and over a strict wire."""
-    return [runs.verdict(plant.case, None, plant.path) for _ in range(TIMES)], runs.verdict(plant.case, plant.rules, plant.path)
+    return [runs.verdict(plant.case, None, plant.path) for _ in range(TIMES)], runs.verdict(
+        plant.case, plant.rules, plant.path
+    )
 
 
 def document(layouts: dict[str, list[str]], mistakes: dict[str, tuple[list[str], str]]) -> str:
     """docs/strict_wire.md, from the verdicts."""
-    rows = [f"| {case.name} | {against(case)} | {' | '.join(v or 'equal' for v in layouts[case.name])} |" for case in CASES]
+    rows = [
+        f"| {case.name} | {against(case)} | {' | '.join(v or 'equal' for v in layouts[case.name])} |"
+        for case in CASES
+    ]
     found = []
     for plant in PLANTS:
         over_gloo, strict = mistakes[plant.mistake]
         passed = sum(not verdict for verdict in over_gloo)
         found.append(f"| {plant.mistake} | {plant.case.name} | {passed} of {len(over_gloo)} | {strict} |")
-    return HEAD + "\n".join(rows) + MISTAKES.format(times=TIMES) + "\n".join(found) + f"\n\n{FOOT.format(machine=machine())}"
+    return (
+        HEAD
+        + "\n".join(rows)
+        + MISTAKES.format(times=TIMES)
+        + "\n".join(found)
+        + f"\n\n{FOOT.format(machine=machine())}"
+    )
 
 
 def against(case: Case) -> str:
@@ -94,7 +107,7 @@ In two of them all messages of a group share a communicator, as PyTorch has it w
 
 | layout | compared with | seed 1 | seed 2, 8 queues | seed 3, 1 queue |
 |---|---|---|---|---|
-"""
+"""  # noqa: E501
 MISTAKES = """
 
 ## Mistakes

@@ -53,7 +53,10 @@ class Case:
     @property
     def name(self) -> str:
         """The layout, and what goes with it, in a few words."""
-        words = [override.partition(".")[2].replace("kind=", "").replace("=true", "") for override in self.overrides]
+        words = [
+            override.partition(".")[2].replace("kind=", "").replace("=true", "")
+            for override in self.overrides
+        ]
         return ", ".join([self.layout, *words, *(["generation"] if self.generates else [])])
 
 
@@ -95,7 +98,17 @@ class Runs:
         overrides = [*layout.overrides(), *case.overrides, "parallel.shared_memory=false"]
         out = self.folder / "run"
         shutil.rmtree(out, ignore_errors=True)
-        return self.pool.run(layout.world, on_a_rank, function, self.config, overrides, str(out), layout.size("tensor"), rules, plant)[0]
+        return self.pool.run(
+            layout.world,
+            on_a_rank,
+            function,
+            self.config,
+            overrides,
+            str(out),
+            layout.size("tensor"),
+            rules,
+            plant,
+        )[0]
 
     def expected(self, case: Case) -> Outcome:
         """What a case is compared with."""
@@ -114,7 +127,9 @@ class Runs:
         except (RankError, RankTimeout) as error:
             return str(error).strip().splitlines()[-1].removeprefix("RuntimeError: ")
         if case.against == "one":  # which keeps nothing for compressed sums
-            plain = {name: x for name, x in found.tensors.items() if not name.partition(", ")[2].startswith(STATE)}
+            plain = {
+                name: x for name, x in found.tensors.items() if not name.partition(", ")[2].startswith(STATE)
+            }
             found = Outcome(found.figures, plain)
         return difference(found, expected)
 
@@ -124,7 +139,10 @@ def difference(found: Outcome, expected: Outcome) -> str:
     if found.tensors.keys() != expected.tensors.keys() or found.figures.keys() != expected.figures.keys():
         return "other tensors or figures"
     apart = {name: abs(found.figures[name] - x) / (abs(x) or 1.0) for name, x in expected.figures.items()}
-    apart |= {name: float((found.tensors[name] - x).norm() / (x.norm() or 1.0)) for name, x in expected.tensors.items()}
+    apart |= {
+        name: float((found.tensors[name] - x).norm() / (x.norm() or 1.0))
+        for name, x in expected.tensors.items()
+    }
     wrong = next((name for name, off in apart.items() if not off <= TOLERANCE), None)
     if wrong is None:
         return ""
@@ -132,7 +150,13 @@ def difference(found: Outcome, expected: Outcome) -> str:
 
 
 def on_a_rank(
-    function: Callable[..., Any], config: str, overrides: list[str], out: str, tensor: int, rules: Rules | None, plant: str | None
+    function: Callable[..., Any],
+    config: str,
+    overrides: list[str],
+    out: str,
+    tensor: int,
+    rules: Rules | None,
+    plant: str | None,
 ) -> Any:
     """A rank's part of a run. Ranks take turns on two hosts, those of one tensor group together."""
     os.environ["MEGACORE_HOST"] = f"host {place_from_environment().rank // tensor % 2}"
@@ -147,14 +171,21 @@ def train(config: str, overrides: list[str], out: str) -> Outcome | None:
     if place_from_environment().rank:
         return None
     kinds = ("loss", "grad_norm", "valid_loss")
-    logged = {f"{key} of step {line['step']}": line[key] for line in training.lines(out) for key in kinds if key in line}
+    logged = {
+        f"{key} of step {line['step']}": line[key]
+        for line in training.lines(out)
+        for key in kinds
+        if key in line
+    }
     figures = {name: math.nan if value is None else value for name, value in logged.items()}
     tensors = {}
     for path in checkpoints_in(Path(out) / "checkpoints"):
         reader = Reader(path)
         for name in reader.names:
             shape = tuple(reader.manifest.tensors[name].shape)
-            tensors[f"step {reader.step}, {name}"] = reader.read(name, TensorSlice(shape, (0,) * len(shape), shape))
+            tensors[f"step {reader.step}, {name}"] = reader.read(
+                name, TensorSlice(shape, (0,) * len(shape), shape)
+            )
     return Outcome(figures, tensors)
 
 
@@ -166,6 +197,8 @@ def generate(config_path: str, overrides: list[str], out: str) -> Outcome:
     held = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     stages = [Stage(config, layers, mesh, mesh.device).eval() for layers in held]
     decoder, sampler = Decoder(stages, mesh), Sampler(0.0, 1, 1.0, 0, config.model.vocab_size)
-    tokens = [token for prompt in ([1, 2, 3], list(range(13))) for token in decoder.generate(prompt, 8, sampler)]
+    tokens = [
+        token for prompt in ([1, 2, 3], list(range(13))) for token in decoder.generate(prompt, 8, sampler)
+    ]
     mesh.close()
     return Outcome({f"token {i}": float(token) for i, token in enumerate(tokens)}, {})

@@ -1,4 +1,6 @@
-"""AdamW against its formulas in fp64, through Triton's interpreter; tests/gpu runs the same checks on a GPU."""
+"""AdamW against its formulas in fp64, through Triton's interpreter; tests/gpu runs the
+same checks on a GPU.
+"""
 
 from itertools import product
 from typing import Any
@@ -8,9 +10,17 @@ import torch
 from torch import Tensor
 
 from megacore.kernels import adamw
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
-SIZES = [(5,), (7, 3), (0,), (adamw.BLOCK,), (1,), (adamw.BLOCK + 13,)]  # less than a block, none, one, and one with a rest
+# less than a block, none, one, and one with a rest
+SIZES = [(5,), (7, 3), (0,), (adamw.BLOCK,), (1,), (adamw.BLOCK + 13,)]
 DECAYS = [0.1, 0.0, 0.3, 0.2, 0.1, 0.0]
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-6
 RATES = [3e-2, 1e-2, 2e-2]
@@ -21,23 +31,42 @@ def tensors(device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> l
     return [seeded(size, device, dtype, seed=seed) for size in SIZES]
 
 
-def optimizer(implementation: str, masters: list[Tensor], gradients: list[Tensor], copies: list[Tensor] | None = None) -> adamw.AdamW:
+def optimizer(
+    implementation: str, masters: list[Tensor], gradients: list[Tensor], copies: list[Tensor] | None = None
+) -> adamw.AdamW:
     """Moments that begin as those of a run under way, second moments positive."""
     first, second = (tensors(str(masters[0].device), masters[0].dtype, seed) for seed in (1, 2))
     for v in second:
         v.square_()
     state = (masters, gradients, first, second)
-    return adamw.AdamW(*state, weight_decay=DECAYS, beta1=BETA1, beta2=BETA2, eps=EPS, copies=copies, implementation=implementation)  # type: ignore[arg-type]
+    return adamw.AdamW(
+        *state,
+        weight_decay=DECAYS,
+        beta1=BETA1,
+        beta2=BETA2,
+        eps=EPS,
+        copies=copies,
+        implementation=implementation,
+    )  # type: ignore[arg-type]
 
 
 def error_against_fp64(
-    implementation: str, device: str, dtype: torch.dtype, scale: float | None = 3.0, wide: torch.dtype = torch.float32
+    implementation: str,
+    device: str,
+    dtype: torch.dtype,
+    scale: float | None = 3.0,
+    wide: torch.dtype = torch.float32,
 ) -> float:
-    """Largest error of masters and moments after three steps, relative to the largest value of each; the second step is skipped."""
+    """Largest error of masters and moments after three steps, relative to the largest value of
+    each; the second step is skipped.
+    """
     masters, copies = tensors(device, wide), tensors(device, torch.bfloat16)
     gradients = [seeded(size, device, dtype, seed=3) for size in SIZES]
     optim = optimizer(implementation, masters, gradients, copies)
-    exact = [[t.double().clone() for t in column] for column in (masters, optim.first_moments, optim.second_moments)]
+    exact = [
+        [t.double().clone() for t in column]
+        for column in (masters, optim.first_moments, optim.second_moments)
+    ]
     finite = [g.clone() for g in gradients]
     for number, lr in enumerate(RATES):
         skipped = number == 1
@@ -55,20 +84,36 @@ def error_against_fp64(
             p.copy_((1 - lr * decay) * p - lr * (m / (1 - BETA1**t)) / ((v / (1 - BETA2**t)).sqrt() + EPS))
     others = [relative_error(optim.updates, torch.tensor(2.0))]
     rounding = INTERPRETED_TOLERANCE[torch.bfloat16]
-    others += [max(relative_error(copy, master) - rounding, 0.0) for copy, master in zip(copies, masters, strict=True)]
+    others += [
+        max(relative_error(copy, master) - rounding, 0.0)
+        for copy, master in zip(copies, masters, strict=True)
+    ]
     got = (masters, optim.first_moments, optim.second_moments)
-    return max(*others, *(relative_error(a, b) for columns in zip(got, exact, strict=True) for a, b in zip(*columns, strict=True)))
+    return max(
+        *others,
+        *(
+            relative_error(a, b)
+            for columns in zip(got, exact, strict=True)
+            for a, b in zip(*columns, strict=True)
+        ),
+    )
 
 
 def check_first_update(device: str) -> None:
-    """From moments of zero, the first update is lr times the gradient's sign: 1 - b2 in fp32 alone would be off by 1e-5.
+    """From moments of zero, the first update is lr times the gradient's sign: 1 - b2 in
+    fp32 alone would be off by 1e-5.
 
     A decay rate of 0 is a legal one: its logarithm is not.
     """
     for implementation, betas in product(("triton", "eager"), ((0.9, 0.9999), (0.0, 0.9999), (0.9, 0.0))):
         master, gradient = (torch.zeros(3, device=device), torch.tensor([2.0, -0.5, 1e-3], device=device))
         zeros = [torch.zeros(3, device=device) for _ in range(2)]
-        settings: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": 0.0, "implementation": implementation}
+        settings: dict[str, Any] = {
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "eps": 0.0,
+            "implementation": implementation,
+        }
         optim = adamw.AdamW([master], [gradient], *([z] for z in zeros), weight_decay=0.0, **settings)
         optim.step(0.25)
         assert relative_error(master, torch.tensor([-0.25, 0.25, -0.25])) < 1e-6 and optim.updates == 1
@@ -80,11 +125,15 @@ def check_unaligned(device: str) -> None:
     for first in (0, 1):
         wholes = [torch.ones(32, device=device) for _ in range(4)]
         columns = [[whole[first : first + 17]] for whole in wholes]
-        optim = adamw.AdamW(*columns, weight_decay=0.1, beta1=BETA1, beta2=BETA2, eps=EPS, implementation="triton")  # type: ignore[misc]
+        optim = adamw.AdamW(
+            *columns, weight_decay=0.1, beta1=BETA1, beta2=BETA2, eps=EPS, implementation="triton"
+        )  # type: ignore[misc]
         assert optim.table is not None and optim.table.aligned is (first == 0)
         optim.step(0.1)
         results.append(columns[0][0].clone())
-        assert wholes[0][:first].tolist() == [1.0] * first and wholes[0][first + 17 :].tolist() == [1.0] * (15 - first)
+        assert wholes[0][:first].tolist() == [1.0] * first and wholes[0][first + 17 :].tolist() == [1.0] * (
+            15 - first
+        )
     assert torch.equal(*results)
 
 
@@ -114,8 +163,15 @@ def test_eager_keeps_fp64():
 def test_skipped_first_step_leaves_no_nan():
     """Before the first update there is no bias to correct, only 0 / 0."""
     master = torch.ones(3)
-    columns = [[master], [torch.full((3,), float("nan"), dtype=torch.bfloat16)], [torch.zeros(3)], [torch.zeros(3)]]
-    adamw.AdamW(*columns, weight_decay=0.1, beta1=BETA1, beta2=BETA2, eps=EPS).step(0.1, None, torch.tensor(1.0))
+    columns = [
+        [master],
+        [torch.full((3,), float("nan"), dtype=torch.bfloat16)],
+        [torch.zeros(3)],
+        [torch.zeros(3)],
+    ]
+    adamw.AdamW(*columns, weight_decay=0.1, beta1=BETA1, beta2=BETA2, eps=EPS).step(
+        0.1, None, torch.tensor(1.0)
+    )
     assert master.tolist() == [1.0] * 3
 
 
@@ -134,7 +190,9 @@ FAULTS = {
 @needs_triton
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(interpreted, fault):
-    error = interpreted(with_fault, "adamw", *FAULTS[fault], error_against_fp64, "triton", "cpu", torch.float32)
+    error = interpreted(
+        with_fault, "adamw", *FAULTS[fault], error_against_fp64, "triton", "cpu", torch.float32
+    )
     assert error > TOLERANCE[torch.float32]
 
 
@@ -147,14 +205,24 @@ REFUSALS = {
     "first_moments are torch.bfloat16": lambda p: {"first_moments": [p.bfloat16()]},
     "copies are torch.float32": lambda p: {"copies": [p]},
     "weight_decay has 2 numbers": lambda p: {"weight_decay": [0.1, 0.2]},
-    "masters is torch.float64|not installed": lambda p: {name: [p.double()] for name in ("masters", "first_moments", "second_moments")},
+    "masters is torch.float64|not installed": lambda p: {
+        name: [p.double()] for name in ("masters", "first_moments", "second_moments")
+    },
 }
 
 
 @pytest.mark.parametrize("message", REFUSALS)
 def test_refusals(message):
     p = torch.zeros(4)
-    arguments = {name: [p] for name in ("masters", "gradients", "first_moments", "second_moments")} | REFUSALS[message](p)
+    arguments = {
+        name: [p] for name in ("masters", "gradients", "first_moments", "second_moments")
+    } | REFUSALS[message](p)
     implementation = "triton" if "installed" in message else "auto"
     with pytest.raises(ValueError, match=message):
-        adamw.AdamW(**{"weight_decay": 0.1, **arguments}, beta1=0.9, beta2=0.95, eps=1e-8, implementation=implementation)
+        adamw.AdamW(
+            **{"weight_decay": 0.1, **arguments},
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            implementation=implementation,
+        )

@@ -23,7 +23,9 @@ def configure(tmp_path: Path) -> Configure:
     return configuring(tmp_path)
 
 
-def after_a_bad_step(configure: Configure, precision: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def after_a_bad_step(
+    configure: Configure, precision: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Averages before a step that is skipped, and behind it."""
     stage, engine = engine_of(configure(f"optim.ema=0.5 train.precision={precision}"))
     for scale in (1.0, 2.0):
@@ -37,7 +39,9 @@ def after_a_bad_step(configure: Configure, precision: str) -> tuple[dict[str, to
 
 
 def averages_of(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, (tensor, _) in engine.tensors().items() if name.startswith("average/")}
+    return {
+        name: tensor.clone() for name, (tensor, _) in engine.tensors().items() if name.startswith("average/")
+    }
 
 
 def test_a_rate_that_falls_beside_an_average_in_its_place_is_said(configure: Configure) -> None:
@@ -51,7 +55,9 @@ def test_a_rate_that_falls_beside_an_average_in_its_place_is_said(configure: Con
         ("", "optim.ema=0.5"),
     ):
         lines = [*decayed_twice(configure(overrides))]
-        assert [line.partition(" lowers")[0] for line in lines] == [f"WARNING: optim.schedule={said}"] * bool(said)
+        assert [line.partition(" lowers")[0] for line in lines] == [f"WARNING: optim.schedule={said}"] * bool(
+            said
+        )
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -63,9 +69,13 @@ def test_a_skipped_step_does_not_move_the_average(configure: Configure, precisio
     """It would drift to the weights in a run that skips often; and a resumed run would not be what the whole one is."""
     assert same(*after_a_bad_step(configure, precision))
     update = WeightAverages.update
-    always = mock.patch.object(WeightAverages, "update", lambda self, updates, skip: update(self, updates, torch.zeros_like(skip)))
+    always = mock.patch.object(
+        WeightAverages, "update", lambda self, updates, skip: update(self, updates, torch.zeros_like(skip))
+    )
     with always:
-        assert not same(*after_a_bad_step(configure, precision)), "the planted fault: the mean takes part in skipped steps"
+        assert not same(*after_a_bad_step(configure, precision)), (
+            "the planted fault: the mean takes part in skipped steps"
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -79,7 +89,9 @@ def test_a_validation_leaves_everything_as_it_was(configure: Configure, precisio
     own = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
     with pytest.raises(KeyError), engine.evaluating():
         for name, parameter in stage.named_parameters():
-            assert torch.equal(parameter, before[f"average/{name}"].to(parameter.dtype)) and not torch.equal(parameter, own[name])
+            assert torch.equal(parameter, before[f"average/{name}"].to(parameter.dtype)) and not torch.equal(
+                parameter, own[name]
+            )
         raise KeyError
     assert same(before, {name: tensor for name, (tensor, _) in engine.tensors().items()})
     assert same(own, {name: parameter.detach() for name, parameter in stage.named_parameters()})
@@ -90,7 +102,9 @@ def test_nothing_is_there_without_it(configure: Configure) -> None:
     assert engine.averages is None and not averages_of(engine)
 
 
-@pytest.mark.parametrize(("overrides", "each"), [("", 4), ("engine.shard_optimizer=true", 2), ("engine.kind=fsdp", 2)])
+@pytest.mark.parametrize(
+    ("overrides", "each"), [("", 4), ("engine.shard_optimizer=true", 2), ("engine.kind=fsdp", 2)]
+)
 def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> None:
     """4 bytes a parameter, divided as the masters are."""
     path = write_config(tmp_path, "unused", train={"precision": "bf16"})
@@ -105,7 +119,10 @@ def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> N
 
 def test_a_slow_mean_that_ends_below_the_fast_one_stays_there() -> None:
     """The paper's bound on beta3: without it, a slow_beta below beta1 would be reached from above, with a share of 0.17 for 0.5."""
-    rule, g = AdEMAMix(AdEMAMixSettings(beta1=0.9, slow_beta=0.5, slow_warmup=10)), torch.ones(3, dtype=torch.float64)
+    rule, g = (
+        AdEMAMix(AdEMAMixSettings(beta1=0.9, slow_beta=0.5, slow_warmup=10)),
+        torch.ones(3, dtype=torch.float64),
+    )
     before = {kind: torch.zeros(3, dtype=torch.float64) for kind in rule.kinds}
     _, after = rule.direction(ParameterShard(g, before, torch.tensor(1.0, dtype=torch.float64), lambda: g))
     torch.testing.assert_close(after["ademamix_slow"], torch.full((3,), 0.5, dtype=torch.float64))

@@ -17,7 +17,8 @@ from megacore.tools.settings.load import load
 from tests import training
 
 ROOT = Path(__file__).resolve().parents[2]
-# Rooms that own an axis, and labels for people. A layer of an axis names it; whoever sums, saves or counts goes by the record.
+# Rooms that own an axis, and labels for people. A layer of an axis names it; whoever sums, saves or counts
+# goes by the record.
 ROOMS = {
     "megacore/distributed/": "the mesh",
     "megacore/tensor_parallel/": "its own axis",
@@ -32,13 +33,25 @@ ROOMS = {
 def named_in(path: Path) -> list[int]:
     """The lines of a module where the name of an axis is a string."""
     names = {axis.name for axis in AXES}
-    return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and node.value in names]
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
 
 
 def test_axes_are_named_in_their_rooms_alone() -> None:
     """Whoever asks for an axis by its name would leave out the next one."""
-    files = {str(path.relative_to(ROOT)): path for room in ("megacore", "launch") for path in sorted((ROOT / room).rglob("*.py"))}
-    found = {name: lines for name, path in files.items() if (lines := named_in(path)) and not name.startswith(tuple(ROOMS))}
+    files = {
+        str(path.relative_to(ROOT)): path
+        for room in ("megacore", "launch")
+        for path in sorted((ROOT / room).rglob("*.py"))
+    }
+    found = {
+        name: lines
+        for name, path in files.items()
+        if (lines := named_in(path)) and not name.startswith(tuple(ROOMS))
+    }
     assert not found
 
 
@@ -51,7 +64,9 @@ def topology(tmp_path: Path) -> Topology:
 def test_what_a_gradient_is_summed_over(topology: Topology) -> None:
     """By the placement alone: token axes unless it is split over them, and others where it is partial."""
     tp = topology.tp
-    split, copied, partial = (replace(AxisPlacement("tp", tp.rank, tp.size), **how) for how in ({"dim": 0}, {}, {"partial": True}))
+    split, copied, partial = (
+        replace(AxisPlacement("tp", tp.rank, tp.size), **how) for how in ({"dim": 0}, {}, {"partial": True})
+    )
     for along, first in ((split, ()), (copied, ()), (partial, (tp,))):
         found = topology.gradient_sum(topology.placed(Shard((8, 8), (along,))))
         assert (found.tokens, found.first, found.last) == (("dp", "cp"), first, None)
@@ -61,8 +76,12 @@ def test_what_a_gradient_is_summed_over(topology: Topology) -> None:
 
 
 def test_what_shares_a_parameter_follows_from_its_name(tmp_path: Path) -> None:
-    """The ranks of the first and the last stage hold the embedding: it counts once, and its gradient is summed between them last."""
-    config = load(training.write_config(tmp_path, "unused"), ["parallel.pipeline=3", "parallel.tensor=2"], 6).config
+    """The ranks of the first and the last stage hold the embedding: it counts once, and its
+    gradient is summed between them last.
+    """
+    config = load(
+        training.write_config(tmp_path, "unused"), ["parallel.pipeline=3", "parallel.tensor=2"], 6
+    ).config
     for rank in range(6):
         topology = Topology(config, rank)
         placed = topology.placed(topology.placed(Shard((8, 8)), "embedding.weight"), "embedding.weight")
@@ -70,12 +89,17 @@ def test_what_shares_a_parameter_follows_from_its_name(tmp_path: Path) -> None:
         last, holds = topology.gradient_sum(placed).last, rank // 2 != 1
         assert topology.gradient_sum(other).last is None and other.copies() == 2
         assert last == (topology.shared["embedding.weight"] if holds else None)
-        assert placed.counted == (rank == 0 if holds else rank == 2) and placed.copies() == (4 if holds else 2)
+        assert placed.counted == (rank == 0 if holds else rank == 2) and placed.copies() == (
+            4 if holds else 2
+        )
         assert last is None or last.ranks == (rank % 2, 4 + rank % 2)
 
 
 def named_tied(path: Path) -> bool:
-    return any(isinstance(n, ast.Constant) and n.value in ("tied", "tied ") for n in ast.walk(ast.parse(path.read_text())))
+    return any(
+        isinstance(n, ast.Constant) and n.value in ("tied", "tied ")
+        for n in ast.walk(ast.parse(path.read_text()))
+    )
 
 
 def test_only_the_mechanism_knows_what_is_tied() -> None:
@@ -86,21 +110,32 @@ def test_only_the_mechanism_knows_what_is_tied() -> None:
 
 
 def test_products_of_axes_are_known_from_the_axes() -> None:
-    """A communicator that only some ranks make, or that is made when the first parameter asks for it, would hang a cluster."""
+    """A communicator that only some ranks make, or that is made when the first parameter
+    asks for it, would hang a cluster.
+    """
     assert sums_of(AXES) == [("dp", "cp")]
-    assert sums_of([replace(axis, splits=axis.tokens) for axis in AXES]) == [("dp", "cp"), ("cp",), ("dp",), ()]
+    assert sums_of([replace(axis, splits=axis.tokens) for axis in AXES]) == [
+        ("dp", "cp"),
+        ("cp",),
+        ("dp",),
+        (),
+    ]
 
 
 def test_sizes_and_their_product(tmp_path: Path) -> None:
     overrides = ["parallel.data=3", "parallel.context=2", "parallel.tensor=2", "train.global_batch_size=24"]
     config = load(training.write_config(tmp_path, "unused"), overrides, 12).config
-    assert config.sizes.items() >= {"pp": 1, "dp": 3, "cp": 2, "tp": 2}.items() and list(config.sizes) == [axis.name for axis in AXES]
+    assert config.sizes.items() >= {"pp": 1, "dp": 3, "cp": 2, "tp": 2}.items() and list(config.sizes) == [
+        axis.name for axis in AXES
+    ]
     assert (config.world_size, config.token_ranks, config.parallel.ranks_besides_data) == (12, 6, 4)
     assert prod(alone(config).sizes.values()) == 1
 
 
 def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that read other samples are data ranks by another name: a product that knew `data` alone would read samples twice."""
+    """Ranks that read other samples are data ranks by another name: a product that knew `data`
+    alone would read samples twice.
+    """
     expert = Axis("ep", "expert", samples=True, tokens=True)
     for module in (parallel, schema, derive):
         monkeypatch.setattr(module, "AXES", (*AXES[:-1], expert, AXES[-1]))
@@ -113,9 +148,13 @@ def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.Monk
 
     raw = Run.model_validate({"parallel": {"tensor": 2}, "train": {"global_batch_size": 16}})
     derived = derive.derive(raw, "run", 16)
-    assert derived["parallel.data"] == 4 and derived["engine.bucket_mib"] == max(derive.BUCKET_MIB, 8 * derive.PART_MIB)
+    assert derived["parallel.data"] == 4 and derived["engine.bucket_mib"] == max(
+        derive.BUCKET_MIB, 8 * derive.PART_MIB
+    )
     config = raw.model_copy(update={"parallel": raw.parallel.model_copy(update={"data": 4})})
     assert (config.data_size, config.token_ranks, config.world_size, config.num_microbatches) == (8, 8, 16, 2)
     validation.check_world(config, 16)
-    with pytest.raises(ConfigError, match="tensor 2 × expert 2 × pipeline 1 × data 4 = 16 ranks, but there are 12 .3 or auto"):
+    with pytest.raises(
+        ConfigError, match="tensor 2 × expert 2 × pipeline 1 × data 4 = 16 ranks, but there are 12 .3 or auto"
+    ):
         validation.check_world(config, 12)

@@ -37,40 +37,111 @@ PATHS: list[Row] = [
     ("pretrain", config("log.dir=@loop/x"), "Too many levels of symbolic links"),
     ("pretrain", config("checkpoint.resume=@" + "x" * 300), "cannot be read: File name too long"),
     ("pretrain", config("checkpoint.weights=@" + "x" * 300), "cannot be read: File name too long"),
-    ("pretrain", config("checkpoint.resume=@run_pipe"), "step_00000003: has no manifest.json, and no checkpoint before it is whole"),
+    (
+        "pretrain",
+        config("checkpoint.resume=@run_pipe"),
+        "step_00000003: has no manifest.json, and no checkpoint before it is whole",
+    ),
     ("supervise", ("nosuch", *SUPERVISED, "log.dir=@file"), "config error: log.dir: cannot write in @file"),
     ("supervise", ("nosuch", *SUPERVISED, "log.dir=@" + "x" * 300), "File name too long"),
-    ("plan", config("--plot", "@folder.png"), "config error: --plot: cannot write @folder.png: Not a plain file"),
+    (
+        "plan",
+        config("--plot", "@folder.png"),
+        "config error: --plot: cannot write @folder.png: Not a plain file",
+    ),
     ("plan", config("--plot", "@folder.png/a.gantt"), "its ending names no image format"),
     ("plan", config("--plot", ""), "config error: --plot: cannot write"),
-    ("plan", config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"), "--compare-schedules, --plot would have no effect"),
-    ("plan", config("--search", "--world", "2", "--dry-run", "0"), "config error: --search: --dry-run would have no effect beside it"),
-    ("plan", config("--search", "--world", "2", "--price", "2"), "config error: --price: money is that of a whole run (also --tokens"),
+    (
+        "plan",
+        config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"),
+        "--compare-schedules, --plot would have no effect",
+    ),
+    (
+        "plan",
+        config("--search", "--world", "2", "--dry-run", "0"),
+        "config error: --search: --dry-run would have no effect beside it",
+    ),
+    (
+        "plan",
+        config("--search", "--world", "2", "--price", "2"),
+        "config error: --price: money is that of a whole run (also --tokens",
+    ),
     (
         "plan",
         config("--tokens", "1e9"),
         "config error: --tokens: days and money follow from a predicted step (also --device and --cluster)",
     ),
-    ("plan", config("--dry-run", "0", "--world", "2", *ZERO), "config error: engine.kind: DeepSpeed asks for a real device"),
-    ("plan", config("--dry-run", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"), "config error: engine.cpu_offload"),
-    ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),
+    (
+        "plan",
+        config("--dry-run", "0", "--world", "2", *ZERO),
+        "config error: engine.kind: DeepSpeed asks for a real device",
+    ),
+    (
+        "plan",
+        config("--dry-run", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"),
+        "config error: engine.cpu_offload",
+    ),
+    (
+        "plan",
+        config("--dry-run", "9"),
+        "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)",
+    ),
     ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
-    ("plan", config("--cluster", "@nowhere"), "config error: --cluster: @nowhere is not known, and cannot be read as a file: No such file"),
-    ("plan", config("--cluster", "@pipe"), "@pipe is not known, and cannot be read as a file: Not a plain file"),
-    *(("plan", config("--cluster", f"@links_{name}.json"), "is no cluster file") for name in ("null", "text", "negative", "nan", "call")),
+    (
+        "plan",
+        config("--cluster", "@nowhere"),
+        "config error: --cluster: @nowhere is not known, and cannot be read as a file: No such file",
+    ),
+    (
+        "plan",
+        config("--cluster", "@pipe"),
+        "@pipe is not known, and cannot be read as a file: Not a plain file",
+    ),
+    *(
+        ("plan", config("--cluster", f"@links_{name}.json"), "is no cluster file")
+        for name in ("null", "text", "negative", "nan", "call")
+    ),
     ("plan", config("--cluster", "@deep.json"), "@deep.json is not JSON"),
-    ("plan", config("--calibrate", "@run"), "config error: --device: a step is predicted for a device (also --device"),
-    ("plan", config("--device", "h100", "--cluster", "p5", "--compare-schedules"), "--compare-schedules: --cluster would have no effect"),
-    ("samples", config("--step", "1", "--json", "@folder.png"), "config error: --json: cannot write @folder.png: Not a plain file"),
+    (
+        "plan",
+        config("--calibrate", "@run"),
+        "config error: --device: a step is predicted for a device (also --device",
+    ),
+    (
+        "plan",
+        config("--device", "h100", "--cluster", "p5", "--compare-schedules"),
+        "--compare-schedules: --cluster would have no effect",
+    ),
+    (
+        "samples",
+        config("--step", "1", "--json", "@folder.png"),
+        "config error: --json: cannot write @folder.png: Not a plain file",
+    ),
     ("samples", config("--step", "1", "--json", "@" + "x" * 300), "File name too long"),
     ("evaluate", ("--checkpoint", "@run", "--json", "@loop"), "Too many levels of symbolic links"),
-    ("generate", ("--checkpoint", "@run", "--tokens", f"1{'0' * 30}"), "is no whole number from 1 to 999999999"),
+    (
+        "generate",
+        ("--checkpoint", "@run", "--tokens", f"1{'0' * 30}"),
+        "is no whole number from 1 to 999999999",
+    ),
     ("generate", ("--checkpoint", "@run", "--tokens", "0"), "config error: --tokens: '0' is no whole number"),
-    ("generate", ("--checkpoint", "@run", "--prompt-file", "@zero"), "data error: @zero: cannot be read: Not a plain file"),
-    ("generate", ("--checkpoint", "@run", "--prompt-file", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
+    (
+        "generate",
+        ("--checkpoint", "@run", "--prompt-file", "@zero"),
+        "data error: @zero: cannot be read: Not a plain file",
+    ),
+    (
+        "generate",
+        ("--checkpoint", "@run", "--prompt-file", "@pipe"),
+        "data error: @pipe: cannot be read: Not a plain file",
+    ),
     ("generate", ("--checkpoint", "@run", "--tokenizer", ""), "cannot be read: No such file"),
-    ("drill", config("--fault", "kill:step=2", "--output", "@file"), "config error: --output: cannot write in @file"),
+    (
+        "drill",
+        config("--fault", "kill:step=2", "--output", "@file"),
+        "config error: --output: cannot write in @file",
+    ),
     ("drill", config("--fault", "kill:step=2", "--output", ""), "config error: --output: . is not usable"),
     ("checkpoint", ("info", "@" + "x" * 300), "cannot be read: File name too long"),
     ("checkpoint", (*EXPORT[:-1], "/"), "config error: --output: / is there already"),
@@ -90,7 +161,9 @@ def test_a_full_disk_is_one_line(tree: Path, tmp_path: Path) -> None:
     """The run's folder can be made there, and nothing in it be written."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("this machine mounts no tmpfs")
     try:
         (disk / "run").mkdir()
@@ -99,14 +172,22 @@ def test_a_full_disk_is_one_line(tree: Path, tmp_path: Path) -> None:
         for script, words in (("pretrain", []), ("supervise", ["nosuch"])):
             for folder in ("new", "run"):
                 arguments = [*words, "--config", str(tree / "config.json"), f"log.dir={disk / folder}"]
-                with bounded(), pytest.raises(UserError, match=rf"config error: log\.dir: cannot write in \S+/{folder}: No space left"):
+                with (
+                    bounded(),
+                    pytest.raises(
+                        UserError,
+                        match=rf"config error: log\.dir: cannot write in \S+/{folder}: No space left",
+                    ),
+                ):
                     SCRIPTS[script](arguments)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user for a moment")
-@pytest.mark.parametrize("closed", ["", "checkpoints", "checkpoints/step_00000003", f"checkpoints/step_00000003/{MANIFEST}"])
+@pytest.mark.parametrize(
+    "closed", ["", "checkpoints", "checkpoints/step_00000003", f"checkpoints/step_00000003/{MANIFEST}"]
+)
 def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) -> None:
     """It would be taken for a run without checkpoints, and training begin anew beside it."""
     checkpoint.run(["info", str(tree / "run")])  # imports what another user may not read
@@ -138,7 +219,9 @@ def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) ->
 def test_closed_streams_leave_the_status(command: str, status: int, said: str) -> None:
     """A traceback, the status of success for a result that nobody got, or a mistake that is told on standard output."""
     root = Path(__file__).parents[2]
-    done = subprocess.run(f"{sys.executable} {command}", shell=True, cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        f"{sys.executable} {command}", shell=True, cwd=root, capture_output=True, text=True, timeout=60
+    )
     text = done.stdout + done.stderr
     assert done.returncode == status and said in text and (said or not text) and "Traceback" not in text
 
@@ -151,7 +234,9 @@ def test_a_name_that_a_terminal_cannot_write_is_written_in_its_letters(tmp_path:
 
 
 @pytest.mark.parametrize("full", ["config.json", "metrics.jsonl"])
-def test_a_disk_that_fills_while_records_begin_is_one_line(full: str, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_while_records_begin_is_one_line(
+    full: str, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """4,096 bytes free are enough to find the folder fit, and not for what a run writes first: a traceback, and half a file."""
     write_text, folder = Path.write_text, tmp_path / "run"
     folder.mkdir()
@@ -172,14 +257,28 @@ def test_a_disk_that_fills_while_records_begin_is_one_line(full: str, tree: Path
         monkeypatch.setattr(Path, "write_text", refuse)
     else:
         monkeypatch.setattr("megacore.tools.records.recorded", lines)
-    with pytest.raises(UserError, match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$"):
-        Records().open(load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, folder, 2, print)
-    assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == ["config.json", "metrics.jsonl"]
+    with pytest.raises(
+        UserError,
+        match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$",
+    ):
+        Records().open(
+            load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config,
+            folder,
+            2,
+            print,
+        )
+    assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == [
+        "config.json",
+        "metrics.jsonl",
+    ]
 
 
 def test_a_disk_that_fills_keeps_no_half_of_a_corpus(tmp_path: Path) -> None:
     """Closing the file failed once more, so the part that had been written stayed, on a disk without room."""
-    with pytest.raises(OSError, match="No space left"), IndexedWriter(str(tmp_path / "c"), np.uint16) as writer:
+    with (
+        pytest.raises(OSError, match="No space left"),
+        IndexedWriter(str(tmp_path / "c"), np.uint16) as writer,
+    ):
         writer._bin.close()
         writer._bin = open("/dev/full", "wb")  # noqa: SIM115 (closed by the writer)
         writer.write(np.arange(4))
@@ -212,17 +311,30 @@ runpy.run_path("launch/pretrain.py", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("module", "number"), [("megacore.tools.cli", "SIGTERM"), ("megacore.tools.stop_request", "SIGTERM"), ("megacore.config", "SIGHUP")]
+    ("module", "number"),
+    [
+        ("megacore.tools.cli", "SIGTERM"),
+        ("megacore.tools.stop_request", "SIGTERM"),
+        ("megacore.config", "SIGHUP"),
+    ],
 )
-def test_a_signal_during_imports_ends_what_has_begun_nothing(module: str, number: str, tmp_path: Path) -> None:
+def test_a_signal_during_imports_ends_what_has_begun_nothing(
+    module: str, number: str, tmp_path: Path
+) -> None:
     """The system's own end, at once: a handler would have to wait for imports, and there is nothing to save."""
     words = [sys.executable, "-c", HOOK, module, number, f"log.dir={tmp_path / 'run'}"]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
-    assert done.returncode == -getattr(signal, number) and not done.stdout + done.stderr and not (tmp_path / "run").exists()
+    assert (
+        done.returncode == -getattr(signal, number)
+        and not done.stdout + done.stderr
+        and not (tmp_path / "run").exists()
+    )
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["a user's file", "a record"])
-def test_a_run_does_not_write_over_the_config_that_it_was_given(whole: bool, tree: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_write_over_the_config_that_it_was_given(
+    whole: bool, tree: Path, tmp_path: Path
+) -> None:
     """What the user had written was gone, and in its place stood every default. A run's own record may start it again."""
     config, place = tmp_path / "config.json", RankInfo()
     settings = json.loads((tree / "config.json").read_text()) | {"log": {"dir": str(tmp_path)}}
@@ -232,7 +344,10 @@ def test_a_run_does_not_write_over_the_config_that_it_was_given(whole: bool, tre
         config.write_text(loaded.config.model_dump_json(by_alias=True))
         assert pretrain.run(["--config", str(config), "--print-config"], place) == 0
         return
-    with pytest.raises(UserError, match=r"^config error: log\.dir: the run would write its record over \S+/config\.json \([^\n]*\)$"):
+    with pytest.raises(
+        UserError,
+        match=r"^config error: log\.dir: the run would write its record over \S+/config\.json \([^\n]*\)$",
+    ):
         pretrain.run(["--config", str(config), "--print-config"], place)
     elsewhere = f"log.dir={tmp_path / 'run'}"
     assert pretrain.run(["--config", str(config), "--print-config", elsewhere], place) == 0
@@ -245,7 +360,10 @@ def test_a_corpus_without_room_in_memory_is_one_line(tree: Path, monkeypatch: py
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(np, "memmap", refuse)
-    with pytest.raises(UserError, match=r"^data error: \S+/data\.idx: cannot be mapped into memory: Cannot allocate memory \([^\n]*\)$"):
+    with pytest.raises(
+        UserError,
+        match=r"^data error: \S+/data\.idx: cannot be mapped into memory: Cannot allocate memory \([^\n]*\)$",
+    ):
         IndexedTokens(str(tree / "data"))
 
 
@@ -274,6 +392,8 @@ def test_a_model_that_lies_about_its_positions_makes_tables_for_the_text_alone()
     """A forged checkpoint of a small model made rotary tables of gigabytes, and a cache of as many tokens in every layer."""
     model = {"num_layers": 1, "hidden_size": 24, "num_heads": 4, "vocab_size": 256, "max_positions": 2**24}
     for position, wanted in (("rope", 14), ("learned", 2**24)):
-        config = resolve({"model": model | {"position": position}, "train": {"seq_len": 16}}, [], "x", 1).config
+        config = resolve(
+            {"model": model | {"position": position}, "train": {"seq_len": 16}}, [], "x", 1
+        ).config
         assert generate.for_length(config, 13).max_positions == wanted
         assert generate.for_length(config, 2**24 + 1) == config

@@ -1,4 +1,6 @@
-"""Numbers in files that people or other programs write: of 400 digits, none, or so small that nothing can be divided by them."""
+"""Numbers in files that people or other programs write: of 400 digits, none, or so small that
+nothing can be divided by them.
+"""
 
 import json
 from collections.abc import Callable
@@ -24,8 +26,19 @@ DEVICE = {
 }
 CLUSTER = {"name": "x", "levels": [LEVEL | {"ranks": 8}, LEVEL], "call_seconds": 1e-5}
 
-DEVICES = [[], 3, None, {}, DEVICE | {"overlaps": "x"}, DEVICE | {"name": 3}, DEVICE | {"name": ""}, DEVICE | {"peak_flops": {}}]
-DEVICES += [DEVICE | {key: value} for key in DEVICE if key not in ("name", "peak_flops") for value in [*WRONG, TINY]]
+DEVICES = [
+    [],
+    3,
+    None,
+    {},
+    DEVICE | {"overlaps": "x"},
+    DEVICE | {"name": 3},
+    DEVICE | {"name": ""},
+    DEVICE | {"peak_flops": {}},
+]
+DEVICES += [
+    DEVICE | {key: value} for key in DEVICE if key not in ("name", "peak_flops") for value in [*WRONG, TINY]
+]
 DEVICES += [DEVICE | {"peak_flops": {"bf16": value}} for value in [*WRONG, TINY, None]]
 CLUSTERS = [
     [],
@@ -35,19 +48,32 @@ CLUSTERS = [
     *(CLUSTER | {"levels": value} for value in (3, [], [3], None)),
     *(CLUSTER | {"call_seconds": v} for v in WRONG),
 ]
-CLUSTERS += [CLUSTER | {"levels": [LEVEL | {"ranks": 8} | {key: value}, LEVEL]}
-             for key in ("ranks", "bytes_per_second", "latency_seconds") for value in [*WRONG, None]]  # fmt: skip
+CLUSTERS += [
+    CLUSTER | {"levels": [LEVEL | {"ranks": 8} | {key: value}, LEVEL]}
+    for key in ("ranks", "bytes_per_second", "latency_seconds")
+    for value in [*WRONG, None]
+]
 CLUSTERS += [CLUSTER | {"levels": [LEVEL | {"ranks": 8, "bytes_per_second": TINY}, LEVEL]}]
-CLUSTERS += [CLUSTER | {"levels": [LEVEL | {"ranks": n} for n in ranks]} for ranks in ((8,), (8, 8, None), (8, 4, None), (None, None))]
+CLUSTERS += [
+    CLUSTER | {"levels": [LEVEL | {"ranks": n} for n in ranks]}
+    for ranks in ((8,), (8, 8, None), (8, 4, None), (None, None))
+]
 
 
-@pytest.mark.parametrize(("read", "wrong", "whole"), [(read_device, DEVICES, DEVICE), (read_cluster, CLUSTERS, CLUSTER)])
-def test_a_device_or_cluster_file(read: Callable[[str], Any], wrong: list[Any], whole: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("read", "wrong", "whole"), [(read_device, DEVICES, DEVICE), (read_cluster, CLUSTERS, CLUSTER)]
+)
+def test_a_device_or_cluster_file(
+    read: Callable[[str], Any], wrong: list[Any], whole: Any, tmp_path: Path
+) -> None:
     """A traceback, or a prediction of infinitely many seconds."""
     path, what = tmp_path / "file.json", read.__name__.removeprefix("read_")
     for content in wrong:
         path.write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match=rf"^config error: --{what}: \S+ is no {what} file: .*as in megacore/tools/planner/{what}s"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^config error: --{what}: \S+ is no {what} file: .*as in megacore/tools/planner/{what}s",
+        ):
             read(str(path))
     path.write_text(json.dumps(whole))
     assert read(str(path)).name == "x"

@@ -128,5 +128,7 @@ def written(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(("script", "arguments", "line"), rows(LINES))
-def test_a_source_that_is_wrong_is_refused_in_one_line(script: str, arguments: tuple[str, ...], line: str, refused: Refused) -> None:
+def test_a_source_that_is_wrong_is_refused_in_one_line(
+    script: str, arguments: tuple[str, ...], line: str, refused: Refused
+) -> None:
     refused(script, arguments, line)

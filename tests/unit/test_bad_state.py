@@ -60,13 +60,18 @@ def forged(path: Path, where: tuple[str, ...], value: Any) -> None:
         (("engine", "updates"), WRONG),
         (("engine", "skipped"), WRONG),
         (("engine", "good_steps"), WRONG),
-        (("engine", "loss_scale"), [value for value in WRONG if value not in (STEP + 1, 2**63)] + [0, 5e-324]),
+        (
+            ("engine", "loss_scale"),
+            [value for value in WRONG if value not in (STEP + 1, 2**63)] + [0, 5e-324],
+        ),
         (("engine", "norms"), ["x", [["x"]], [-1], [True], [10**400], {}, None, [1.0] * 129]),
         (("engine",), ["x", [1], 3, {"updates": 3.0}, {}, None]),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "values",
 )
-def test_a_forged_count_is_one_line(where: tuple[str, ...], values: list[Any], run: tuple[Config, Path]) -> None:
+def test_a_forged_count_is_one_line(
+    where: tuple[str, ...], values: list[Any], run: tuple[Config, Path]
+) -> None:
     """A traceback on every rank; or a run that goes on with other samples, or with moments of no step."""
     config, path = run
     right = (path / MANIFEST).read_bytes()
@@ -77,10 +82,15 @@ def test_a_forged_count_is_one_line(where: tuple[str, ...], values: list[Any], r
         with pytest.raises(CheckpointError) as caught:
             Inputs(config, 0)
         line = str(caught.value)
-        assert (where[-1] in line or "weights alone" in line) and "\n" not in line and len(line) < 600, (value, line)
+        assert (where[-1] in line or "weights alone" in line) and "\n" not in line and len(line) < 600, (
+            value,
+            line,
+        )
 
 
-def test_a_manifest_of_many_tensors_is_read_at_once(run: tuple[Config, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_of_many_tensors_is_read_at_once(
+    run: tuple[Config, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 300,000 tensors without elements each was looked at by itself, for a minute and a half in all."""
     _, path = run
     text = json.loads(unsealed((path / MANIFEST).read_bytes())[1])
@@ -97,7 +107,9 @@ def test_a_manifest_of_many_tensors_is_read_at_once(run: tuple[Config, Path], mo
     assert len(Reader(path).names) == 2003 and looked[0] < 10
 
 
-def test_what_a_stranger_wrote_moves_no_cursor(run: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_stranger_wrote_moves_no_cursor(
+    run: tuple[Config, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A terminal obeyed escape sequences in the names of a checkpoint's state and in its version."""
     path = run[1]
 

@@ -48,7 +48,9 @@ def test_spikes_are_those_of_the_plain_rule() -> None:
     norms[[7, 120]] = [np.nan, np.inf]
     found, guard = judged(norms.tolist())
     assert found == plainly(norms.tolist())
-    assert {i for i, spike in enumerate(found) if spike} >= {7, 60, 61, 62, 120, 200, 390}, "a burst raises no bar for itself"
+    assert {i for i, spike in enumerate(found) if spike} >= {7, 60, 61, 62, 120, 200, 390}, (
+        "a burst raises no bar for itself"
+    )
     assert sum(found) < 12, "and what varies as ever is taken"
     again = SpikeGuard(6.0, CPU)
     again.load_state(guard.state())
@@ -59,7 +61,9 @@ def test_spikes_are_those_of_the_plain_rule() -> None:
 
 @pytest.mark.parametrize("steps", [5, ENOUGH, WINDOW - 1, WINDOW, WINDOW + 40])
 def test_a_resumed_guard_forgets_and_decides_as_the_one_that_went_on(steps: int) -> None:
-    """Norms that come back in another order, or a wrong count of them: the resumed run forgets others, or judges before it may."""
+    """Norms that come back in another order, or a wrong count of them: the resumed run forgets
+    others, or judges before it may.
+    """
     norms = np.linspace(2, 1, WINDOW + 100)
     norms[::7] += 0.3
     _, guard = judged(norms[:steps].tolist())
@@ -87,9 +91,16 @@ def figures(step: int, skipped: float) -> StepMetrics:
 def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
     skips = Skips(limit=3, max_rollbacks=1)
     skips.restore(skipped=5.0, rollbacks=0)
-    assert [skips.saw(figures(step, count)) for step, count in [(1, 5), (2, 6), (3, 7), (4, 7), (5, 8), (6, 9)]] == [
-        False, True, True, False, True, True,
-    ]  # fmt: skip
+    assert [
+        skips.saw(figures(step, count)) for step, count in [(1, 5), (2, 6), (3, 7), (4, 7), (5, 8), (6, 9)]
+    ] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert not skips.too_many(), "never three in a row"
     skips.saw(figures(7, 10))
     assert skips.too_many()
@@ -103,16 +114,30 @@ def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
 def test_stragglers_stand_out_from_the_median() -> None:
     assert outliers([0.2, 0.2, 0.9, 0.2], 1.0) == {2: Slow(0.9, 0.2)}
     assert outliers([0.2, 0.21, 0.39, 0.2], 1.0) == {}, "less than twice the median"
-    assert outliers([0.001, 0.001, 0.02, 0.001], 1.0) == {}, "twenty times the median, and nothing beside the step"
+    assert outliers([0.001, 0.001, 0.02, 0.001], 1.0) == {}, (
+        "twenty times the median, and nothing beside the step"
+    )
     stragglers = Stragglers()
     slow, even = [0.2, 0.9, 0.2, 0.2], [0.2] * 4
-    assert [list(stragglers.named(own, even, 1.0)) for own in (slow, slow, even, slow, slow, slow, slow)] == [[], [], [], [], [], [1], [1]]
+    assert [list(stragglers.named(own, even, 1.0)) for own in (slow, slow, even, slow, slow, slow, slow)] == [
+        [],
+        [],
+        [],
+        [],
+        [],
+        [1],
+        [1],
+    ]
 
 
 def test_a_slow_device_stands_out_among_those_of_its_stage() -> None:
     """Hosts only enqueue, so all look alike; another stage has other layers, and its devices other times."""
     hosts, fast, slow = [0.1] * 8, [0.5] * 4, [0.9, 0.9, 1.1, 0.9]
     stragglers = Stragglers(stages=2)
-    assert [stragglers.named(hosts, fast + slow, 1.2) for _ in range(3)] == [{}, {}, {6: Slow(1.1, 0.9, "device")}]
+    assert [stragglers.named(hosts, fast + slow, 1.2) for _ in range(3)] == [
+        {},
+        {},
+        {6: Slow(1.1, 0.9, "device")},
+    ]
     assert not Stragglers(stages=2).named(hosts, [*fast, 0.9, 0.9, 1.0, 0.9], 1.2), "as much as devices vary"
     assert not any(Stragglers(stages=1).named(hosts, [0.0] * 8, 1.2) for _ in range(3)), "CPUs report none"

@@ -70,17 +70,23 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
         "parallel": {"tensor": 2},
     }
     machine = Machine(
-        DeviceSpec("none", {}), Cluster("two", (Level("in", 2, 100.0, 3.0), Level("out", None, 10.0, 5.0))), Profile(call=0.5)
+        DeviceSpec("none", {}),
+        Cluster("two", (Level("in", 2, 100.0, 3.0), Level("out", None, 10.0, 5.0))),
+        Profile(call=0.5),
     )
     config = resolve(sections, [], "small", 4).config
     (transfers,) = rank_traffic(config)
     seconds, size = seconds_by_group(transfers, config, machine), 32 * 64 * 4
-    assert seconds["tp"] - 2 * 3.5 == pytest.approx(14 * (0.5 + 2 * 3.0 + size / 100.0), rel=0.05)  # one gather of the loss's figures
+    assert seconds["tp"] - 2 * 3.5 == pytest.approx(
+        14 * (0.5 + 2 * 3.0 + size / 100.0), rel=0.05
+    )  # one gather of the loss's figures
     (gradients,) = (transfer for transfer in transfers if transfer.group == "dp")
     assert seconds["dp"] == pytest.approx(gradients.calls * (0.5 + 2 * 5.0) + gradients.elements * 4 / 10.0)
     piped = resolve(sections | {"parallel": {"pipeline": 2}}, [], "small", 4).config
     first, _ = rank_traffic(piped)
-    assert seconds_by_group(first, piped, machine)["pp"] == pytest.approx(1 * (5.0 + size / 10.0)), "the next stage is on another machine"
+    assert seconds_by_group(first, piped, machine)["pp"] == pytest.approx(1 * (5.0 + size / 10.0)), (
+        "the next stage is on another machine"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,14 @@ def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
     sizes, summing = sizes_of(config), ranks_along(("dp", "cp"), 0, sizes_of(config))
     pipeline, context = (ranks_along((axis,), 0, sizes) for axis in ("pp", "cp"))
     ring, within = config.parallel.context_method == "ring", 8 // 2  # data ranks of a host of 8 ranks
-    groups = {"tp": (0, 1), "pp": pipeline, "tied": (pipeline[0], pipeline[-1]), "dp": summing, "loss": (0, 1), "norm": (0, 1)}
+    groups = {
+        "tp": (0, 1),
+        "pp": pipeline,
+        "tied": (pipeline[0], pipeline[-1]),
+        "dp": summing,
+        "loss": (0, 1),
+        "norm": (0, 1),
+    }
     groups |= {"cp": (context[0], context[-1]) if ring else context}  # a ring's last rank sends to the first
     groups |= {
         "dp within a host": summing,
@@ -110,13 +123,18 @@ def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
         "replicate": summing[:: config.shard_size],
     }
     links = SimpleNamespace(exchange=lambda *args: args[-1])
-    machine: Any = SimpleNamespace(links=links, transfer=lambda moved, distance: distance, collective=lambda *args: args[-1])
+    machine: Any = SimpleNamespace(
+        links=links, transfer=lambda moved, distance: distance, collective=lambda *args: args[-1]
+    )
     machine.operation = partial(Machine.operation, machine)
     for transfers in rank_traffic(config, 8):
         calls = Counter[str]()
         for transfer in transfers:
             calls[transfer.group] += transfer.calls
-        apart = {group: seconds / calls[group] for group, seconds in seconds_by_group(transfers, config, machine).items()}
+        apart = {
+            group: seconds / calls[group]
+            for group, seconds in seconds_by_group(transfers, config, machine).items()
+        }
         assert apart == {group: groups[group][1] - groups[group][0] for group in apart}
 
 
@@ -124,13 +142,22 @@ def test_the_first_layout_calibrates_and_is_no_proof(monkeypatch: pytest.MonkeyP
     """Its prediction equals its step by making: shown as an error of 0 %, it would count as a hit. The others' errors are of the calibrated
     prediction, which goes by what each layout changes."""
     seconds = {"one": 3.0, "dp2": 2.0}
-    monkeypatch.setattr(predicted, "start", lambda args, name: {"step_seconds": {"median": seconds[name], "spread": 0.1}})
-    machine = DeviceSpec("here", {"fp32": 1e10}, memory_bytes_per_second=1e10), Cluster("here", (Level("fast", None, 1e9, 1e-6),))
+    monkeypatch.setattr(
+        predicted, "start", lambda args, name: {"step_seconds": {"median": seconds[name], "spread": 0.1}}
+    )
+    machine = (
+        DeviceSpec("here", {"fp32": 1e10}, memory_bytes_per_second=1e10),
+        Cluster("here", (Level("fast", None, 1e9, 1e-6),)),
+    )
     monkeypatch.setattr(predicted, "measured_device", lambda args, world: machine[0])
     monkeypatch.setattr(predicted, "measured_links", lambda args, layout, config: machine[1])
-    one, two = predicted.compare(predicted.parse(["--config", "configs/gpt_tiny.json", "--layouts", "one,dp2"]))
+    one, two = predicted.compare(
+        predicted.parse(["--config", "configs/gpt_tiny.json", "--layouts", "one,dp2"])
+    )
     assert one.calibrated == pytest.approx(3.0) and one.estimated != pytest.approx(3.0)
-    assert 1.5 < two.calibrated < 1.7 and two.error == pytest.approx(two.calibrated / 2.0 - 1), "half the work, and what ranks exchange"
+    assert 1.5 < two.calibrated < 1.7 and two.error == pytest.approx(two.calibrated / 2.0 - 1), (
+        "half the work, and what ranks exchange"
+    )
     first, second = predicted.table([one, two]).splitlines()[2:]
     assert "calibrates" in first and f"{two.error:+.0%}" in second
 
@@ -151,14 +178,38 @@ def test_every_moment_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_part_of_a_mixture_is_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part whose calls have another name than the benchmark knows would go into the rest, and so would its backward."""
-    small = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 16, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "shared_experts": 1, "first_dense": 1}
-    train = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32", "device": "cpu"}
-    config = resolve({"model": small | experts | {"router_z_loss": 0.1}, "train": train}, [], "small", 1).config
+    small = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "vocab_size": 16,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+    }
+    experts = {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn_size": 8,
+        "shared_experts": 1,
+        "first_dense": 1,
+    }
+    train = {
+        "seq_len": 8,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "precision": "fp32",
+        "device": "cpu",
+    }
+    config = resolve(
+        {"model": small | experts | {"router_z_loss": 0.1}, "train": train}, [], "small", 1
+    ).config
     monkeypatch.setattr("benchmarks.breakdown.perf_counter", partial(next, count()))  # type: ignore[call-overload]
     by_part = ByPart(config, RankInfo())
     found = dict(zip(PARTS, by_part.turn()[1:], strict=True))
-    assert all((seconds > 0) == (part not in ("exchange", "communication")) for part, seconds in found.items())
+    assert all(
+        (seconds > 0) == (part not in ("exchange", "communication")) for part, seconds in found.items()
+    )
     with monkeypatch.context() as patch:  # of a backward that is not charged
         patch.setattr(LayerParts, "_charge_backward", lambda *_: None)
         less = dict(zip(PARTS, by_part.turn()[1:], strict=True))
@@ -168,7 +219,12 @@ def test_every_part_of_a_mixture_is_measured_forward_and_backward(monkeypatch: p
 
 def test_utilisation_needs_a_peak() -> None:
     """A utilisation of an unknown device would be invented; of a measured peak it is the formula's share."""
-    config = resolve({"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"recompute": "full"}}, [], "small", 1).config
+    config = resolve(
+        {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"recompute": "full"}},
+        [],
+        "small",
+        1,
+    ).config
     unknown = Utilisation(config, torch.device("cpu"), 1)
     assert unknown.full(100.0) is unknown.causal(100.0) is None
     measured = Utilisation(config, torch.device("cpu"), 1, peak=1e12)
@@ -181,7 +237,12 @@ def test_utilisation_needs_a_peak() -> None:
 def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens a second are the whole run's, so the peak is that of all its devices: of one, eight GPUs would be at 300 %."""
     monkeypatch.setattr("platform.processor", lambda: "NVIDIA H100 80GB HBM3")
-    config = resolve({"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"precision": "bf16"}}, [], "small", 1).config
+    config = resolve(
+        {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"precision": "bf16"}},
+        [],
+        "small",
+        1,
+    ).config
     found = Utilisation(config, torch.device("cpu"), 8).full(1e6)
     assert found == pytest.approx(flops_per_token(config, causal=False) * 1e6 / (8 * 989.5e12))
 
@@ -189,7 +250,9 @@ def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_to_a_loss() -> None:
     """Linearly between two validations, at the first that is low enough, and never where none is."""
     curve = [(10, 5.0), (20, 4.0), (30, 4.5), (40, 3.0)]
-    assert optimizers.steps_to(4.25, curve) == 17.5 and optimizers.steps_to(3.5, curve) == pytest.approx(10 * 2 / 3 + 30)
+    assert optimizers.steps_to(4.25, curve) == 17.5 and optimizers.steps_to(3.5, curve) == pytest.approx(
+        10 * 2 / 3 + 30
+    )
     assert optimizers.steps_to(4.0, curve) == 20.0 and optimizers.steps_to(2.9, curve) is None
 
 
@@ -199,11 +262,17 @@ def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
     training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
     timeline = beside_each_other(training)
     simulated, measured = timeline.spans
-    done = [action for action in training.train_step.plans[config.num_microbatches].actions[0] if action.op in COMPUTE]
+    done = [
+        action
+        for action in training.train_step.plans[config.num_microbatches].actions[0]
+        if action.op in COMPUTE
+    ]
     assert [span.action for span in measured] == [span.action for span in simulated] == done
     assert measured[0].start == 0.0 and all(a.end <= b.start for a, b in pairwise(measured))
     for op in {action.op for action in done}:
-        totals = [sum(span.end - span.start for span in row if span.action.op is op) for row in timeline.spans]
+        totals = [
+            sum(span.end - span.start for span in row if span.action.op is op) for row in timeline.spans
+        ]
         assert totals[0] == pytest.approx(totals[1], rel=1e-6) and totals[0] > 0
     draw(timeline, "both", tmp_path / "both.png", rows=["0 simulated", "0 measured"])
     assert (tmp_path / "both.png").stat().st_size > 1000
@@ -213,14 +282,24 @@ def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
 def test_how_far_a_best_rate_moves() -> None:
     """A run that diverged must not count as the best, nor one that is not finished; and a rate that moves with muP is said."""
 
-    def point(rules: str, width: int, rate: float, *losses: float, median: float | None = None) -> dict[str, Any]:
+    def point(
+        rules: str, width: int, rate: float, *losses: float, median: float | None = None
+    ) -> dict[str, Any]:
         base = {"model.parametrization": rules, "model.base_width": 64 if rules == "mup" else None}
         swept = {"size": {"model.hidden_size": width}, "rules": base, "optim.lr": rate}
-        return {"swept": swept, "losses": list(losses), "median": median if median is not None else next(iter(losses), None)}
+        return {
+            "swept": swept,
+            "losses": list(losses),
+            "median": median if median is not None else next(iter(losses), None),
+        }
 
     points = [point(rules, width, rate, abs(rate - best)) for rules, best in (("mup", 4.0), ("standard", 1.0)) for width in (64, 128)
               for rate in (1.0, 2.0, 4.0)]  # fmt: skip
-    points += [point("standard", 128, 8.0), point("standard", 256, 4.0, 2.0), {**point("standard", 256, 2.0, 1.0), "median": None}]
+    points += [
+        point("standard", 128, 8.0),
+        point("standard", 256, 4.0, 2.0),
+        {**point("standard", 256, 2.0, 1.0), "median": None},
+    ]
     losses, base = mup.losses_of({"points": points})
     assert (base, mup.moved(losses, "mup"), mup.moved(losses, "standard")) == (64, 1.0, 4.0)
     assert "stays within a factor of 2 with muP alone" in mup.document(losses, base)

@@ -1,4 +1,6 @@
-"""checkpoint.best: the checkpoint with the least validation loss stays, whatever retention deletes, and scripts find it."""
+"""checkpoint.best: the checkpoint with the least validation loss stays, whatever
+retention deletes, and scripts find it.
+"""
 
 import json
 import os
@@ -27,14 +29,17 @@ def save(run: Path, step: int) -> Path:
 def record(run: Path, losses: dict[int, float | None]) -> None:
     """Writes a run's records, a step and a validation each."""
     texts = [
-        json.dumps({"step": step, "loss": 0.1}) + "\n" + json.dumps({"step": step, "valid_loss": loss}) for step, loss in losses.items()
+        json.dumps({"step": step, "loss": 0.1}) + "\n" + json.dumps({"step": step, "valid_loss": loss})
+        for step, loss in losses.items()
     ]
     (run / "metrics.jsonl").write_text("\n".join([*texts, '{"step": 9, "valid_loss": "x"}', ""]))
 
 
 @pytest.mark.parametrize("links", [True, False])
 def test_the_least_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
-    """A later checkpoint of equal or more loss, or without one, would take its place; or the one that is deleted take it along."""
+    """A later checkpoint of equal or more loss, or without one, would take its place; or the one
+    that is deleted take it along.
+    """
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError()))
     losses: dict[int, float | None] = {}
@@ -52,13 +57,23 @@ def test_the_least_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, l
 
 
 def test_a_run_keeps_its_best_one(tmp_path: Path) -> None:
-    """The last step's loss, too, which is known only behind its save; scripts take the folder, and what is in it is whole."""
+    """The last step's loss, too, which is known only behind its save; scripts take the
+    folder, and what is in it is whole.
+    """
     train = {"steps": 6, "eval_every": 2, "eval_batches": 1}
     prefix = write_corpus(tmp_path)
     data, saves = {"train": prefix, "valid": prefix}, {"every": 2, "keep": 1, "best": True}
     for rate, best in ((3e-3, 6), (30.0, 2)):  # at which it learns, and forgets
         run = tmp_path / str(best)
-        config = write_config(tmp_path, prefix, train=train, data=data, checkpoint=saves, optim={"lr": rate}, log={"dir": str(run)})
+        config = write_config(
+            tmp_path,
+            prefix,
+            train=train,
+            data=data,
+            checkpoint=saves,
+            optim={"lr": rate},
+            log={"dir": str(run)},
+        )
         done = run_script("launch/pretrain.py", "--config", config)
         losses = {line["step"]: line["valid_loss"] for line in lines(run) if "valid_loss" in line}
         assert done.returncode == 0 and min(losses, key=losses.__getitem__) == best, done.stderr

@@ -29,7 +29,9 @@ MODEL = {"num_layers": 16, "hidden_size": 64, "num_heads": 4, "vocab_size": 64}
     ],
 )
 def test_a_large_bubble_is_named(ranks: int, microbatches: int, schedule: str, says: str | None) -> None:
-    """Devices that are paid for and wait; the bubble of equal stages is known: (p - 1) / (chunks · m + p - 1)."""
+    """Devices that are paid for and wait; the bubble of equal stages is known: (p
+    - 1) / (chunks · m + p - 1).
+    """
     parallel = {"pipeline": ranks, "schedule": schedule}
     train = {"seq_len": 16, "micro_batch_size": 1, "global_batch_size": microbatches}
     config = resolve({"model": MODEL, "train": train, "parallel": parallel}, [], "test", ranks).config
@@ -40,9 +42,13 @@ def test_a_large_bubble_is_named(ranks: int, microbatches: int, schedule: str, s
     assert says is None or (said is not None and says in said and said.startswith("WARNING: "))
 
 
-def test_a_run_says_it_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_it_before_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Once, by rank 0."""
-    path = write_config(tmp_path, write_corpus(tmp_path), train={"global_batch_size": 2}, log={"dir": str(tmp_path / "run")})
+    path = write_config(
+        tmp_path, write_corpus(tmp_path), train={"global_batch_size": 2}, log={"dir": str(tmp_path / "run")}
+    )
     config = load(path, ["parallel.pipeline=2"], 2).config
 
     def meet(*_: Any) -> None:

@@ -31,9 +31,14 @@ def open_to_all(folder: Path, mode: int) -> None:
     folder.chmod(mode)
 
 
-@pytest.mark.parametrize("danger", ["open", "open above", "another's", "another's in a folder like /tmp", "no folder", "a link into one"])
+@pytest.mark.parametrize(
+    "danger",
+    ["open", "open above", "another's", "another's in a folder like /tmp", "no folder", "a link into one"],
+)
 def test_not_where_others_can_replace_it(home: Path, monkeypatch: pytest.MonkeyPatch, danger: str) -> None:
-    """Each of these lets another user put code into the cache; then the folder is new, private and unforeseeable."""
+    """Each of these lets another user put code into the cache; then the folder is
+    new, private and unforeseeable.
+    """
     shared = home / "shared"
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
     if danger == "open":
@@ -56,8 +61,14 @@ def test_not_where_others_can_replace_it(home: Path, monkeypatch: pytest.MonkeyP
         shared.mkdir()
         (shared / "megacore").symlink_to(home / "elsewhere")
     folder = cache_folder("x")
-    assert folder == cache_folder("x") and shared not in folder.parents and home / "elsewhere" not in folder.parents
-    assert folder.name != "megacore_x_" and folder.stat().st_mode & 0o777 == 0o700 and not list(folder.iterdir())
+    assert (
+        folder == cache_folder("x")
+        and shared not in folder.parents
+        and home / "elsewhere" not in folder.parents
+    )
+    assert (
+        folder.name != "megacore_x_" and folder.stat().st_mode & 0o777 == 0o700 and not list(folder.iterdir())
+    )
     folder.rmdir()
 
 
@@ -69,8 +80,10 @@ def test_a_folder_like_tmp_will_do(home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_torch_compile_keeps_its_code_on_this_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own default is a folder of /tmp that has the user's name; whoever makes it first decides what runs. The home may be every
-    machine's, and thousands of ranks that compile the same would write to it at once."""
+    """Its own default is a folder of /tmp that has the user's name; whoever makes it first decides what runs.
+
+    The home may be every machine's, and thousands of ranks that compile the same would write to it at once.
+    """
     scratch = home / "scratch"
     open_to_all(scratch, 0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))

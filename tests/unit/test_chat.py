@@ -1,4 +1,6 @@
-"""Conversations become tokens of which the answers' alone are learned, as transformers marks them; what is none is refused in a line."""
+"""Conversations become tokens of which the answers' alone are learned, as transformers marks them;
+what is none is refused in a line.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,8 @@ from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, write_config
 
 CHATML = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = """{{ bos_token }}{% for m in messages %}
@@ -50,7 +53,9 @@ TALK = said("Two and two?", "Four, é 日.", "And 3?", "Five ")
 @pytest.fixture
 def fast(tmp_path: Path) -> Any:
     """A byte-level tokenizer with special tokens, as transformers writes it; returns transformers' own."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {piece: i for i, piece in enumerate(["<s>", "<|im_start|>", "<|im_end|>", *alphabet, "Ġa", "an"])}
@@ -65,11 +70,17 @@ def fast(tmp_path: Path) -> Any:
 
 
 def test_a_marking_template_gives_what_transformers_gives(fast: Any, tmp_path: Path) -> None:
-    """Ids and mask, from the model's own template: other ids would be tuned than the model is asked with later."""
+    """Ids and mask, from the model's own template: other ids would be tuned than
+    the model is asked with later.
+    """
     name = str(tmp_path / "model/tokenizer.json")
-    [(tokens, learned, size)] = encode(chat_of(name, None), load_tokenizer(name), [json.dumps({"messages": TALK})])
+    [(tokens, learned, size)] = encode(
+        chat_of(name, None), load_tokenizer(name), [json.dumps({"messages": TALK})]
+    )
     theirs = fast.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    assert tokens.tolist() == theirs["input_ids"] and learned.astype(int).tolist() == theirs["assistant_masks"]
+    assert (
+        tokens.tolist() == theirs["input_ids"] and learned.astype(int).tolist() == theirs["assistant_masks"]
+    )
     assert size == len(fast.apply_chat_template(TALK, tokenize=False).encode())
     assert fast.decode(tokens[learned]) == "Four, é 日.<|im_end|>Five <|im_end|>"
 
@@ -77,12 +88,19 @@ def test_a_marking_template_gives_what_transformers_gives(fast: Any, tmp_path: P
 def test_a_plain_template_is_cut_where_answers_begin_and_end(fast: Any, tmp_path: Path) -> None:
     (tmp_path / "chatml").write_text(CHATML)
     name = str(tmp_path / "model/tokenizer.json")
-    [(tokens, learned, _)] = encode(chat_of(name, str(tmp_path / "chatml")), load_tokenizer(name), [json.dumps({"messages": TALK})])
-    assert tokens.tolist() == fast.apply_chat_template(TALK, chat_template=CHATML, return_dict=True)["input_ids"]
+    [(tokens, learned, _)] = encode(
+        chat_of(name, str(tmp_path / "chatml")), load_tokenizer(name), [json.dumps({"messages": TALK})]
+    )
+    assert (
+        tokens.tolist() == fast.apply_chat_template(TALK, chat_template=CHATML, return_dict=True)["input_ids"]
+    )
     assert fast.decode(tokens[learned]) == "Four, é 日.<|im_end|>\nFive <|im_end|>\n"
 
 
-TURNS = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TURNS = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt "
+    "%}a:{% endif %}"
+)
 ANSWER = {"role": "assistant", "content": "b"}
 REFUSED: list[tuple[Any, str, str]] = [
     ([1], TURNS, "has no list of messages"),
@@ -96,17 +114,35 @@ REFUSED: list[tuple[Any, str, str]] = [
     (said("a", "\ud800"), TURNS, "holds half a surrogate pair"),
     (said("a", "b"), "{{ raise_exception('roles\nmust alternate') }}", "template fail: roles must alternate"),
     (said("a", "b"), "{{ messages[9].content.x.y }}", "template fail: "),
-    (said("a", "b"), "{{ ''.__class__.__mro__[1].__subclasses__() }}", "template fail: access to attribute '__class__' of 'str'"),
-    (said("a", "b", "c", "d"), "{{ messages|length }}" + TURNS, "is written otherwise up to message 2 than as a whole"),
+    (
+        said("a", "b"),
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "template fail: access to attribute '__class__' of 'str'",
+    ),
+    (
+        said("a", "b", "c", "d"),
+        "{{ messages|length }}" + TURNS,
+        "is written otherwise up to message 2 than as a whole",
+    ),
     (said("a", "b"), "{{ messages[0].content }}", "writes none of its answers"),
     (said("a", "b"), "{% generation %}{% endgeneration %}", "writes none of its answers"),
-    (said("a", "b"), "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}", "has answers within answers"),
-    (said("a", "b"), "{% set x %}{% generation %}x{% endgeneration %}{% endset %}{{ x[:1] }}", "has an answer without an end"),
-]  # fmt: skip
+    (
+        said("a", "b"),
+        "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}",
+        "has answers within answers",
+    ),
+    (
+        said("a", "b"),
+        "{% set x %}{% generation %}x{% endgeneration %}{% endset %}{{ x[:1] }}",
+        "has an answer without an end",
+    ),
+]
 
 
 @pytest.mark.parametrize(("record", "template", "wrong"), REFUSED)
-def test_what_cannot_be_learned_from_is_refused(record: Any, template: str, wrong: str, tmp_path: Path) -> None:
+def test_what_cannot_be_learned_from_is_refused(
+    record: Any, template: str, wrong: str, tmp_path: Path
+) -> None:
     """Left out or learned as it is, it would be noticed by the answers of the tuned model only."""
     (tmp_path / "template").write_text(template)
     record = {"messages": record} if isinstance(record, list) and record != [1] else record
@@ -119,13 +155,24 @@ def prepared(folder: Path, *records: Any, more: tuple[str, ...] = ()) -> str:
     """The prefix of a corpus of conversations, in bytes, written by the script."""
     (folder / "talk.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "turns.jinja").write_text(TURNS)
-    words = ["--input", str(folder / "talk.jsonl"), "--output", str(folder / "out"), "--tokenizer", "bytes", "--workers", "1"]
+    words = [
+        "--input",
+        str(folder / "talk.jsonl"),
+        "--output",
+        str(folder / "out"),
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    ]
     script.run([*words, "--chat", "--template", str(folder / "turns.jinja"), *more])
     return str(folder / "out")
 
 
 def test_the_script_writes_tokens_and_their_mask(tmp_path: Path) -> None:
-    """Each conversation a document, a byte a token; and a later corpus of that name without a mask has none."""
+    """Each conversation a document, a byte a token; and a later corpus of that name
+    without a mask has none.
+    """
     prefix = prepared(tmp_path, {"messages": said("ab", "cd")}, {"messages": said("e", "f", "g", "h")})
     corpus = IndexedTokens(prefix)
     text, mask = bytes(corpus.read(0, corpus.num_tokens)), corpus.learned(0, corpus.num_tokens)
@@ -135,7 +182,9 @@ def test_the_script_writes_tokens_and_their_mask(tmp_path: Path) -> None:
     assert sidecar is not None and (sidecar.learned, sidecar.max_token) == (7, ord("u"))
     assert sidecar.unigram_entropy == pytest.approx(4 / 7 * np.log(7) + 3 / 7 * np.log(7 / 3))
     (tmp_path / "plain.txt").write_text("plain")
-    script.run(["--input", str(tmp_path / "plain.txt"), "--output", prefix, "--tokenizer", "bytes", "--workers", "1"])
+    script.run(
+        ["--input", str(tmp_path / "plain.txt"), "--output", prefix, "--tokenizer", "bytes", "--workers", "1"]
+    )
     assert not IndexedTokens(prefix).masked and not Path(prefix + MASK).exists()
 
 
@@ -165,7 +214,9 @@ def test_a_mask_that_does_not_belong_is_refused(tmp_path: Path) -> None:
             check_corpora(EvalSamples(spec, 4, 10).corpora, 10)
     prefix = prepared(tmp_path, {"messages": said("a", "b")})
     Path(prefix + MASK).unlink()
-    with pytest.raises(UserError, match=r"out\.mask\.bin: is missing, and .*out\.json says that only 2 tokens are learned"):
+    with pytest.raises(
+        UserError, match=r"out\.mask\.bin: is missing, and .*out\.json says that only 2 tokens are learned"
+    ):
         check_corpora(SampleStream(prefix, 4, 0, 256).corpora, 256)
 
 
@@ -198,13 +249,20 @@ def trained(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def test_masked_tokens_contribute_nothing(tmp_path: Path) -> None:
-    """Bit for bit: of every sample the last tokens, behind its last learned one, are others. A learned one does change the weights."""
+    """Bit for bit: of every sample the last tokens, behind its last learned one, are others.
+
+    A learned one does change the weights.
+    """
     rng, learned = np.random.default_rng(0), np.arange(16 * 20 + 1) % 16 < 9  # a sample's targets 1…8 of 1…16
     tokens = rng.integers(VOCAB_SIZE, size=len(learned))
-    learned[0] = learned[16::16] = False  # the last target of a sample is the next one's first token, which has to stay
+    # the last target of a sample is the next one's first token, which has to stay
+    learned[0] = learned[16::16] = False
     others = np.where(np.arange(len(learned)) % 16 > 8, rng.integers(VOCAB_SIZE, size=len(learned)), tokens)
     assert (others != tokens).sum() > 100
-    right, found = (trained(tmp_path, masked_corpus(tmp_path, name, t, learned)) for name, t in (("a", tokens), ("b", others)))
+    right, found = (
+        trained(tmp_path, masked_corpus(tmp_path, name, t, learned))
+        for name, t in (("a", tokens), ("b", others))
+    )
     assert right and all(torch.equal(right[name], found[name]) for name in right)
     others[8::16] = (others[8::16] + 1) % VOCAB_SIZE
     wrong = trained(tmp_path, masked_corpus(tmp_path, "c", others, learned))

@@ -1,4 +1,6 @@
-"""Whatever happens to a checkpoint's files is noticed before anything in them is used, and the one before it takes their place."""
+"""Whatever happens to a checkpoint's files is noticed before anything in them is used, and the
+one before it takes their place.
+"""
 
 import random
 import shutil
@@ -114,17 +116,25 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_damaged_one_is_named_and_the_older_one_used(change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_damaged_one_is_named_and_the_older_one_used(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     older, newest = save_both(tmp_path)
     damage, words = CHANGES[change]
     damage(newest, older)
     assert words in str(refusal(newest))
     assert find_latest(tmp_path) == older
-    assert "A CHECKPOINT IS DAMAGED AND WAS SKIPPED" in caplog.text and words in caplog.text and older.name in caplog.text
+    assert (
+        "A CHECKPOINT IS DAMAGED AND WAS SKIPPED" in caplog.text
+        and words in caplog.text
+        and older.name in caplog.text
+    )
 
 
 def test_reading_compares_with_digests_without_being_asked_to(tmp_path: Path) -> None:
-    """A flipped bit deep in a tensor passes the cheap checks that find a checkpoint; it must not pass into a model."""
+    """A flipped bit deep in a tensor passes the cheap checks that find a checkpoint;
+    it must not pass into a model.
+    """
     _, newest = save_both(tmp_path)
     file = newest / FILES[1]
     content = bytearray(file.read_bytes())
@@ -161,8 +171,9 @@ def exchange_names(manifest: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", ["slices", "bytes", "names"])
 def test_a_diff_believes_no_digest_that_it_has_not_compared(change: str, tmp_path: Path) -> None:
-    """Two tensors that have changed places, two bytes that have changed, and two that have changed names with all that the
-    manifest says of them: each is found by `diff`, without a `verify` before it."""
+    """Two tensors that have changed places, two bytes that have changed, and two that have changed names with
+    all that the manifest says of them: each is found by `diff`, without a `verify` before it.
+    """
     _, first = save_both(tmp_path / "first")
     _, second = save_both(tmp_path / "second")
     assert run(["diff", str(first), str(second)]) == 0
@@ -175,11 +186,18 @@ def test_a_diff_believes_no_digest_that_it_has_not_compared(change: str, tmp_pat
     else:
         edit_manifest(second, exchange_names)
         for file in FILES[:2]:  # in whose headers the slices have these names too
-            content = (second / file).read_bytes().replace(b'"model/v"', b'"model/u"').replace(b'"model/w"', b'"model/v"')
+            content = (
+                (second / file)
+                .read_bytes()
+                .replace(b'"model/v"', b'"model/u"')
+                .replace(b'"model/w"', b'"model/v"')
+            )
             (second / file).write_bytes(content.replace(b'"model/u"', b'"model/w"'))
         assert "tensor model/" in str(refusal(second)), "verify finds it too"
     for paths in ((first, second), (second, first)):
-        with pytest.raises(CheckpointError, match=r"tensor model/[vw] has changed in rank_0000[01]") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"tensor model/[vw] has changed in rank_0000[01]"
+        ) as caught:
             run(["diff", *map(str, paths)])
         assert caught.value.where == str(second)
     # What is found by reading alone is not found by digests alone, which the last line says.

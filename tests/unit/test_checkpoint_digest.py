@@ -1,4 +1,6 @@
-"""Digests of contents depend on every element and its place, not on how a tensor is cut; what tiles a tensor is told from what does not."""
+"""Digests of contents depend on every element and its place, not on how a tensor is cut; what tiles a
+tensor is told from what does not.
+"""
 
 import itertools
 import random
@@ -38,8 +40,21 @@ def test_content_digests_tell_apart_what_a_plain_sum_does_not() -> None:
     """Exchanged rows and columns, signs, the sign of a zero, zeros for all."""
     base = torch.arange(1, 13, dtype=torch.float32).view(3, 4)
     base[1, 1] = 0.0
-    others = [base[[1, 0, 2]], base[:, [0, 2, 1, 3]], base.flip(0), base.flip(1), base.roll(1, 0), base.roll(1, 1), base.t().reshape(3, 4)]
-    others += [base.neg(), base.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(-0.0)), torch.zeros(3, 4), base + 0]
+    others = [
+        base[[1, 0, 2]],
+        base[:, [0, 2, 1, 3]],
+        base.flip(0),
+        base.flip(1),
+        base.roll(1, 0),
+        base.roll(1, 1),
+        base.t().reshape(3, 4),
+    ]
+    others += [
+        base.neg(),
+        base.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(-0.0)),
+        torch.zeros(3, 4),
+        base + 0,
+    ]
     digests = {content_digest(tensor, (0, 0), 7) for tensor in [base, *others]}
     assert len(digests) == len(others), "all differ but the last, which is the same"
 
@@ -48,9 +63,16 @@ def test_content_digests_notice_any_two_signs_of_wide_numbers() -> None:
     """The highest bit of 64: in a sum of odd multiples of the elements any two such changes would cancel."""
     words = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).view(torch.int64)
     digests = set()
-    for changed in itertools.chain([()], itertools.combinations(range(12), 1), itertools.combinations(range(12), 2)):
+    for changed in itertools.chain(
+        [()], itertools.combinations(range(12), 1), itertools.combinations(range(12), 2)
+    ):
         digests.add(
-            content_digest(words ^ torch.zeros_like(words).index_fill_(0, torch.tensor(changed, dtype=torch.int64), -(2**63)), (0,), 7)
+            content_digest(
+                words
+                ^ torch.zeros_like(words).index_fill_(0, torch.tensor(changed, dtype=torch.int64), -(2**63)),
+                (0,),
+                7,
+            )
         )
     assert len(digests) == 1 + 12 + 66
 
@@ -69,16 +91,27 @@ def test_a_content_digest_is_the_documented_sum() -> None:
         total = 0
         for i, j, k in itertools.product(range(2), range(3), range(4)):
             bits = int(tensor[i, j, k].view(torch.int32)) % 2**32
-            z = (identity + word(0, 7 + k) + bits * 0x9E3779B97F4A7C15 * (word(1, 5 + i) | 1) * (word(2, 6 + j) | 1)) % 2**64
+            z = (
+                identity
+                + word(0, 7 + k)
+                + bits * 0x9E3779B97F4A7C15 * (word(1, 5 + i) | 1) * (word(2, 6 + j) | 1)
+            ) % 2**64
             total += z * (z >> 32)
         assert content_digest(tensor, (5, 6, 7), identity) == total % 2**64
 
 
 def test_a_content_digest_says_what_the_tensor_is() -> None:
-    """Zeros too: a tensor that took another's name, or is read as of another dtype or shape, has another digest."""
+    """Zeros too: a tensor that took another's name, or is read as of another
+    dtype or shape, has another digest.
+    """
     words = {
         identity_word(*kind)
-        for kind in (("a", "float32", (2, 3)), ("b", "float32", (2, 3)), ("a", "int32", (2, 3)), ("a", "float32", (4, 3)))
+        for kind in (
+            ("a", "float32", (2, 3)),
+            ("b", "float32", (2, 3)),
+            ("a", "int32", (2, 3)),
+            ("a", "float32", (4, 3)),
+        )
     }
     digests = {content_digest(torch.zeros(2, 3), (0, 0), word) for word in words}
     assert len(digests) == 4
@@ -93,13 +126,16 @@ def verdicts(cases: list[tuple[tuple[int, ...], Boxes]]) -> list[bool]:
     owners = np.repeat(np.arange(len(cases)), [len(boxes) for _, boxes in cases])
     every = [box for _, boxes in cases for box in boxes]
     offsets, sizes = (np.array([box[i] for box in every], np.int64).reshape(len(every), dims) for i in (0, 1))
-    return tiled(np.array([shape for shape, _ in cases], np.int64).reshape(len(cases), dims), owners, offsets, sizes).tolist()
+    return tiled(
+        np.array([shape for shape, _ in cases], np.int64).reshape(len(cases), dims), owners, offsets, sizes
+    ).tolist()
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_tiling_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random boxes: `tiled` says what counting every element says, for tilings and for what has a hole, an overlap, or one of each; for
-    many tensors, however few of them it looks at together."""
+    """Random boxes: `tiled` says what counting every element says, for tilings and for what has a hole, an
+    overlap, or one of each; for many tensors, however few of them it looks at together.
+    """
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
     boxes = [((0,) * len(shape), shape)]
@@ -109,7 +145,12 @@ def test_tiling_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             dim = rng.randrange(len(shape))
             first = rng.randint(0, size[dim])
             boxes.append((offset, (*size[:dim], first, *size[dim + 1 :])))
-            boxes.append(((*offset[:dim], offset[dim] + first, *offset[dim + 1 :]), (*size[:dim], size[dim] - first, *size[dim + 1 :])))
+            boxes.append(
+                (
+                    (*offset[:dim], offset[dim] + first, *offset[dim + 1 :]),
+                    (*size[:dim], size[dim] - first, *size[dim + 1 :]),
+                )
+            )
         else:
             boxes.append((offset, size))
     cases, counted = [(shape, boxes)], [True]

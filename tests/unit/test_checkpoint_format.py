@@ -31,14 +31,28 @@ from tests.manifests import edit_manifest, edit_text
 from tests.pieces import piece
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
     """Every dtype, a scalar, an odd number of bytes before wider tensors, and a tensor that is not contiguous."""
     generator = torch.Generator().manual_seed(seed)
-    values = {f"model/{str(dtype)[6:]}": (torch.randn(5, 3, generator=generator) * 4).to(dtype) for dtype in DTYPES}
-    return values | {"adam_m/transposed": torch.randn(4, 6, generator=generator).t(), "loss_scale": torch.tensor(65536.0)}
+    values = {
+        f"model/{str(dtype)[6:]}": (torch.randn(5, 3, generator=generator) * 4).to(dtype) for dtype in DTYPES
+    }
+    return values | {
+        "adam_m/transposed": torch.randn(4, 6, generator=generator).t(),
+        "loss_scale": torch.tensor(65536.0),
+    }
 
 
 def save_alone(directory: Path, step: int, values: dict[str, Tensor], keep: int = 9, **state: object) -> Path:
@@ -57,7 +71,10 @@ def assert_holds(path: Path, values: dict[str, Tensor]) -> None:
 def test_round_trip_of_every_dtype_and_state(tmp_path):
     state = {"samples": 2**61, "bits": 2**70, "loss": 0.1 + 0.2, "model": {"hidden_size": 64}}
     path = save_alone(tmp_path, 100, tensors(), **state)
-    assert path == tmp_path / "step_00000100" and sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank_00000.safetensors"]
+    assert path == tmp_path / "step_00000100" and sorted(p.name for p in path.iterdir()) == [
+        "manifest.json",
+        "rank_00000.safetensors",
+    ]
     assert_holds(path, tensors())
     assert Reader(path).state == {"step": 100, **state} and Reader(path).step == 100
 
@@ -66,7 +83,9 @@ def test_files_are_safetensors_to_the_library_too(tmp_path):
     """The files are written by hand: if the header or an offset were off, other tools could not read them."""
     path = save_alone(tmp_path, 1, tensors())
     stored = load_file(path / "rank_00000.safetensors")
-    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors().items()) and len(stored) == len(tensors())
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors().items()) and len(
+        stored
+    ) == len(tensors())
 
 
 def test_read_into_converts_the_dtype_of_a_slice(tmp_path):
@@ -108,7 +127,9 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
         for path, seconds in zip(paths, times, strict=True):
             for each in (*path.iterdir(), path):
                 os.utime(each, (seconds, seconds))
-        assert checkpoints_in(tmp_path) == paths and locate(tmp_path) == find_latest(tmp_path) == paths[0], times
+        assert checkpoints_in(tmp_path) == paths and locate(tmp_path) == find_latest(tmp_path) == paths[0], (
+            times
+        )
     os.utime(paths[2], None)
     newest = save_alone(tmp_path, 201, {"w": torch.ones(2)}, keep=2)
     assert checkpoints_in(tmp_path) == [newest, paths[0]]
@@ -116,7 +137,14 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
 
 BASES: list[dict[str, Any]] = [
     {"position": "rope", "num_kv_heads": 2, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    {"qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False, "chunked_loss": True, "attention": "eager"},
+    {
+        "qk_norm": True,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "tie_embeddings": False,
+        "chunked_loss": True,
+        "attention": "eager",
+    },
 ]
 
 
@@ -133,14 +161,23 @@ def others_of(key: str, value: Any) -> list[Any]:
     choices = get_args(ModelConfig.model_fields[key].annotation)
     if value is None and not any(isinstance(choice, str) for choice in choices):
         return [2]
-    return [choice for choice in choices if isinstance(choice, str) and choice not in (value, "triton")]  # which needs a GPU
+    return [
+        choice for choice in choices if isinstance(choice, str) and choice not in (value, "triton")
+    ]  # which needs a GPU
 
 
 @pytest.mark.parametrize("base", BASES, ids=["learned to rope", "without"])
 def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -> None:
     """Another base of the rotary positions, another scale, another eps: the resumed run would train another function, from weights that
     fit."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 53, "init_std": 0.2, "dropout": 0.1} | base
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "vocab_size": 53,
+        "init_std": 0.2,
+        "dropout": 0.1,
+    } | base
     train = {"seq_len": 12, "precision": "fp64", "device": "cpu"}
 
     def configured(model: dict[str, Any]) -> Config:
@@ -167,13 +204,21 @@ def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -
             if (key, recorded["position"]) != ("max_positions", "learned"):  # whose table has another shape
                 assert float((logits(changed) - right).detach().abs().max()) < 1e-12, (key, other)
             free.add(key)
-    assert refused | free >= recorded.keys() - {"block", "source", "source_digest"}, "every key was tried; of a source in test_source.py"
-    assert {"attention", "dropout", "init_std", "chunked_loss"} <= free and {"rope_theta", "norm_eps", "logit_scale"} <= refused
+    assert refused | free >= recorded.keys() - {"block", "source", "source_digest"}, (
+        "every key was tried; of a source in test_source.py"
+    )
+    assert {"attention", "dropout", "init_std", "chunked_loss"} <= free and {
+        "rope_theta",
+        "norm_eps",
+        "logit_scale",
+    } <= refused
 
 
 def test_a_model_of_before_a_key_has_its_default() -> None:
     """A checkpoint of an earlier release says nothing of a newer key: a run with another value would train another function in silence."""
-    now = resolve({"model": {"hidden_size": 32, "num_heads": 4, "position": "rope"}}, [], "test", 1).config.model.model_dump(mode="json")
+    now = resolve(
+        {"model": {"hidden_size": 32, "num_heads": 4, "position": "rope"}}, [], "test", 1
+    ).config.model.model_dump(mode="json")
     newer = ("nope_every", "window", "window_schedule", "norm_place", "num_kv_heads", "dropout")
     earlier = {key: value for key, value in now.items() if key not in newer}
     reader: Any = SimpleNamespace(path=Path("step_00000001"), state={"model": earlier})
@@ -186,7 +231,9 @@ def test_a_model_of_before_a_key_has_its_default() -> None:
 @pytest.mark.parametrize("column", COLUMNS)
 def test_columns_hold_every_number_up_to_their_width(column: str) -> None:
     """A width too small by one: 256 in a byte is 0, and a slice of a file, or of a size, that was never written."""
-    numbers = [2**bits + more for bits in range(8, 64 if column == "digest" else 48, 8) for more in (-1, 0)] + [1]
+    numbers = [
+        2**bits + more for bits in range(8, 64 if column == "digest" else 48, 8) for more in (-1, 0)
+    ] + [1]
     for number in [*numbers, *([2**64 - 1] if column == "digest" else [])]:
         row = {"file": 0, "number": 1, "offset": (3, 4), "shape": (5, 6), "digest": 7}
         row[column] = (2, number) if column in ("offset", "shape") else number
@@ -226,21 +273,39 @@ def overlap(path: Path) -> None:
 
 FAULTS = {
     "truncated": (truncate, r"rank_00000\.safetensors has \d+ bytes of \d+"),
-    "missing file": (lambda path: (path / "rank_00000.safetensors").unlink(), r"rank_00000\.safetensors is missing"),
+    "missing file": (
+        lambda path: (path / "rank_00000.safetensors").unlink(),
+        r"rank_00000\.safetensors is missing",
+    ),
     "header": (corrupt_header, r"rank_00000\.safetensors is damaged"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), r"has no manifest\.json"),
-    "half a manifest": (lambda path: (path / "manifest.json").write_text('{"format_version": 1,'), r"manifest\.json is damaged"),
+    "half a manifest": (
+        lambda path: (path / "manifest.json").write_text('{"format_version": 1,'),
+        r"manifest\.json is damaged",
+    ),
     "not a manifest": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest\.json is damaged"),
-    "manifest key": (lambda path: edit_text(path, lambda m: m.pop("files")), r"manifest\.json is damaged.*files"),
-    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format versions 2 to 5"),
-    "hole": (lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[4, 3])), r"tensor w has slices for 9 of its 12"),
+    "manifest key": (
+        lambda path: edit_text(path, lambda m: m.pop("files")),
+        r"manifest\.json is damaged.*files",
+    ),
+    "version": (
+        lambda path: edit_manifest(path, lambda m: m.update(format_version=7)),
+        r"format version 7 .*format versions 2 to 5",
+    ),
+    "hole": (
+        lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[4, 3])),
+        r"tensor w has slices for 9 of its 12",
+    ),
     "overlap": (overlap, r"tensor w has overlapping slices, at \(0, 0\).* and at \(2, 1\)"),
     "outside": (
         lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[2, 3])),
         r"tensor w .*outside its shape \(2, 3\)",
     ),
     "shape in file": (corrupt_shape, r"tensor w is F32 \(3, 3\) in rank_00000"),
-    "dtype in file": (lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(dtype="int32")), r"tensor w is F32 .*says I32"),
+    "dtype in file": (
+        lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(dtype="int32")),
+        r"tensor w is F32 .*says I32",
+    ),
     "dtype": (
         lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(dtype="float3")),
         r"tensor w has the unknown dtype float3",
@@ -265,8 +330,12 @@ def test_damage_is_named_in_one_line_and_skipped(fault, tmp_path, caplog):
 
 
 def test_another_model_is_refused(tmp_path):
-    reader = Reader(save_alone(tmp_path, 1, {"w": torch.zeros(4, 2)}, model={"hidden_size": 2, "dropout": 0.0}))
-    with pytest.raises(CheckpointError, match=r"tensor w has shape \(4, 2\), and the model of this config \(4, 3\)"):
+    reader = Reader(
+        save_alone(tmp_path, 1, {"w": torch.zeros(4, 2)}, model={"hidden_size": 2, "dropout": 0.0})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"tensor w has shape \(4, 2\), and the model of this config \(4, 3\)"
+    ):
         reader.read("w", Shard((4, 3)))
     with pytest.raises(CheckpointError, match=r"has no tensor v of shape \(4, 2\)"):
         reader.read("v", Shard((4, 2)))
@@ -298,7 +367,9 @@ def test_slices_that_do_not_tile_are_not_committed(tmp_path):
 
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_script_shows_and_verifies_a_run(tmp_path):
@@ -312,13 +383,20 @@ def test_script_shows_and_verifies_a_run(tmp_path):
         assert part in shown.stdout
     checked = run_script("verify", directory)
     assert checked.returncode == 2 and "step_00000010" in checked.stdout
-    assert checked.stderr.startswith(f"checkpoint error: {directory}/step_00000020: ") and checked.stderr.count("\n") == 1
+    assert (
+        checked.stderr.startswith(f"checkpoint error: {directory}/step_00000020: ")
+        and checked.stderr.count("\n") == 1
+    )
 
 
 def test_script_tells_how_two_checkpoints_differ(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     whole = torch.arange(8.0).view(4, 2)
-    first = save_alone(tmp_path / "first", 10, {"model/w": whole, "model/v": whole, "model/z": torch.zeros(2), "model/x": whole})
+    first = save_alone(
+        tmp_path / "first",
+        10,
+        {"model/w": whole, "model/v": whole, "model/z": torch.zeros(2), "model/x": whole},
+    )
     moved = whole.clone()
     moved[1, 0] += 0.5
     other = {"model/w": moved, "model/v": whole, "model/z": torch.tensor([0.0, -0.0]), "model/y": whole}
@@ -333,15 +411,24 @@ def test_script_tells_how_two_checkpoints_differ(tmp_path, capsys, monkeypatch):
         "1 of 5 tensors are equal",
     ):
         assert part in out
-    assert run(["diff", str(second), str(second)]) == 0 and "4 of 4 tensors are equal in every bit" in capsys.readouterr().out
-    assert run(["diff", "--trust", str(second), str(second)]) == 0 and "equal by their digests (--trust: " in capsys.readouterr().out
+    assert (
+        run(["diff", str(second), str(second)]) == 0
+        and "4 of 4 tensors are equal in every bit" in capsys.readouterr().out
+    )
+    assert (
+        run(["diff", "--trust", str(second), str(second)]) == 0
+        and "equal by their digests (--trust: " in capsys.readouterr().out
+    )
 
 
 def test_equal_bits_of_another_dtype_are_a_difference(tmp_path, capsys, monkeypatch):
     """An optimizer's step count that was saved as an integer would be read as a number near zero."""
     monkeypatch.setenv("COLUMNS", "200")
     bits = torch.arange(8, dtype=torch.int32)
-    first, second = (save_alone(tmp_path / str(i), 10, {"w": tensor}) for i, tensor in enumerate((bits, bits.view(torch.float32))))
+    first, second = (
+        save_alone(tmp_path / str(i), 10, {"w": tensor})
+        for i, tensor in enumerate((bits, bits.view(torch.float32)))
+    )
     for flags in ([], ["--trust"]):
         assert run(["diff", *flags, str(first), str(second)]) == 1
         out = " ".join(capsys.readouterr().out.split())

@@ -57,7 +57,10 @@ def test_a_full_disk_at_any_call_leaves_the_earlier_one(background, tmp_path):
 
 def test_a_full_disk_says_what_was_needed(tmp_path, monkeypatch):
     monkeypatch.setattr("os.write", lambda *_: crashes.full(None, "write", (), None))
-    with pytest.raises(CheckpointError, match=r"No space left on device; it needs 550 B in all and 550 B for this rank, and .* was free"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"No space left on device; it needs 550 B in all and 550 B for this rank, and .* was free",
+    ):
         save_alone(tmp_path, 20, tensors(2))
 
 
@@ -69,7 +72,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert_holds(path, tensors(2))
     assert list(tmp_path.iterdir()) == [path]
     shutil.copytree(path, replaced)  # as a process leaves it that stops behind the second rename
-    assert checkpoints_in(tmp_path) == [path, replaced] and locate(tmp_path) == path, "a run would go on from what it had replaced"
+    assert checkpoints_in(tmp_path) == [path, replaced] and locate(tmp_path) == path, (
+        "a run would go on from what it had replaced"
+    )
 
 
 def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):
@@ -79,7 +84,9 @@ def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000020", "step_00000030"]
     truncate(tmp_path / "step_00000030")
     save_alone(tmp_path, 40, values, keep=2)
-    assert (tmp_path / "step_00000020").exists(), "the damaged one took the room of the last but one whole one"
+    assert (tmp_path / "step_00000020").exists(), (
+        "the damaged one took the room of the last but one whole one"
+    )
     save_alone(tmp_path, 5, values, keep=1)  # a run that went back to an earlier step
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000005"]
 
@@ -93,7 +100,10 @@ def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path, caplog
     assert_holds(tmp_path / "step_00000300.aside1", tensors(300))
     (line,) = caplog.messages
     size = disk.size_text(sum(file.stat().st_size for file in tmp_path.glob("*.aside1/*")))
-    assert f"were set aside, {size}: step_00000200.aside1, step_00000300.aside1. They stay until you delete them: rm -r" in line
+    assert (
+        f"were set aside, {size}: step_00000200.aside1, step_00000300.aside1. They stay until you delete them: rm -r"
+        in line
+    )
     save_alone(tmp_path, 300, tensors(1))
     set_aside(tmp_path, above=0)
     assert find_latest(tmp_path) is None and (tmp_path / "step_00000300.aside2").exists()
@@ -130,7 +140,9 @@ def test_a_write_that_the_disk_garbles_is_noticed_before_anything_is_deleted(tmp
 
 @pytest.mark.skipif(not disk.DIRECT, reason="this system has no O_DIRECT")
 @pytest.mark.parametrize("refuses", ["open", "write", "readv"])
-def test_where_files_cannot_be_written_past_the_kernels_memory_they_go_through_it(tmp_path, monkeypatch, refuses):
+def test_where_files_cannot_be_written_past_the_kernels_memory_they_go_through_it(
+    tmp_path, monkeypatch, refuses
+):
     """File systems differ in when they say so; every length about the blocks' comes back, and is told apart from its neighbours."""
     real = getattr(os, refuses)
 
@@ -147,7 +159,10 @@ def test_where_files_cannot_be_written_past_the_kernels_memory_they_go_through_i
     file, content = tmp_path / "file", os.urandom(3 * 4096 + 1)
     for size in (0, 1, 4095, 4096, 4097, 2 * 4096, 3 * 4096 + 1):
         parts = (b"", content[: size // 3], memoryview(content)[size // 3 : size])
-        assert disk.write_file(file, parts) == (size, disk.file_digest(file)) and file.read_bytes() == content[:size]
+        assert (
+            disk.write_file(file, parts) == (size, disk.file_digest(file))
+            and file.read_bytes() == content[:size]
+        )
     if not asked:
         pytest.skip(f"the file system of {tmp_path} says so at once")
 
@@ -156,20 +171,28 @@ def test_staging_memory_is_used_again(tmp_path):
     saver = Saver(tmp_path, Alone(), background=True)
     places = []
     for step in (10, 20):
-        saver.start(step, {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors(step).items()}, {})
+        saver.start(
+            step, {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors(step).items()}, {}
+        )
         places.append(saver.staging.buffer.data_ptr())
         saved = saver.finish()
         assert_holds(saved.path, tensors(step))
     assert places[0] == places[1]
 
 
-def test_checkpoints_are_set_aside_before_records_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_set_aside_before_records_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that dies between the two would leave checkpoints whose steps no record has, and the next one would go on from them."""
-    path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"dir": str(tmp_path / "run")})
+    path = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), log={"dir": str(tmp_path / "run")}
+    )
     (tmp_path / "run/checkpoints/step_00000004").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step_00000004/manifest.json").write_text("{}")
     seen = list[str]()
-    monkeypatch.setattr(Records, "open", lambda *_: seen.extend(p.name for p in (tmp_path / "run/checkpoints").iterdir()))
+    monkeypatch.setattr(
+        Records, "open", lambda *_: seen.extend(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    )
     config = load(path, ["checkpoint.resume=never"], 1).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     trainer_of(config, mesh, Inputs(config, 0)).monitors.close()

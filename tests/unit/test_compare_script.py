@@ -14,16 +14,35 @@ LOSSES = [4.0, 3.5, 3.0, 2.5]
 
 
 def write_run(folder: Path, losses: list[float | None], every: int = 1, **settings: Any) -> str:
-    """A run's records, as the trainer writes them: a logged step takes 0.5 s, and a validation follows the second."""
+    """A run's records, as the trainer writes them: a logged step takes 0.5 s, and a
+    validation follows the second.
+    """
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"optim": {"lr": 0.1} | settings, "log": {"dir": str(folder), "every": every}}))
+    (folder / "config.json").write_text(
+        json.dumps({"optim": {"lr": 0.1} | settings, "log": {"dir": str(folder), "every": every}})
+    )
     lines = []
     for number, loss in enumerate(losses, 1):
         step = number * every
-        figures = {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": step * 100, "tokens_per_second": 200.0, "step_seconds": 0.5}
-        figures |= {"mfu": None, "mfu_causal": None, "save_seconds": 0.0, "memory_bytes": 10**9 + number, "skipped": 0}
+        figures = {
+            "loss": loss,
+            "grad_norm": 1.0,
+            "lr": 0.1,
+            "tokens": step * 100,
+            "tokens_per_second": 200.0,
+            "step_seconds": 0.5,
+        }
+        figures |= {
+            "mfu": None,
+            "mfu_causal": None,
+            "save_seconds": 0.0,
+            "memory_bytes": 10**9 + number,
+            "skipped": 0,
+        }
         lines += [{"step": step} | figures] + ([{"step": step, "valid_loss": 3.25}] if number == 2 else [])
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99, "lo')
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99, "lo'
+    )
     return str(folder)
 
 
@@ -35,7 +54,9 @@ def compare(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 def test_says_where_runs_part(tmp_path: Path) -> None:
-    """A difference in the last bit, one that counts, one where a loss is null, and runs that log other steps, would be mixed up."""
+    """A difference in the last bit, one that counts, one where a loss is null, and runs that log
+    other steps, would be mixed up.
+    """
     bit = LOSSES[2] * (1 + 2**-52)
     first = write_run(tmp_path / "first", LOSSES)
     others = {
@@ -49,23 +70,40 @@ def test_says_where_runs_part(tmp_path: Path) -> None:
     parting = {name: found["parting"][folder] for name, folder in others.items()}
     keys = ("shared_steps", "first_differing_step", "first_step_beyond_tolerance")
     assert {name: tuple(row[key] for key in keys) for name, row in parting.items()} == {
-        "equal": (4, None, None), "bit": (4, 3, None), "far": (4, 2, 4), "sparse": (2, 4, 4), "apart": (0, None, None),
-    }  # fmt: skip
+        "equal": (4, None, None),
+        "bit": (4, 3, None),
+        "far": (4, 2, 4),
+        "sparse": (2, 4, 4),
+        "apart": (0, None, None),
+    }
     assert parting["bit"]["largest_relative_difference"] == pytest.approx(2**-52, rel=0.1)
     differing = {"log.every": [1, 1, 1, 1, 2, 7], "optim.lr": [0.1, 0.1, 0.2, 0.1, 0.1, 0.1]}
     assert found["config"] == differing, "where a run writes to is no difference"
     assert found["runs"][others["sparse"]] | {"memory_bytes": 0} == {
-        "step": 4, "tokens": 400, "seconds": 2.0, "loss": 2.6, "best_valid_loss": 3.25, "tokens_per_second": 200.0, "mfu": None,
-        "memory_bytes": 0, "skipped": 0,
-    }  # fmt: skip
-    assert f"{first} and {others['equal']}: equal in every bit of the loss, in all 4 steps that both logged" in said
+        "step": 4,
+        "tokens": 400,
+        "seconds": 2.0,
+        "loss": 2.6,
+        "best_valid_loss": 3.25,
+        "tokens_per_second": 200.0,
+        "mfu": None,
+        "memory_bytes": 0,
+        "skipped": 0,
+    }
+    assert (
+        f"{first} and {others['equal']}: equal in every bit of the loss, in all 4 steps that both logged"
+        in said
+    )
     assert f"{first} and {others['apart']} logged no step in common" in said
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_record_of_before_there_was_a_key_has_its_default(tmp_path: Path) -> None:
     """Every run of before would differ from every later one, in settings that nobody has changed."""
-    before, later = write_run(tmp_path / "before", LOSSES), write_run(tmp_path / "later", LOSSES, groups=[], momentum=0.5)
+    before, later = (
+        write_run(tmp_path / "before", LOSSES),
+        write_run(tmp_path / "later", LOSSES, groups=[], momentum=0.5),
+    )
     found, _ = compare(tmp_path, before, later)
     assert found["config"] == {"optim.momentum": [0.9, 0.5]}
 
@@ -74,7 +112,13 @@ def test_time_is_that_of_the_runs_own_steps(tmp_path: Path) -> None:
     """A run that went on from another one's checkpoint would be charged for the steps that the other did."""
     runs = [write_run(tmp_path / "a", LOSSES), write_run(tmp_path / "b", LOSSES)]
     path = tmp_path / "b" / "metrics.jsonl"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"step": 3' in line or '"step": 4' in line))
+    path.write_text(
+        "".join(
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if '"step": 3' in line or '"step": 4' in line
+        )
+    )
     found, _ = compare(tmp_path, *runs)
     assert [found["runs"][run]["seconds"] for run in runs] == [2.0, 1.0]
 
@@ -94,12 +138,17 @@ WRONG = {
     "no figures": (["{a}", "{bare}"], "metrics.jsonl: line 6 is no record of a step"),
     "no config": (["{a}", "{list}"], "config.json: is no config: Input should be an object"),
     "tolerance": (["{a}", "{b}", "--tolerance", "2"], "--tolerance: 2.0 is no relative difference"),
-    "picture": (["{a}", "{b}", "--plot", "x.txt"], "--plot: cannot write x.txt: its ending names no image format"),
+    "picture": (
+        ["{a}", "{b}", "--plot", "x.txt"],
+        "--plot: cannot write x.txt: its ending names no image format",
+    ),
 }
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
-def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     """A user's mistake would be a traceback."""
     import launch.compare
 
@@ -123,9 +172,23 @@ def test_records_of_a_wrong_type_are_one_line(tmp_path: Path, capsys: pytest.Cap
     whole, settings = metrics.read_text().splitlines()[:-1], config.read_text()
     first = json.loads(whole[0])
     lines: list[Any] = [None, 3, "x", [], {}, [["step", 1]]]
-    for key in ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_bytes", "skipped"):
-        values = ["1", [1], {}, True, 10**400, 1e300, -1e300] + ([] if key in ("loss", "grad_norm", "mfu") else [None])
-        lines += [first | {key: value} for value in values] + [{name: value for name, value in first.items() if name != key}]
+    for key in (
+        "step",
+        "loss",
+        "grad_norm",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "mfu",
+        "memory_bytes",
+        "skipped",
+    ):
+        values = ["1", [1], {}, True, 10**400, 1e300, -1e300] + (
+            [] if key in ("loss", "grad_norm", "mfu") else [None]
+        )
+        lines += [first | {key: value} for value in values] + [
+            {name: value for name, value in first.items() if name != key}
+        ]
     lines += [
         first | {"step": 0},
         first | {"step": 1.5},
@@ -157,13 +220,16 @@ def test_records_of_a_wrong_type_are_one_line(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_draws_layers_over_steps(tmp_path: Path) -> None:
-    """Figures of a parameter among those of layers would hide them; one run alone has a picture; a run without statistics is named."""
+    """Figures of a parameter among those of layers would hide them; one run alone has a picture; a
+    run without statistics is named.
+    """
     folder = write_run(tmp_path / "run", LOSSES)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:-1]]
     for line in [line for line in lines if "loss" in line and line["step"] % 2]:
         for kind in KINDS:
             line |= {
-                f"{kind}/{name}": float(line["step"]) for name in ("embedding", "blocks.0", "blocks.0.attention.output.weight", "head")
+                f"{kind}/{name}": float(line["step"])
+                for name in ("embedding", "blocks.0", "blocks.0.attention.output.weight", "head")
             }
         for name in ("head", "blocks.0.attention.output.weight"):
             del line[f"activation_rms/{name}"]
@@ -178,6 +244,11 @@ def test_draws_layers_over_steps(tmp_path: Path) -> None:
     loads = {n: {"blocks.1.0": 0.5 * n, "blocks.1.1": 2.0} for n in (1, 2)}
     assert found["expert_load"] == loads, "a run may have loads of experts alone"
     many = {1: {f"blocks.{i}": 1.0 for i in range(15_000)}}  # more rows than a picture has room for
-    draw({folder: found, "large": found | {"expert_load": many}, "dense": found | {"expert_load": {}}}, str(tmp_path / "loads.png"))
-    done = run_script("launch/compare.py", write_run(tmp_path / "none", LOSSES), "--heat-map", str(tmp_path / "none.png"))
+    draw(
+        {folder: found, "large": found | {"expert_load": many}, "dense": found | {"expert_load": {}}},
+        str(tmp_path / "loads.png"),
+    )
+    done = run_script(
+        "launch/compare.py", write_run(tmp_path / "none", LOSSES), "--heat-map", str(tmp_path / "none.png")
+    )
     assert done.returncode == 2 and f"{tmp_path}/none/metrics.jsonl: holds no statistics" in done.stderr

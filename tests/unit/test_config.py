@@ -1,4 +1,6 @@
-"""A config is refused before anything starts, in one line that names the key, or resolved with the origin of every value."""
+"""A config is refused before anything starts, in one line that names the key, or resolved
+with the origin of every value.
+"""
 
 import json
 import re
@@ -54,16 +56,24 @@ def refusal(run: Callable[[], object]) -> tuple[str, str]:
 def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -> None:
     """A misspelt key would be ignored, and the run would train with a default."""
     section, name = key.split(".")
-    for refused in (refusal(lambda: load_raw({section: {name: 1}})), refusal(lambda: load_raw({}, f"{key}=1"))):
+    for refused in (
+        refusal(lambda: load_raw({section: {name: 1}})),
+        refusal(lambda: load_raw({}, f"{key}=1")),
+    ):
         assert refused[0] == key
         assert refused[1] == f"unknown key (did you mean {nearest}?)"
 
 
-LLAMA3 = '{"type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_position_embeddings":64}'
+LLAMA3 = (
+    '{"type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,'
+    '"original_max_position_embeddings":64}'
+)
 ROPE_SCALING = (
-    "{type: linear, factor} or {type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings} or "
+    "{type: linear, factor} or {type: llama3, factor, low_freq_factor, high_freq_factor, "
+    "original_max_position_embeddings} or "
     "{type: ntk, factor} or "
-    "{type: yarn, factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor, truncate} or null"
+    "{type: yarn, factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor, "
+    "truncate} or null"
 )
 
 
@@ -82,7 +92,10 @@ ROPE_SCALING = (
         ("optim.lr", "NaN", "a number at least 0 and at most 1e+06"),
         ("optim.lr", "null", "a number at least 0 and at most 1e+06"),
         ("optim.beta2", "1.0", "a number at least 0 and below 1"),
-        *(("train.batch_ramp", value, "a list of [last step, size]") for value in ("[[0,4]]", "[4]", "64", "[[10,4,2]]", '[[10,"4"]]')),
+        *(
+            ("train.batch_ramp", value, "a list of [last step, size]")
+            for value in ("[[0,4]]", "[4]", "64", "[[10,4,2]]", '[[10,"4"]]')
+        ),
         *(("optim.ema", value, "a number above 0 and below 1 or null") for value in ("1.0", "0", "true")),
         ("optim.lion_beta1", "1", "a number at least 0 and below 1"),
         ("optim.slow_beta", "0", "a number above 0 and below 1"),
@@ -93,7 +106,10 @@ ROPE_SCALING = (
         ("model.num_kv_heads", "0", "a whole number above 0 and at most 1,048,576 or null"),
         ("model.qkv_bias", "1", "true or false or null"),
         ("parallel.hang_seconds", "0", "a number at least 0.001 and at most 1e+08 or null"),
-        *(("model.rope_scaling", value, ROPE_SCALING) for value in ("2", "[]", '{"factor": 2}', '{"type": "yarn", "factor": 2}')),
+        *(
+            ("model.rope_scaling", value, ROPE_SCALING)
+            for value in ("2", "[]", '{"factor": 2}', '{"type": "yarn", "factor": 2}')
+        ),
         ("model.rope_scaling", '{"type": "linear"}', ROPE_SCALING),
         ("model.rope_scaling", '{"type": "linear", "factor": "2"}', ROPE_SCALING),
         ("model.rope_scaling", '{"type": "linear", "factor": 2, "low_freq_factor": 1}', ROPE_SCALING),
@@ -114,7 +130,8 @@ def test_wrong_type_or_bound(load_raw: Load, key: str, value: str, accepted: str
     assert refused == key and rest.endswith(f"({accepted})")
 
 
-# Every rule of validation.py and model.py: overrides that break it and nothing before it, ranks, the key it names, and what would be right.
+# Every rule of validation.py and model.py: overrides that break it and nothing before it, ranks, the key it
+# names, and what would be right.
 RULES: list[tuple[str, int, str, str]] = [
     ("parallel.chunks=2", 1, "parallel.chunks", "1, or null"),
     ("parallel.schedule=interleaved parallel.chunks=1", 1, "parallel.chunks", "2 or more, or null"),
@@ -124,35 +141,105 @@ RULES: list[tuple[str, int, str, str]] = [
         "parallel.pipeline",
         "times parallel.chunks at most model.num_layers 4",
     ),
-    ("engine.kind=deepspeed", 1, "engine.config", "an object or a file's path, such as configs/deepspeed/zero2.json"),
-    ("engine.kind=deepspeed parallel.pipeline=2 parallel.schedule=zb_v", 2, "parallel.schedule", "1f1b, or engine.kind=native"),
-    ("engine.kind=fsdp parallel.pipeline=2 parallel.schedule=zb_v", 4, "parallel.schedule", "model.tie_embeddings=false"),
+    (
+        "engine.kind=deepspeed",
+        1,
+        "engine.config",
+        "an object or a file's path, such as configs/deepspeed/zero2.json",
+    ),
+    (
+        "engine.kind=deepspeed parallel.pipeline=2 parallel.schedule=zb_v",
+        2,
+        "parallel.schedule",
+        "1f1b, or engine.kind=native",
+    ),
+    (
+        "engine.kind=fsdp parallel.pipeline=2 parallel.schedule=zb_v",
+        4,
+        "parallel.schedule",
+        "model.tie_embeddings=false",
+    ),
     ("optim.max_rollbacks=1", 1, "optim.max_rollbacks", "0, or checkpoint.every=1000"),
-    ("train.compile=true train.offload_activations=true", 1, "train.compile", "false, or train.offload_activations=false"),
-    ("engine.kind=fsdp parallel.context=2 parallel.schedule=zb_v", 2, "parallel.schedule", "model.tie_embeddings=false"),
+    (
+        "train.compile=true train.offload_activations=true",
+        1,
+        "train.compile",
+        "false, or train.offload_activations=false",
+    ),
+    (
+        "engine.kind=fsdp parallel.context=2 parallel.schedule=zb_v",
+        2,
+        "parallel.schedule",
+        "model.tie_embeddings=false",
+    ),
     ("engine.kind=fsdp engine.config=ds.json", 2, "engine.config", "leave it out with engine.kind=fsdp"),
     ("engine.kind=fsdp engine.shard_optimizer=true", 2, "engine.shard_optimizer", "false"),
     ("engine.kind=fsdp train.compile=true", 2, "train.compile", "false, or engine.kind=native"),
     ("engine.kind=fsdp engine.shard_size=1", 2, "engine.shard_size", "at least 2, or engine.kind=native"),
-    ("engine.kind=fsdp engine.shard_size=3 train.global_batch_size=12", 4, "parallel.data", "3 or 6 would be"),
+    (
+        "engine.kind=fsdp engine.shard_size=3 train.global_batch_size=12",
+        4,
+        "parallel.data",
+        "3 or 6 would be",
+    ),
     ("engine.kind=fsdp engine.cpu_offload=true", 1, "engine.cpu_offload", "false, or at least 2 data ranks"),
     ("engine.shard_size=2", 2, "engine.shard_size", "engine.kind=fsdp, or leave it out"),
     ("engine.reshard=true", 2, "engine.reshard", "engine.kind=fsdp, or leave it out"),
     ("engine.kind=fsdp engine.reduce_dtype=bf16", 2, "engine.reduce_dtype", "fp32; or engine.kind=native"),
     ("engine.kind=fsdp engine.reduce_levels=2", 2, "engine.reduce_levels", "1, and engine.shard_size"),
-    ("engine.kind=deepspeed engine.reduce_dtype=bf16", 2, "engine.reduce_dtype", "fp32, and communication_data_type in engine.config"),
-    ("train.precision=fp64 engine.reduce_dtype=bf16", 2, "engine.reduce_dtype", "fp32, or train.precision=bf16"),
-    ('engine.kind=fsdp engine.compression={"kind":"int8"}', 2, "engine.compression", "null, or engine.kind=native"),
-    ('engine.kind=deepspeed engine.compression={"kind":"int8"}', 2, "engine.compression", "null, or engine.kind=native"),
+    (
+        "engine.kind=deepspeed engine.reduce_dtype=bf16",
+        2,
+        "engine.reduce_dtype",
+        "fp32, and communication_data_type in engine.config",
+    ),
+    (
+        "train.precision=fp64 engine.reduce_dtype=bf16",
+        2,
+        "engine.reduce_dtype",
+        "fp32, or train.precision=bf16",
+    ),
+    (
+        'engine.kind=fsdp engine.compression={"kind":"int8"}',
+        2,
+        "engine.compression",
+        "null, or engine.kind=native",
+    ),
+    (
+        'engine.kind=deepspeed engine.compression={"kind":"int8"}',
+        2,
+        "engine.compression",
+        "null, or engine.kind=native",
+    ),
     ('train.precision=fp64 engine.compression={"kind":"low_rank"}', 2, "engine.compression", '"rank": null'),
-    ('engine.reduce_dtype=bf16 engine.compression={"kind":"int8"}', 2, "engine.compression", "engine.reduce_dtype=fp32"),
-    ('train.precision=fp64 engine.compression={"kind":"int8"}', 2, "engine.compression", '"rounding": "none"'),
+    (
+        'engine.reduce_dtype=bf16 engine.compression={"kind":"int8"}',
+        2,
+        "engine.compression",
+        "engine.reduce_dtype=fp32",
+    ),
+    (
+        'train.precision=fp64 engine.compression={"kind":"int8"}',
+        2,
+        "engine.compression",
+        '"rounding": "none"',
+    ),
     ("engine.reduce_levels=3", 2, "engine.reduce_levels", "1 or 2"),
     ("engine.cpu_offload=true", 2, "engine.cpu_offload", "engine.kind=fsdp, or leave it out"),
     ("engine.config=ds.json", 1, "engine.config", "leave it out"),
     ("checkpoint.every=10 checkpoint.keep_every=25", 1, "checkpoint.keep_every", "20 or 30"),
-    ("checkpoint.best=true checkpoint.every=10 train.eval_every=5", 1, "checkpoint.best", "data.valid, train.eval_every and"),
-    ("checkpoint.best=true checkpoint.every=10 train.eval_every=4 data.valid=x", 1, "checkpoint.every", "8 or 12"),
+    (
+        "checkpoint.best=true checkpoint.every=10 train.eval_every=5",
+        1,
+        "checkpoint.best",
+        "data.valid, train.eval_every and",
+    ),
+    (
+        "checkpoint.best=true checkpoint.every=10 train.eval_every=4 data.valid=x",
+        1,
+        "checkpoint.every",
+        "8 or 12",
+    ),
     ("log.prometheus_port=90000", 1, "log.prometheus_port", "from 1 to 65535"),
     ("model.hidden_size=770", 1, "model.hidden_size", "768 or 780 would be"),
     ("model.num_kv_heads=5", 1, "model.num_heads", "10 or 15 would be"),
@@ -163,9 +250,19 @@ RULES: list[tuple[str, int, str, str]] = [
     ("model.hidden_size=36 model.position=rope", 1, "model.position", "an even head size, or learned"),
     ("model.head_size=7 model.position=rope", 1, "model.position", "an even head size, or learned"),
     (f"model.rope_scaling={LLAMA3}", 1, "model.rope_scaling", "null, or model.position=rope"),
-    (f"model.position=rope model.rope_scaling={LLAMA3.replace('4,', '1,')}", 1, "model.rope_scaling", "a larger high_freq_factor"),
+    (
+        f"model.position=rope model.rope_scaling={LLAMA3.replace('4,', '1,')}",
+        1,
+        "model.rope_scaling",
+        "a larger high_freq_factor",
+    ),
     ("model.max_positions=1023", 1, "model.max_positions", "at least 1024"),
-    ("model.vocab_size=9 parallel.tensor=4", 4, "model.vocab_size", "a larger vocabulary or a smaller parallel.tensor"),
+    (
+        "model.vocab_size=9 parallel.tensor=4",
+        4,
+        "model.vocab_size",
+        "a larger vocabulary or a smaller parallel.tensor",
+    ),
     ("model.num_layers=3 parallel.pipeline=4", 4, "parallel.pipeline", "at most model.num_layers 3"),
     ("parallel.sequence=true parallel.tensor=2 train.seq_len=9", 2, "train.seq_len", "8 or 10 would be"),
     ("model.attention=fused train.precision=fp64", 1, "model.attention", "sdpa or eager"),
@@ -189,30 +286,69 @@ RULES: list[tuple[str, int, str, str]] = [
     ("parallel.tensor=2 parallel.data=3", 4, "parallel.data", "2 or auto"),
     ("train.micro_batch_size=3", 1, "train.global_batch_size", "a multiple of 3: 6 or 9"),
     ("train.micro_batch_size=8", 2, "train.global_batch_size", "a multiple of 16: 16"),
-    ("train.batch_ramp=[[10,2],[10,4]]", 1, "train.batch_ramp", "[last step, size] in the order of the steps"),
-    ("train.batch_ramp=[[10,4],[20,2]]", 1, "train.batch_ramp", "sizes that grow, below train.global_batch_size"),
+    (
+        "train.batch_ramp=[[10,2],[10,4]]",
+        1,
+        "train.batch_ramp",
+        "[last step, size] in the order of the steps",
+    ),
+    (
+        "train.batch_ramp=[[10,4],[20,2]]",
+        1,
+        "train.batch_ramp",
+        "sizes that grow, below train.global_batch_size",
+    ),
     ("train.batch_ramp=[[10,8]]", 1, "train.batch_ramp", "sizes that grow, below train.global_batch_size"),
     ("train.batch_ramp=[[10,3]]", 2, "train.batch_ramp", "a multiple of 2: 2 or 4"),
-    ("train.batch_ramp=[[10,4]] engine.kind=deepspeed", 1, "train.batch_ramp", "[], or engine.kind=native or fsdp"),
-    ("train.batch_ramp=[[10,4]] parallel.schedule=auto", 1, "train.batch_ramp", "[], or a schedule with a name"),
+    (
+        "train.batch_ramp=[[10,4]] engine.kind=deepspeed",
+        1,
+        "train.batch_ramp",
+        "[], or engine.kind=native or fsdp",
+    ),
+    (
+        "train.batch_ramp=[[10,4]] parallel.schedule=auto",
+        1,
+        "train.batch_ramp",
+        "[], or a schedule with a name",
+    ),
     ("optim.ema=0.9 engine.kind=deepspeed", 1, "optim.ema", "null, or engine.kind=native or fsdp"),
     ("optim.ema=0.9 optim.kind=schedule_free", 1, "optim.ema", "null, or another optim.kind"),
-    ('optim.ema=0.9 optim.groups=[{"match":["*"],"kind":"schedule_free"}]', 1, "optim.ema", "null, or another optim.kind"),
+    (
+        'optim.ema=0.9 optim.groups=[{"match":["*"],"kind":"schedule_free"}]',
+        1,
+        "optim.ema",
+        "null, or another optim.kind",
+    ),
     ("optim.kind=ademamix engine.kind=deepspeed", 1, "optim.kind", "adamw, or another engine.kind"),
-    ('optim.groups=[{"match":["*"],"kind":"lion","beta1":0.5}]', 1, "optim.groups", "lion_beta1, lion_beta2 or another kind"),
+    (
+        'optim.groups=[{"match":["*"],"kind":"lion","beta1":0.5}]',
+        1,
+        "optim.groups",
+        "lion_beta1, lion_beta2 or another kind",
+    ),
     ("model.position=rope model.nope_every=1", 1, "model.nope_every", "2 or more, or null"),
     ("optim.muon_steps=3", 1, "optim.muon_steps", "5, or optim.kind=muon"),
     ("optim.kind=sgd optim.beta1=0.5", 1, "optim.beta1", "0.9, or optim.kind=adamw"),
     ("optim.kind=lion optim.muon_adamw_lr=0.1", 1, "optim.muon_adamw_lr", "null, or optim.kind=muon"),
     ("optim.min_lr=0.1", 1, "optim.min_lr", "at most 0.0003"),
     ("optim.warmup_steps=30 optim.decay_steps=20", 1, "optim.warmup_steps", "at most 20"),
-    ("optim.schedule=wsd optim.warmup_steps=900 optim.decay_steps=200", 1, "optim.decay_steps", "at most 100"),
+    (
+        "optim.schedule=wsd optim.warmup_steps=900 optim.decay_steps=200",
+        1,
+        "optim.decay_steps",
+        "at most 100",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "world", "key", "right"), RULES)
-def test_every_rule_refuses_in_one_line(load_raw: Load, overrides: str, world: int, key: str, right: str) -> None:
-    """A rule that lets this through leaves it to a rank that fails, or hangs, when the others already wait."""
+def test_every_rule_refuses_in_one_line(
+    load_raw: Load, overrides: str, world: int, key: str, right: str
+) -> None:
+    """A rule that lets this through leaves it to a rank that fails, or hangs, when the
+    others already wait.
+    """
     refused, rest = refusal(lambda: load_raw({}, *overrides.split(), world=world))
     assert refused == key
     assert right in rest.rpartition("(")[2] or rest.endswith(f"({right})")
@@ -221,8 +357,10 @@ def test_every_rule_refuses_in_one_line(load_raw: Load, overrides: str, world: i
 @pytest.mark.parametrize(
     ("overrides", "world"),
     [
-        ("model.vocab_size=10 parallel.tensor=4", 4),  # 3 + 3 + 3 + 1: uneven, but nobody is left without a row
-        ("parallel.sequence=true parallel.tensor=2 train.seq_len=9 train.micro_batch_size=2", 2),  # 18 tokens divide
+        # 3 + 3 + 3 + 1: uneven, but nobody is left without a row
+        ("model.vocab_size=10 parallel.tensor=4", 4),
+        # 18 tokens divide
+        ("parallel.sequence=true parallel.tensor=2 train.seq_len=9 train.micro_batch_size=2", 2),
         ("train.micro_batch_size=4", 2),
         ("optim.min_lr=3e-4", 1),
         ("model.num_layers=4 parallel.pipeline=4", 4),
@@ -248,7 +386,9 @@ def test_a_run_cut_short_keeps_its_warmup(load_raw: Load, schedule: str, steps: 
 def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) -> None:
     """`--print-config` would name the wrong source for a value, or the command line would not win."""
     file = {"train": {"steps": 7, "seed": 3}, "model": {"num_kv_heads": None, "ffn_size": 96}}
-    resolved = load_raw(file, "train.steps=9", "train.steps=20", "model.norm=rmsnorm", "data.train=some/prefix")
+    resolved = load_raw(
+        file, "train.steps=9", "train.steps=20", "model.norm=rmsnorm", "data.train=some/prefix"
+    )
     config, origins = resolved.config, resolved.origins
     expected: dict[str, tuple[Any, Any, str]] = {
         "train.steps": (config.train.steps, 20, "override"),  # the last of two counts
@@ -279,7 +419,8 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
         ("model.bias=false", 1, "model.qkv_bias", False),
         ("train.seq_len=99", 1, "model.max_positions", 99),
         ("model.activation=swiglu", 1, "model.ffn_size", 2048),
-        ("model.activation=swiglu model.hidden_size=120", 1, "model.ffn_size", 320),  # 8/3 × 120, already a multiple of 64
+        # 8/3 × 120, already a multiple of 64
+        ("model.activation=swiglu model.hidden_size=120", 1, "model.ffn_size", 320),
         ("model.activation=swiglu model.hidden_size=132", 1, "model.ffn_size", 384),  # 352, rounded up
         ("parallel.tensor=2 parallel.pipeline=2", 8, "parallel.data", 2),
         ("", 1, "optim.decay_steps", 1000),
@@ -289,11 +430,18 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
         ("", 1, "engine.bucket_mib", 25),
         ("", 1, "parallel.chunks", 1),
         ("parallel.schedule=interleaved", 1, "parallel.chunks", 2),
-        ("train.global_batch_size=512 train.micro_batch_size=1 parallel.tensor=2", 1024, "engine.bucket_mib", 4 * 512),
+        (
+            "train.global_batch_size=512 train.micro_batch_size=1 parallel.tensor=2",
+            1024,
+            "engine.bucket_mib",
+            4 * 512,
+        ),
     ],
 )
 def test_derived_values(load_raw: Load, overrides: str, world: int, key: str, value: float) -> None:
-    """Each is documented at its key in the schema; another value would be another model or another schedule."""
+    """Each is documented at its key in the schema; another value would be another model
+    or another schedule.
+    """
     resolved = load_raw({}, *overrides.split(), world=world)
     assert flatten(resolved.config.model_dump(by_alias=True))[key] == value
     assert resolved.origins[key] == "derived"
@@ -302,7 +450,9 @@ def test_derived_values(load_raw: Load, overrides: str, world: int, key: str, va
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("data", [1, 2, 5])
 def test_batch_equation(load_raw: Load, microbatches: int, data: int) -> None:
-    """global_batch_size = micro_batch_size × microbatches × data, or ranks would run different numbers of microbatches."""
+    """global_batch_size = micro_batch_size × microbatches × data, or ranks would run
+    different numbers of microbatches.
+    """
     batch = 2 * microbatches * data
     config = load_raw({"train": {"micro_batch_size": 2, "global_batch_size": batch}}, world=data).config
     assert config.num_microbatches == microbatches
@@ -315,7 +465,14 @@ def test_batch_equation(load_raw: Load, microbatches: int, data: int) -> None:
         {"checkpoint": {"every": 5}, "log": {"dir": "elsewhere"}},
         {"data": {"train": [[0.5, "a"], [2, "b"]], "valid": "c"}, "optim": {"lr": 1, "eps": 1e-12}},
         {"model": {"num_kv_heads": 4, "activation": "swiglu"}, "parallel": {"timeout_seconds": 0.5}},
-        {"model": {"position": "rope", "rope_scaling": json.loads(LLAMA3), "head_size": 10, "logit_scale": 0.3}},
+        {
+            "model": {
+                "position": "rope",
+                "rope_scaling": json.loads(LLAMA3),
+                "head_size": 10,
+                "logit_scale": 0.3,
+            }
+        },
     ],
 )
 def test_resolved_config_round_trips(load_raw: Load, raw: dict[str, Any]) -> None:
@@ -334,7 +491,8 @@ def test_resolved_config_round_trips(load_raw: Load, raw: dict[str, Any]) -> Non
         ("train: {steps: 20}", "line 1"),
         ("[1, 2]", "does not hold sections"),
         ('{"train": 20}', "does not hold sections"),
-        ('{"log": {"dir": "\\ud800"}}', "invalid json"),  # Python's JSON reads half a character, nothing after it does
+        # Python's JSON reads half a character, nothing after it does
+        ('{"log": {"dir": "\\ud800"}}', "invalid json"),
     ],
 )
 def test_a_file_that_is_no_config(load_raw: Load, text: str, says: str) -> None:
@@ -346,7 +504,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     """Missing, a folder, or not text: one line each, no traceback."""
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, says in ((tmp_path / "missing.json", "No such file"), (tmp_path, "directory"), (binary, "not UTF-8")):
+    for path, says in (
+        (tmp_path / "missing.json", "No such file"),
+        (tmp_path, "directory"),
+        (binary, "not UTF-8"),
+    ):
         key, rest = refusal(lambda path=path: load(str(path)))  # type: ignore[misc]
         assert key == "--config" and says in rest
 
@@ -357,7 +519,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (["--train.steps=20"], "train.steps=20"),
         (["--train.steps", "20"], "train.steps=20"),
         (["--log.figures", "loss=1"], "log.figures=loss=1"),
-        (['--data.train=[[1.0,"--a.b=c"]]'], 'data.train=[[1.0,"--a.b=c"]]'),  # only what stands first is an option
+        # only what stands first is an option
+        (['--data.train=[[1.0,"--a.b=c"]]'], 'data.train=[[1.0,"--a.b=c"]]'),
         (["train.steps=20"], "train.steps=20"),
     ],
 )
@@ -365,7 +528,9 @@ def test_a_setting_may_be_typed_as_an_option(typed: list[str], override: str) ->
     """So people type it for other trainers; under a supervisor it stands in the launcher's command."""
     for words in (["--config", "c.json", *typed], [*typed, "--config", "c.json"]):
         assert pretrain.parse(words).overrides == [override]
-        command = supervise.parse(["--restarts", "1", "torchrun", "--rdzv-endpoint=a.b=c", "launch/pretrain.py", *words]).command
+        command = supervise.parse(
+            ["--restarts", "1", "torchrun", "--rdzv-endpoint=a.b=c", "launch/pretrain.py", *words]
+        ).command
         assert supervise.config_in(command) == ("c.json", [override]) and "--rdzv-endpoint=a.b=c" in command
     with pytest.raises(ConfigError, match="--trial"):
         pretrain.parse(["--config", "c.json", "--trial=20"])
@@ -373,7 +538,9 @@ def test_a_setting_may_be_typed_as_an_option(typed: list[str], override: str) ->
         pretrain.parse(["--config", "c.json", "--train.steps"])
 
 
-@pytest.mark.parametrize("override", ["steps=20", "train.steps", "train.steps.x=1", "--train.steps=20", "=3", "train=20"])
+@pytest.mark.parametrize(
+    "override", ["steps=20", "train.steps", "train.steps.x=1", "--train.steps=20", "=3", "train=20"]
+)
 def test_what_is_no_override(load_raw: Load, override: str) -> None:
     key, rest = refusal(lambda: load_raw({}, override))
     assert (key, rest) == (override, "is no override (section.key=value, such as train.steps=20)")

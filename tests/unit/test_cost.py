@@ -1,4 +1,6 @@
-"""What a run has cost: device-hours over all its processes and ranks, money, and what the planner expected."""
+"""What a run has cost: device-hours over all its processes and ranks, money, and what
+the planner expected.
+"""
 
 import json
 from itertools import count
@@ -30,7 +32,9 @@ def hourly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "monotonic", lambda: next(clock))
 
 
-def test_a_run_that_goes_on_adds_to_what_it_has_spent(hourly: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_adds_to_what_it_has_spent(
+    hourly: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each restart would otherwise begin at zero, and the last figure would be the last process's alone."""
     path = training.write_config(tmp_path, training.write_corpus(tmp_path))
 
@@ -55,13 +59,22 @@ def test_nothing_but_a_count_is_taken_for_one(tmp_path: Path) -> None:
     assert spent_in(tmp_path / "nowhere") == 0
 
 
-@pytest.mark.parametrize(("price", "beside"), [(None, "96 device-hours on 8 devices; the planner"), (2.0, "96 device-hours (192.00 at 2")])
-def test_the_end_says_both(price: float | None, beside: str, hourly: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("price", "beside"),
+    [(None, "96 device-hours on 8 devices; the planner"), (2.0, "96 device-hours (192.00 at 2")],
+)
+def test_the_end_says_both(
+    price: float | None, beside: str, hourly: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks are paid for, whoever counts; on a GPU that the planner knows, its figure stands beside."""
     config = h100(f"log.dir={tmp_path}", *([] if price is None else [f"log.price_per_device_hour={price}"]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monitor, said = Cost(), list[str]()
-    mesh: Any = SimpleNamespace(world=SimpleNamespace(size=8, communicator=None), place=SimpleNamespace(rank=0), device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(
+        world=SimpleNamespace(size=8, communicator=None),
+        place=SimpleNamespace(rank=0),
+        device=torch.device("cpu"),
+    )
     monitor.start(config, mesh)
     monitor.device = torch.device("cuda")
     monitor.open(config, tmp_path, 1, said.append)
@@ -87,7 +100,9 @@ def test_the_planner_says_nothing_of_what_it_does_not_know() -> None:
 
 @pytest.mark.parametrize("optim", ["kind=adamw", "ema=0.9", "kind=muon", "kind=soap"])
 def test_a_checkpoint_has_as_many_bytes_as_the_engine_gives(optim: str) -> None:
-    """State that is no number for each element was left out: of SOAP all of it, so a disk without room for it seemed large enough."""
+    """State that is no number for each element was left out: of SOAP all of it, so a disk without
+    room for it seemed large enough.
+    """
     sizes = [
         "model.num_layers=2",
         "model.hidden_size=64",
@@ -102,11 +117,17 @@ def test_a_checkpoint_has_as_many_bytes_as_the_engine_gives(optim: str) -> None:
 
 
 def test_a_model_of_ones_own_is_planned_by_its_layers(tmp_path: Path) -> None:
-    """megacore's block, taken for the user's, costs what megacore's costs; layers that need content are not guessed at."""
+    """megacore's block, taken for the user's, costs what megacore's costs; layers that
+    need content are not guessed at.
+    """
     source = tmp_path / "own.py"
     source.write_text("from megacore.model.block import Block\n")
     own = h100(f"model.source={source}")
     assert planned_hours(own, "h100") == pytest.approx(planned_hours(h100(), "h100"), rel=0.03)
-    needy = "from megacore.model import block\n\nclass Block(block.Block):\n    def forward(self, x, context):\n"
-    source.write_text(f"{needy}        assert float(x.detach().sum()) > -1e30\n        return super().forward(x, context)\n")
+    needy = (
+        "from megacore.model import block\n\nclass Block(block.Block):\n    def forward(self, x, context):\n"
+    )
+    source.write_text(
+        f"{needy}        assert float(x.detach().sum()) > -1e30\n        return super().forward(x, context)\n"
+    )
     assert planned_hours(h100(f"model.source={source}"), "h100") is None

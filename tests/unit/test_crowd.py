@@ -69,7 +69,9 @@ def numbers(machine: Machine, most: int, granted: list[float]) -> list[int]:
 def test_threads_leave_when_cores_are_taken_and_come_back(machine: Machine) -> None:
     """Two threads that share a core with others wait for each other: beside 15 busy loops a step took three times as long as with one."""
     assert numbers(machine, 2, [1.0, 0.97, 0.12, 0.3, 0.12, 1.0, 1.0, 1.0]) == [2, 2, 1, 1, 1, 2, 2, 2]
-    assert numbers(machine, 64, [0.95, 0.79, 0.79]) == [64, 50, 50], "a large machine's threads all left for a few others"
+    assert numbers(machine, 64, [0.95, 0.79, 0.79]) == [64, 50, 50], (
+        "a large machine's threads all left for a few others"
+    )
 
 
 def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine: Machine) -> None:
@@ -163,9 +165,17 @@ def test_threads_that_come_and_go_are_counted(machine: Machine) -> None:
         ({"compile": True}, 1, None, False),
         ({}, 2, None, False),
     ],
-    ids=["alone", "a number that the user set", "the same bits again", "code for a number of threads", "ranks that sum alike"],
+    ids=[
+        "alone",
+        "a number that the user set",
+        "the same bits again",
+        "code for a number of threads",
+        "ranks that sum alike",
+    ],
 )
-def test_who_fits_threads(monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], world: int, given: str | None, fits: bool) -> None:
+def test_who_fits_threads(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], world: int, given: str | None, fits: bool
+) -> None:
     """The order of sums depends on the number of threads: what must come out alike keeps it."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
@@ -193,14 +203,28 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert available(tmp_path / "v2", "0::/pods/one\n", v2) == 3
     v1 = {"cpu,cpuacct/cpu.cfs_quota_us": "50000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}
     assert available(tmp_path / "v1", "4:memory:/x\n1:cpu,cpuacct:/docker/x\n0::/\n", v1) == 1
-    assert available(tmp_path / "none", "1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}) == 64
+    assert (
+        available(
+            tmp_path / "none",
+            "1:cpu:/\n0::/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        )
+        == 64
+    )
     assert available_cores(tmp_path / "absent", tmp_path) == 64
 
 
-def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who always sleeps at once loses a twentieth on a quiet machine; who always spins is ten times slower beside busy loops. By the
     kernel's books alone a thread takes a team, and ends with it."""
-    passed, looks, teams, waits = iter([1.0, 0.97, 0.4, 0.3, 1.0, 0.99]), list[Callable[[], None]](), list[int](), list[bool]()
+    passed, looks, teams, waits = (
+        iter([1.0, 0.97, 0.4, 0.3, 1.0, 0.99]),
+        list[Callable[[], None]](),
+        list[int](),
+        list[bool](),
+    )
 
     class Later:
         """A thread that the test runs."""
@@ -226,7 +250,12 @@ def test_no_team_is_held_where_threads_run_out(tmp_path: Path, monkeypatch: pyte
     """GCC's OpenMP ends the process if it cannot start a thread, and a run would be lost to be a little faster."""
     (tmp_path / "groups").write_text("0::/pods/one\n3:pids:/x\n")
     (tmp_path / "none").mkdir()
-    for name, content in {"pods/pids.max": "100", "pods/pids.current": "70", "pods/one/pids.max": "max", "pids/x/pids.max": "50"}.items():
+    for name, content in {
+        "pods/pids.max": "100",
+        "pods/pids.current": "70",
+        "pods/one/pids.max": "max",
+        "pids/x/pids.max": "50",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content + "\n")
     (tmp_path / "pids/x/pids.current").write_text("10\n")
@@ -235,14 +264,20 @@ def test_no_team_is_held_where_threads_run_out(tmp_path: Path, monkeypatch: pyte
             (tmp_path / "proc" / process / "task" / task).mkdir(parents=True)
     places, limit = (tmp_path / "groups", tmp_path, tmp_path / "proc"), [resource.RLIM_INFINITY]
     monkeypatch.setattr(crowd.resource, "getrlimit", lambda kind: (limit[0], resource.RLIM_INFINITY))
-    assert crowd.threads_left(*places) == 30 and crowd.threads_left(tmp_path / "absent", *places[1:]) == math.inf
+    assert (
+        crowd.threads_left(*places) == 30 and crowd.threads_left(tmp_path / "absent", *places[1:]) == math.inf
+    )
     limit[0] = 9
     assert crowd.threads_left(*places) == 5, "two processes of two threads"
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     assert crowd.threads_left(*places) == 9, "another user's count for him"
 
     began = list[str]()
-    monkeypatch.setattr(crowd.ctypes, "CDLL", lambda library: began.append(library) or SimpleNamespace(free=0, GOMP_parallel=lambda *_: 0))
+    monkeypatch.setattr(
+        crowd.ctypes,
+        "CDLL",
+        lambda library: began.append(library) or SimpleNamespace(free=0, GOMP_parallel=lambda *_: 0),
+    )
     monkeypatch.setattr(crowd.Path, "read_text", lambda path, **_: "1-2 r 0 0 0 /lib/libgomp.so.1\n")
     team = len(os.sched_getaffinity(0)) + 1
     for left in (2 * team - 1, 2 * team):
@@ -310,8 +345,13 @@ def libgomp_mapped() -> bool:
     return "libgomp" in Path("/proc/self/maps").read_text(errors="replace")
 
 
-@pytest.mark.parametrize(("name", "value", "watched"), [("X", "1", 1), ("OMP_WAIT_POLICY", "active", 0), (crowd.SPIN_COUNT, "7", 0)])
-def test_a_user_who_says_how_threads_wait_is_heard(monkeypatch: pytest.MonkeyPatch, name: str, value: str, watched: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "watched"),
+    [("X", "1", 1), ("OMP_WAIT_POLICY", "active", 0), (crowd.SPIN_COUNT, "7", 0)],
+)
+def test_a_user_who_says_how_threads_wait_is_heard(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, watched: int
+) -> None:
     """Nobody watches then. Otherwise one thread does, however many runs a process does."""
     for variable in ("OMP_WAIT_POLICY", crowd.SPIN_COUNT):
         monkeypatch.delenv(variable, raising=False)
@@ -319,7 +359,9 @@ def test_a_user_who_says_how_threads_wait_is_heard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(crowd, "TASKS", Path("/"))
     started = list[bool]()
     monkeypatch.setattr(crowd, "watch", lambda books, short: started.append(short))
-    monkeypatch.setattr(crowd, "spin_while_cores_are_free", again := cache(crowd.spin_while_cores_are_free.__wrapped__))
+    monkeypatch.setattr(
+        crowd, "spin_while_cores_are_free", again := cache(crowd.spin_while_cores_are_free.__wrapped__)
+    )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     config = resolve({"train": {"deterministic": True}}, [], "x", 1).config
     for _ in range(2):

@@ -99,7 +99,11 @@ def patched(offset: int, value: bytes) -> bytes:
         (".bin", MEGATRON_TOKENS.tobytes() + b"\0", "m.bin: has 37 bytes, but its .idx ends at byte 36"),
         (".bin", b"", "m.bin: holds no tokens"),
         (".idx", MEGATRON_IDX[:20], "m.idx: truncated: 20 bytes"),
-        (".idx", MEGATRON_IDX[:-1], "m.idx: has 93 bytes, but its header announces 3 sequences and 3 boundaries"),
+        (
+            ".idx",
+            MEGATRON_IDX[:-1],
+            "m.idx: has 93 bytes, but its header announces 3 sequences and 3 boundaries",
+        ),
         (".idx", b"NOTMIDX\0\0" + MEGATRON_IDX[9:], "m.idx: starts with b'NOTMIDX"),
         (".idx", patched(9, struct.pack("<Q", 2)), "m.idx: is of version 2"),
         (".idx", patched(17, b"\x06"), "m.idx: dtype code 6"),
@@ -125,11 +129,21 @@ def corpus(tmp_path: Path, values: np.ndarray) -> IndexedTokens:
 
 
 def sidecar(max_token: int) -> Sidecar:
-    return Sidecar(tokens=3, documents=1, max_token=max_token, tokenizer="bytes", vocab_size=256, unigram_entropy=1.0, text_bytes=3)
+    return Sidecar(
+        tokens=3,
+        documents=1,
+        max_token=max_token,
+        tokenizer="bytes",
+        vocab_size=256,
+        unigram_entropy=1.0,
+        text_bytes=3,
+    )
 
 
 def test_vocabulary_by_scan(tmp_path: Path) -> None:
-    """An id that the embedding does not have is found before the first step; one below the limit is no fault."""
+    """An id that the embedding does not have is found before the first step; one below
+    the limit is no fault.
+    """
     tokens = corpus(tmp_path, np.array([5, 299, 7], dtype=np.uint16))
     check_vocabulary(tokens, 300)
     with pytest.raises(DataError, match="holds token id 299, beyond a vocabulary of 299"):
@@ -137,7 +151,9 @@ def test_vocabulary_by_scan(tmp_path: Path) -> None:
 
 
 def test_vocabulary_of_large_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit, blocks from the first to the last are read: a corpus of another tokenizer cannot hide."""
+    """Beyond the limit, blocks from the first to the last are read: a corpus of
+    another tokenizer cannot hide.
+    """
     monkeypatch.setattr(corpora, "SCAN_BLOCK", 64)
     monkeypatch.setattr(corpora, "SCAN_BYTES", 64 * 10)
     values = np.zeros(64 * 100 + 3, dtype=np.uint16)

@@ -71,9 +71,14 @@ def test_text_arrives_whole(text: Path, prefix: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("content", ["x" * 5000, "日" * 2000, "\n" * 3000, "a" * 256 + "\n" + "b" * 127 + "\n", "one line\r\n" * 200])
+@pytest.mark.parametrize(
+    "content",
+    ["x" * 5000, "日" * 2000, "\n" * 3000, "a" * 256 + "\n" + "b" * 127 + "\n", "one line\r\n" * 200],
+)
 def test_cuts(tmp_path: Path, prefix: str, content: str) -> None:
-    """Lines longer than a block are cut between characters; nothing is lost where a cut meets a block's end."""
+    """Lines longer than a block are cut between characters; nothing is lost where a cut
+    meets a block's end.
+    """
     (tmp_path / "t.txt").write_bytes(content.encode())
     prepare([str(tmp_path / "t.txt")], prefix, "bytes")
     assert documents_of(prefix) == [content.encode()]
@@ -81,16 +86,24 @@ def test_cuts(tmp_path: Path, prefix: str, content: str) -> None:
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.999])
 def test_single_file_is_split_at_its_end(text: Path, prefix: str, fraction: float) -> None:
-    """The last part of the text is the validation set, cut between two characters: the two make up the text."""
+    """The last part of the text is the validation set, cut between two characters: the
+    two make up the text.
+    """
     prepare([str(text)], prefix, "bytes", valid_fraction=fraction)
-    whole, train, valid = text.read_bytes(), tokens_of(prefix).tobytes(), tokens_of(f"{prefix}_valid").tobytes()
+    whole, train, valid = (
+        text.read_bytes(),
+        tokens_of(prefix).tobytes(),
+        tokens_of(f"{prefix}_valid").tobytes(),
+    )
     assert train + valid == whole
     assert 0 <= len(train) - int(len(whole) * (1 - fraction)) < 4
     valid.decode(), train.decode()
 
 
 def test_documents_are_split_whole(tmp_path: Path, prefix: str) -> None:
-    """Of several documents about the fraction is chosen, each as a whole; copies stay on one side, whatever the order."""
+    """Of several documents about the fraction is chosen, each as a whole; copies stay
+    on one side, whatever the order.
+    """
     lines = [json.dumps({"text": f"document {i % 1000}"}) for i in range(2000)]
     for name, content in (("a", lines), ("b", lines[::-1])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(content))
@@ -103,7 +116,9 @@ def test_documents_are_split_whole(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_long_document_is_on_one_side(tmp_path: Path, prefix: str) -> None:
-    """Files of many blocks: each block chosen by itself, most of the validation text would stand between texts that were trained on."""
+    """Files of many blocks: each block chosen by itself, most of the validation text would stand
+    between texts that were trained on.
+    """
     rng = np.random.default_rng(0)
     texts = ["\n".join("".join(rng.choice(list("abcdef "), 40)) for _ in range(50)) for _ in range(12)]
     for i, text in enumerate(texts):
@@ -118,21 +133,33 @@ def test_jsonl(tmp_path: Path, prefix: str) -> None:
     """Each line is a document, however lines and blocks meet; blank lines and empty texts are none."""
     texts = ["é" * n + f" {n}" for n in (1, 500, 3, 0, 1000, 120, 7)] + ["two\nlines"]
     lines = [json.dumps({"body": t, "id": i}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)]
-    (tmp_path / "d.jsonl").write_text("\n\n".join([*lines, json.dumps({"body": ""})]) + "\n", encoding="utf-8")
+    (tmp_path / "d.jsonl").write_text(
+        "\n\n".join([*lines, json.dumps({"body": ""})]) + "\n", encoding="utf-8"
+    )
     prepare([str(tmp_path / "d.jsonl")], prefix, "bytes", text_key="body")
     assert documents_of(prefix) == [t.encode() for t in texts]
 
 
 def test_folders_and_globs(tmp_path: Path, prefix: str) -> None:
-    """Text files below a folder in the order of their paths, each once; hidden and binary ones are left out, empty ones no documents."""
-    for name, content in {"b.txt": b"B", "a/z.md": b"Z", "a/a.txt": b"A", ".git/x": b"X", "i.png": b"\x89\0", "empty": b""}.items():
+    """Text files below a folder in the order of their paths, each once; hidden and binary ones are
+    left out, empty ones no documents.
+    """
+    for name, content in {
+        "b.txt": b"B",
+        "a/z.md": b"Z",
+        "a/a.txt": b"A",
+        ".git/x": b"X",
+        "i.png": b"\x89\0",
+        "empty": b"",
+    }.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
     folder = str(tmp_path / "in")
     left_out = prepare([folder, f"{folder}/b.txt"], prefix, "bytes").left_out
     assert [(entry.path, entry.what, entry.size) for entry in left_out] == [
-        (f"{folder}/.git", "hidden", 1), (f"{folder}/i.png", "binary", 2)
-    ]  # fmt: skip
+        (f"{folder}/.git", "hidden", 1),
+        (f"{folder}/i.png", "binary", 2),
+    ]
     assert documents_of(prefix) == [b"A", b"Z", b"B"]
     prepare([f"{folder}/**/*.txt"], prefix, "bytes")
     assert documents_of(prefix) == [b"A", b"B"]
@@ -148,7 +175,9 @@ def test_standard_library() -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_trained_tokenizer(text: Path, prefix: str) -> None:
-    """The tokens decode to the text with the model written beside them, and are those of the text encoded at once."""
+    """The tokens decode to the text with the model written beside them, and are
+    those of the text encoded at once.
+    """
     prepared = prepare([str(text)], prefix, "sentencepiece:280", valid_fraction=0.1)
     tokenizer = load_tokenizer(f"{prefix}.model")
     assert prepared.tokenizer == f"{prefix}.model" and tokenizer.vocab_size == 280
@@ -163,17 +192,29 @@ def test_trained_tokenizer(text: Path, prefix: str) -> None:
 
 
 def word_tokenizer(path: Path, size: int) -> str:
-    """A tokenizer.json in which the word `w7` is token 7, and token 0, `w0`, ends a document; returns its path."""
+    """A tokenizer.json in which the word `w7` is token 7, and token 0, `w0`, ends
+    a document; returns its path.
+    """
     words = {f"w{i}": i for i in range(size)}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "w1"}
-    path.write_text(json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model, "added_tokens": []}))
+    path.write_text(
+        json.dumps(
+            {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model, "added_tokens": []}
+        )
+    )
     path.with_name("tokenizer_config.json").write_text('{"eos_token": "w0"}')
     return str(path)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")])
-def test_the_largest_id_fits_and_token_0_may_end_documents(tmp_path: Path, prefix: str, size: int, dtype: str) -> None:
-    """One id too many for the dtype becomes token 0 without a word; and an end of documents that is token 0 is one all the same."""
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")]
+)
+def test_the_largest_id_fits_and_token_0_may_end_documents(
+    tmp_path: Path, prefix: str, size: int, dtype: str
+) -> None:
+    """One id too many for the dtype becomes token 0 without a word; and an end of documents that
+    is token 0 is one all the same.
+    """
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     (tmp_path / "t.jsonl").write_text(f'{{"text": "w3 w{size - 1}"}}\n{{"text": "w5"}}\n')
     prepare([str(tmp_path / "t.jsonl")], prefix, word_tokenizer(tmp_path / "tokenizer.json", size))
@@ -191,17 +232,27 @@ def test_training_text_excludes_validation(tmp_path: Path, prefix: str) -> None:
 
 
 def test_sidecars(text: Path, prefix: str) -> None:
-    """Counts and entropies against a plain count; validation is measured with the frequencies of training, plus one."""
+    """Counts and entropies against a plain count; validation is measured with the
+    frequencies of training, plus one.
+    """
     prepare([str(text)], prefix, "bytes", valid_fraction=0.25)
     train, valid = text.read_bytes()[: len(tokens_of(prefix))], text.read_bytes()[len(tokens_of(prefix)) :]
     expected = {
         prefix: (train, -sum(np.log(train.count(b) / len(train)) for b in train) / len(train)),
-        f"{prefix}_valid": (valid, -sum(np.log((train.count(b) + 1) / (len(train) + 256)) for b in valid) / len(valid)),
+        f"{prefix}_valid": (
+            valid,
+            -sum(np.log((train.count(b) + 1) / (len(train) + 256)) for b in valid) / len(valid),
+        ),
     }
     for name, (data, entropy) in expected.items():
         sidecar = Sidecar.load(name)
         assert sidecar is not None and sidecar.unigram_entropy == pytest.approx(entropy, rel=1e-12)
-        assert (sidecar.tokens, sidecar.documents, sidecar.max_token, sidecar.text_bytes) == (len(data), 1, max(data), len(data))
+        assert (sidecar.tokens, sidecar.documents, sidecar.max_token, sidecar.text_bytes) == (
+            len(data),
+            1,
+            max(data),
+            len(data),
+        )
         assert (sidecar.tokenizer, sidecar.vocab_size) == ("bytes", 256)
 
 
@@ -212,14 +263,21 @@ def test_cross_entropy() -> None:
 
 
 def test_the_entropy_of_a_blend_counts_tokens(tmp_path: Path) -> None:
-    """What a run prints beside its validation loss: the mean over all corpora's tokens, as that loss is, not over corpora."""
+    """What a run prints beside its validation loss: the mean over all corpora's tokens, as
+    that loss is, not over corpora.
+    """
     sizes = {"long": 5000, "short": 200}
     for name, size in sizes.items():
-        (tmp_path / f"{name}.txt").write_text("".join(np.random.default_rng(size).choice(list("abcdefgh")[: size // 100], size)))
+        (tmp_path / f"{name}.txt").write_text(
+            "".join(np.random.default_rng(size).choice(list("abcdefgh")[: size // 100], size))
+        )
         prepare([str(tmp_path / f"{name}.txt")], str(tmp_path / name), "bytes")
     blend = [[1.0, str(tmp_path / name)] for name in sizes]
     config = write_config(
-        tmp_path, str(tmp_path / "long"), model={"vocab_size": 256}, data={"train": str(tmp_path / "long"), "valid": blend}
+        tmp_path,
+        str(tmp_path / "long"),
+        model={"vocab_size": 256},
+        data={"train": str(tmp_path / "long"), "valid": blend},
     )
     known = [Sidecar.load(str(tmp_path / name)) for name in sizes]
     entropies = [sidecar.unigram_entropy for sidecar in known if sidecar is not None]
@@ -244,7 +302,9 @@ BAD_TEXT: list[tuple[str, bytes, str]] = [
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD_TEXT)
 @pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece:300"])
-def test_bad_text(tmp_path: Path, prefix: str, name: str, content: bytes, message: str, tokenizer: str) -> None:
+def test_bad_text(
+    tmp_path: Path, prefix: str, name: str, content: bytes, message: str, tokenizer: str
+) -> None:
     """One line that says where, and nothing written, also when the tokenizer's training meets it first."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
@@ -269,7 +329,9 @@ def test_bad_text(tmp_path: Path, prefix: str, name: str, content: bytes, messag
 def test_bad_arguments(text: Path, prefix: str, inputs: list[str], tokenizer: str, message: str) -> None:
     """Each kind of mistake is one line in the user's terms, and leaves nothing behind."""
     with pytest.raises(UserError) as error:
-        prepare([name.replace("TEXT", str(text)) for name in inputs], prefix, tokenizer.replace("TEXT", str(text)))
+        prepare(
+            [name.replace("TEXT", str(text)) for name in inputs], prefix, tokenizer.replace("TEXT", str(text))
+        )
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not os.path.isdir(os.path.dirname(prefix)) or not os.listdir(os.path.dirname(prefix))
 
@@ -296,9 +358,16 @@ def test_bad_arguments(text: Path, prefix: str, inputs: list[str], tokenizer: st
     ],
 )
 def test_an_output_that_is_an_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], output: str, tokenizer: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    inputs: list[str],
+    output: str,
+    tokenizer: str,
+    message: str,
 ) -> None:
-    """Whatever is read is not written over, under whatever name; and an output without a name would be `.bin`, a hidden file."""
+    """Whatever is read is not written over, under whatever name; and an output without a name
+    would be `.bin`, a hidden file.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
     for name in ("text", "own/x.json", "own/x.bin", "own/x.idx", "own/x.model", "own/x_valid.json"):
@@ -315,7 +384,9 @@ def test_an_output_that_is_an_input(
 
 
 def test_a_tokenizer_given_again(text: Path, prefix: str) -> None:
-    """The model that an earlier preparation has trained beside its output is read and not written: no reason to refuse."""
+    """The model that an earlier preparation has trained beside its output is read and
+    not written: no reason to refuse.
+    """
     prepare([str(text)], prefix, "sentencepiece:280")
     trained = Path(f"{prefix}.model").read_bytes()
     prepare([str(text)], prefix, f"{prefix}.model")
@@ -364,9 +435,14 @@ def test_command_line(text: Path, prefix: str) -> None:
     """Two workers write what one does, and the last line can be typed."""
     lines = "".join(f"{line}\n" for line in text.read_text(encoding="utf-8").split("\n") * 300)
     text.write_text(lines, encoding="utf-8")
-    done = command_line("--input", str(text), "--output", prefix, "--tokenizer", "sentencepiece:280", "--workers", "2")
+    done = command_line(
+        "--input", str(text), "--output", prefix, "--tokenizer", "sentencepiece:280", "--workers", "2"
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert f"data.train={prefix} data.tokenizer={prefix}.model model.vocab_size=280" in done.stdout.splitlines()[-1]
+    assert (
+        f"data.train={prefix} data.tokenizer={prefix}.model model.vocab_size=280"
+        in done.stdout.splitlines()[-1]
+    )
     prepare([str(text)], f"{prefix}1", "sentencepiece:280")
     assert len(lines.encode()) > 2 * prepare_module.TASK_BYTES
     for suffix in (".bin", ".idx", ".model"):
@@ -385,5 +461,7 @@ def test_command_line_errors(text: Path, prefix: str) -> None:
         (given[:2], "config error: arguments: the following arguments are required: --output, --tokenizer"),
     ):
         done = command_line(*arguments)
-        assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, (
+            done.stderr
+        )
         assert done.stdout == "" and not list(Path(prefix).parent.glob("*"))

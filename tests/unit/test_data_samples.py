@@ -1,4 +1,6 @@
-"""Which tokens are in which sample: nothing lost, nothing twice, whatever the epoch, the blend and the batch."""
+"""Which tokens are in which sample: nothing lost, nothing twice, whatever the epoch,
+the blend and the batch.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -45,16 +47,30 @@ def test_epochs(corpus: str) -> None:
         assert np.array_equal(samples, samples[:, :1] + np.arange(11))
         assert sorted(samples[:, 0].tolist()) == list(range(0, 100, 10))
         orders.append(tuple(samples[:, 0].tolist()))
-        assert [stream.where(10 * epoch + i) for i in range(10)] == [(corpus, epoch, start // 10) for start in orders[-1]]
+        assert [stream.where(10 * epoch + i) for i in range(10)] == [
+            (corpus, epoch, start // 10) for start in orders[-1]
+        ]
     assert len(set(orders)) == 3
-    assert not np.array_equal(stream.samples(np.arange(10)), SampleStream(corpus, 10, seed=2, vocab_size=103).samples(np.arange(10)))
+    assert not np.array_equal(
+        stream.samples(np.arange(10)), SampleStream(corpus, 10, seed=2, vocab_size=103).samples(np.arange(10))
+    )
 
 
 def test_corpora_of_one_size_have_orders_of_their_own(tmp_path: Path, corpus: str) -> None:
-    """Of two that belong together, line by line, such as translations, the pairs would always be met side by side."""
-    stream = SampleStream([(1, corpus), (1, write(tmp_path / "twin", np.arange(103, dtype=np.uint16)))], 5, seed=1, vocab_size=103)
+    """Of two that belong together, line by line, such as translations, the pairs
+    would always be met side by side.
+    """
+    stream = SampleStream(
+        [(1, corpus), (1, write(tmp_path / "twin", np.arange(103, dtype=np.uint16)))],
+        5,
+        seed=1,
+        vocab_size=103,
+    )
     places = [stream.where(i) for i in range(40)]
-    orders = [[sample for prefix, epoch, sample in places if prefix == own.prefix and epoch == 0] for own in stream.corpora]
+    orders = [
+        [sample for prefix, epoch, sample in places if prefix == own.prefix and epoch == 0]
+        for own in stream.corpora
+    ]
     assert [sorted(order) for order in orders] == [list(range(20))] * 2
     assert sum(a == b for a, b in zip(*orders, strict=True)) < 10
 
@@ -71,8 +87,14 @@ def test_pure_function_of_the_index(tmp_path: Path, corpus: str) -> None:
 
 def test_blend_repeats_nothing_within_an_epoch(tmp_path: Path, corpus: str) -> None:
     """Every corpus of a blend has its own epochs: its samples come once each before any comes again."""
-    prefixes = [corpus, write(tmp_path / "d", np.arange(61, dtype=np.uint16)), write(tmp_path / "e", np.arange(21, dtype=np.uint16))]
-    stream = SampleStream([(2, prefixes[0]), (1, prefixes[1]), (0.5, prefixes[2])], 10, seed=0, vocab_size=103)
+    prefixes = [
+        corpus,
+        write(tmp_path / "d", np.arange(61, dtype=np.uint16)),
+        write(tmp_path / "e", np.arange(21, dtype=np.uint16)),
+    ]
+    stream = SampleStream(
+        [(2, prefixes[0]), (1, prefixes[1]), (0.5, prefixes[2])], 10, seed=0, vocab_size=103
+    )
     places = [stream.where(i) for i in range(500)]
     for prefix, per_epoch in zip(prefixes, (10, 6, 2), strict=True):
         own = [(epoch, sample) for where, epoch, sample in places if where == prefix]
@@ -87,18 +109,31 @@ def counted(corpora: np.ndarray, k: int) -> np.ndarray:
 
 def deviation(corpora: np.ndarray, shares: list[float]) -> float:
     """The largest distance, at any point of the run, of a corpus's count from its share."""
-    return float(np.abs(counted(corpora, len(shares)) - np.arange(1, len(corpora) + 1)[:, None] * shares).max())
+    return float(
+        np.abs(counted(corpora, len(shares)) - np.arange(1, len(corpora) + 1)[:, None] * shares).max()
+    )
 
 
 SHARES = [
-    [1.0], [0.5, 0.5], [0.9, 0.1], [0.001, 0.999], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.05, 0.05],
-    [1 / 16] * 16, [0.013] * 30 + [0.61], [1 - 1e-9, 1e-9], [0.5 - 1e-7, 0.5 + 1e-7],
-]  # fmt: skip
+    [1.0],
+    [0.5, 0.5],
+    [0.9, 0.1],
+    [0.001, 0.999],
+    [1 / 3, 1 / 3, 1 / 3],
+    [0.1, 0.2, 0.3, 0.4],
+    [0.7, 0.1, 0.1, 0.05, 0.05],
+    [1 / 16] * 16,
+    [0.013] * 30 + [0.61],
+    [1 - 1e-9, 1e-9],
+    [0.5 - 1e-7, 0.5 + 1e-7],
+]
 
 
 @pytest.mark.parametrize("shares", SHARES)
 def test_blend_keeps_its_shares(shares: list[float]) -> None:
-    """At every step the mixture is the one that was asked for, and visits count on by one: checked against a plain count."""
+    """At every step the mixture is the one that was asked for, and visits count on by one:
+    checked against a plain count.
+    """
     corpora, visits = blend(shares, np.arange(5000))
     assert deviation(corpora, shares) <= 1 + np.log(len(shares)) / 2
     assert np.array_equal(visits, counted(corpora, len(shares))[np.arange(5000), corpora] - 1)
@@ -119,8 +154,9 @@ def test_blend_far_into_a_run() -> None:
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing: str) -> None:
-    """Tokens, targets, documents and positions of each sample are those of its own corpus, by the proof's reader: one corpus has long
-    documents, the other short ones, of which some tokens are not learned."""
+    """Tokens, targets, documents and positions of each sample are those of its own corpus, by the proof's
+    reader: one corpus has long documents, the other short ones, of which some tokens are not learned.
+    """
     rng, parts = np.random.default_rng(0), []
     for share, name, length, often in ((0.6, "long", 900, 0.02), (0.4, "short", 500, 0.2)):
         prefix, tokens = str(tmp_path / name), rng.integers(0, 61, length).astype(np.uint16)
@@ -139,13 +175,21 @@ def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing
     stream = training_stream(config)
     plain = {prefix: Corpus(prefix, config) for _, prefix in parts}
     loader, seen = Loader(config, Mesh(config, RankInfo(), torch.device("cpu")), stream), set()
-    for index, microbatch in enumerate(microbatch for step in range(1, 11) for microbatch in loader.step(step)):
+    for index, microbatch in enumerate(
+        microbatch for step in range(1, 11) for microbatch in loader.step(step)
+    ):
         for row in range(2):
             prefix, _, sample = stream.where(2 * index + row)
             right = batch_of([(plain[prefix], plain[prefix].training[sample])])
             seen.add(prefix)
-            assert torch.equal(microbatch.tokens[row], right.inputs[0]) and torch.equal(microbatch.targets[row], right.targets[0])
-            assert microbatch.documents is not None and microbatch.positions is not None and right.documents[1] is not None
+            assert torch.equal(microbatch.tokens[row], right.inputs[0]) and torch.equal(
+                microbatch.targets[row], right.targets[0]
+            )
+            assert (
+                microbatch.documents is not None
+                and microbatch.positions is not None
+                and right.documents[1] is not None
+            )
             assert tuple(map(int, microbatch.documents[row])) == tuple(right.documents[0][0])
             assert torch.equal(microbatch.positions[row], right.documents[1][0])
     loader.close()
@@ -156,7 +200,10 @@ def test_too_short(corpus: str) -> None:
     """A sequence longer than the corpus is refused with the longest that would do, and that one works."""
     with pytest.raises(DataError, match=r"sequence longer than the corpus.*train\.seq_len at most 102"):
         SampleStream(corpus, 103, seed=0, vocab_size=103)
-    assert SampleStream(corpus, 102, seed=0, vocab_size=103).samples(np.arange(3)).tolist() == [list(range(103))] * 3
+    assert (
+        SampleStream(corpus, 102, seed=0, vocab_size=103).samples(np.arange(3)).tolist()
+        == [list(range(103))] * 3
+    )
 
 
 def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
@@ -169,8 +216,11 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     for read in (stream.samples, evaluation.samples):
         with pytest.raises(DataError, match=r"token 6 \(document 2\) is id 9"):
             read(np.array([0]))
-    below = SampleStream(write(tmp_path / "d", np.array([0, 1, -2, 3, 4, 5, 6, 7], dtype=np.int32)), 7, seed=0, vocab_size=8)
-    with pytest.raises(DataError, match=r"token 2 \(document 0\) is id -2"):  # which would read the vocabulary's rows from behind
+    below = SampleStream(
+        write(tmp_path / "d", np.array([0, 1, -2, 3, 4, 5, 6, 7], dtype=np.int32)), 7, seed=0, vocab_size=8
+    )
+    # which would read the vocabulary's rows from behind
+    with pytest.raises(DataError, match=r"token 2 \(document 0\) is id -2"):
         below.samples(np.array([0]))
 
 
@@ -181,7 +231,8 @@ def test_evaluation_counts_every_token_once(corpus: str, seq_len: int) -> None:
     inputs, targets = samples.samples(np.arange(len(samples) + 2))
     real = targets != IGNORED
     assert targets[real].tolist() == list(range(1, 103)) and inputs[real].tolist() == list(range(102))
-    assert {*inputs[~real].tolist()} <= {102, 0} and not real[len(samples) :].any()  # the last token, and padding
+    # the last token, and padding
+    assert {*inputs[~real].tolist()} <= {102, 0} and not real[len(samples) :].any()
 
 
 def test_evaluation_of_a_blend(tmp_path: Path, corpus: str) -> None:
@@ -214,20 +265,32 @@ class Numbered:
 
 def validated(count: int, eval_batches: int, data_size: int) -> list[list[int]]:
     """Which samples each global batch of a validation holds, over all data ranks."""
-    settings = ["train.global_batch_size=8", "train.micro_batch_size=1", f"train.eval_batches={eval_batches}", f"parallel.data={data_size}"]
+    settings = [
+        "train.global_batch_size=8",
+        "train.micro_batch_size=1",
+        f"train.eval_batches={eval_batches}",
+        f"parallel.data={data_size}",
+    ]
     config: Any = load(str(Path(__file__).parents[2] / "configs/gpt_tiny.json"), settings, data_size).config
     found: list[list[int]] = []
     for rank in range(data_size):
-        mesh: Any = SimpleNamespace(sample_group=SimpleNamespace(size=data_size, rank=rank), cp=SOLO, device=torch.device("cpu"))
+        mesh: Any = SimpleNamespace(
+            sample_group=SimpleNamespace(size=data_size, rank=rank), cp=SOLO, device=torch.device("cpu")
+        )
         for number, batch in enumerate(validation_batches(config, mesh, Numbered(count))):  # type: ignore[arg-type]
             found += [[]] * (number == len(found))
-            found[number] = sorted(found[number] + [int(i) for microbatch in batch for i in microbatch.tokens])
+            found[number] = sorted(
+                found[number] + [int(i) for microbatch in batch for i in microbatch.tokens]
+            )
     return found
 
 
 @pytest.mark.parametrize("count", [25, 47, 1000])
 def test_some_batches_of_a_validation_are_spread_evenly_over_all_of_it(count: int) -> None:
-    """The beginning alone may be one kind of text: its loss would be that kind's. The same samples each time, in every layout."""
+    """The beginning alone may be one kind of text: its loss would be that kind's.
+
+    The same samples each time, in every layout.
+    """
     batches = validated(count, 3, 1)
     samples = [sample for batch in batches for sample in batch]
     assert [len(batch) for batch in batches] == [8, 8, 8] and len(set(samples)) == 24
@@ -240,5 +303,7 @@ def test_some_batches_of_a_validation_are_spread_evenly_over_all_of_it(count: in
 def test_more_batches_than_there_are_read_every_sample_once(count: int, eval_batches: int) -> None:
     for data_size in (1, 2):
         samples = [sample for batch in validated(count, eval_batches, data_size) for sample in batch]
-        assert [sample for sample in samples if sample < count] == list(range(count)), "what fills up the last batch lies behind the end"
+        assert [sample for sample in samples if sample < count] == list(range(count)), (
+            "what fills up the last batch lies behind the end"
+        )
         assert len(samples) == -(-count // 8) * 8

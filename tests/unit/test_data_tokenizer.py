@@ -11,9 +11,22 @@ from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer, train_sente
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 TEXTS = [
-    SOURCE, "", " ", "\n", "\n\n  \n", "  lead and trail  ", "tab\tcr\r\nff\f", "a  b   c", "\0", "\ufeffbom", "naïve café e\u0301",
-    "日本語 текст 😀 \U0010ffff", "<s> </s> <unk> <0x0A>", "ﬁ Ⅳ ½", "\u00a0\u3000\u200b",
-]  # fmt: skip
+    SOURCE,
+    "",
+    " ",
+    "\n",
+    "\n\n  \n",
+    "  lead and trail  ",
+    "tab\tcr\r\nff\f",
+    "a  b   c",
+    "\0",
+    "\ufeffbom",
+    "naïve café e\u0301",
+    "日本語 текст 😀 \U0010ffff",
+    "<s> </s> <unk> <0x0A>",
+    "ﬁ Ⅳ ½",
+    "\u00a0\u3000\u200b",
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,9 @@ def test_lossless(trained: Tokenizer, text: str) -> None:
 def test_bytes_of_tokens_are_the_texts(trained: Tokenizer, text: str) -> None:
     """Text written token by token, and bits per byte, would miss or double a byte."""
     for tokenizer in (trained, load_tokenizer("bytes")):
-        assert b"".join(tokenizer.token_bytes(int(token)) for token in tokenizer.encode(text)) == text.encode()
+        assert (
+            b"".join(tokenizer.token_bytes(int(token)) for token in tokenizer.encode(text)) == text.encode()
+        )
     assert trained.end_of_document is not None and trained.token_bytes(trained.end_of_document) == b""
 
 
@@ -49,7 +64,9 @@ def test_bytes_are_bytes() -> None:
 
 
 def test_trained(trained: Tokenizer) -> None:
-    """It has the size asked for, saves tokens, and marks the end of documents with a token that has no text."""
+    """It has the size asked for, saves tokens, and marks the end of documents with a
+    token that has no text.
+    """
     assert trained.vocab_size == 400
     assert trained.encode(SOURCE).size < len(SOURCE.encode()) / 1.4
     assert trained.end_of_document is not None and trained.decode([trained.end_of_document]) == ""
@@ -58,10 +75,14 @@ def test_trained(trained: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("eos", "right"), [(0, 0), (2, 2), (-1, None)])
 def test_the_end_of_documents_is_the_models_own(tmp_path: Path, eos: int, right: int | None) -> None:
-    """Models of others have it elsewhere, as token 0 too, or not at all: taken for none, documents would run into each other."""
+    """Models of others have it elsewhere, as token 0 too, or not at all: taken for none,
+    documents would run into each other.
+    """
     ids = {"eos_id": eos, "unk_id": 1, "bos_id": -1}
     prefix = str(tmp_path / "t")
-    SentencePieceTrainer.train(sentence_iterator=iter(SOURCE.split("\n")), model_prefix=prefix, vocab_size=300, minloglevel=3, **ids)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(SOURCE.split("\n")), model_prefix=prefix, vocab_size=300, minloglevel=3, **ids
+    )
     assert load_tokenizer(f"{prefix}.model").end_of_document == right
 
 
@@ -76,7 +97,10 @@ def test_training_is_repeatable() -> None:
     assert train_sentencepiece(SOURCE.split("\n"), 400) == train_sentencepiece(SOURCE.split("\n"), 400)
 
 
-@pytest.mark.parametrize("name", ["sentencepiece:", "sentencepiece:many", "sentencepiece:-5", "sentencepiece:260", "sentencepiece:²"])
+@pytest.mark.parametrize(
+    "name",
+    ["sentencepiece:", "sentencepiece:many", "sentencepiece:-5", "sentencepiece:260", "sentencepiece:²"],
+)
 def test_bad_sizes(name: str) -> None:
     """Refused before any text is read."""
     with pytest.raises(ConfigError, match="--tokenizer: .* is no usable vocabulary size"):
@@ -103,7 +127,9 @@ def test_bad_models(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "t.model"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=r"t\.model: (cannot be read: No such file|is no sentencepiece model)"):
+    with pytest.raises(
+        DataError, match=r"t\.model: (cannot be read: No such file|is no sentencepiece model)"
+    ):
         load_tokenizer(str(path))
 
 
@@ -115,7 +141,9 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> str:
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
     fast.train_from_iterator(["the cat sat on the mat", "das hör ich gern, 日本"], trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     fast.save(str(path))
@@ -124,7 +152,9 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_json_tokenizer_gives_the_text_back_byte_by_byte(byte_level: str) -> None:
-    """A byte-level piece writes bytes as other characters: taken for text, every space would come out as Ġ."""
+    """A byte-level piece writes bytes as other characters: taken for text, every space
+    would come out as Ġ.
+    """
     tokenizer = load_tokenizer(byte_level)
     text = "the cat\n\tsat  on 日本 🐈 über \x00\xa0\xad"
     ids = tokenizer.encode(text).tolist()
@@ -135,7 +165,9 @@ def test_json_tokenizer_gives_the_text_back_byte_by_byte(byte_level: str) -> Non
 
 
 def test_a_piece_of_text_gets_no_special_tokens(byte_level: str, tmp_path: Path) -> None:
-    """A tokenizer.json of Llama's kind puts a token in front of whatever it encodes: a text comes in pieces, each would get one."""
+    """A tokenizer.json of Llama's kind puts a token in front of whatever it encodes: a text comes
+    in pieces, each would get one.
+    """
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     fast = tokenizers.Tokenizer.from_file(byte_level)
     fast.post_processor = tokenizers.processors.TemplateProcessing(
@@ -143,7 +175,10 @@ def test_a_piece_of_text_gets_no_special_tokens(byte_level: str, tmp_path: Path)
     )
     fast.save(str(tmp_path / "tokenizer.json"))
     assert fast.encode("the cat").ids[0] == 0
-    assert np.array_equal(load_tokenizer(str(tmp_path / "tokenizer.json")).encode("the cat"), load_tokenizer(byte_level).encode("the cat"))
+    assert np.array_equal(
+        load_tokenizer(str(tmp_path / "tokenizer.json")).encode("the cat"),
+        load_tokenizer(byte_level).encode("the cat"),
+    )
 
 
 def test_json_tokenizer_refusals(tmp_path: Path) -> None:

@@ -30,8 +30,12 @@ class Rate(NoLoss):
     losses = (Loss("lr"),)
 
 
-@pytest.mark.parametrize(("kind", "wrong"), [(NoLoss, "no layer gives a loss"), (OverNothing, "over ahead"), (Rate, "called lr")])
-def test_losses_that_cannot_be_logged_or_weighed_are_refused(tmp_path: Path, kind: type[Layer], wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "wrong"), [(NoLoss, "no layer gives a loss"), (OverNothing, "over ahead"), (Rate, "called lr")]
+)
+def test_losses_that_cannot_be_logged_or_weighed_are_refused(
+    tmp_path: Path, kind: type[Layer], wrong: str
+) -> None:
     """A traceback in the first step; or a figure of every record that is another's."""
     config = load(training.write_config(tmp_path, "unused")).config
     with pytest.raises(ValueError, match=wrong):
@@ -110,7 +114,9 @@ class OwnHead""",
         text = text.replace(word, value)
     (folder / "own.py").write_text(text)
     path = training.write_config(folder, "unused", model={"num_layers": 4, "source": "own.py"})
-    return settled_alone(load(path, overrides, 2 * overrides.count("parallel.data=2") + 2 if overrides else 1).config)
+    return settled_alone(
+        load(path, overrides, 2 * overrides.count("parallel.data=2") + 2 if overrides else 1).config
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -34,33 +34,65 @@ def configure(tmp_path: Path) -> Configure:
 
     def from_settings(ds_config: Any, overrides: str = "", world: int = 4) -> Config:
         source = ds_config if isinstance(ds_config, str) else json.dumps(ds_config)
-        return load(path, ["engine.kind=deepspeed", f"engine.config={source}", *overrides.split()], world).config
+        return load(
+            path, ["engine.kind=deepspeed", f"engine.config={source}", *overrides.split()], world
+        ).config
 
     return from_settings
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/deepspeed").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/deepspeed").glob("*.json")), ids=lambda path: path.stem
+)
 def test_shipped_files_are_completed(configure: Configure, path: Path) -> None:
-    settings = ds_settings(configure(str(path), "parallel.tensor=2 optim.grad_clip=0.25 train.precision=bf16"))
+    settings = ds_settings(
+        configure(str(path), "parallel.tensor=2 optim.grad_clip=0.25 train.precision=bf16")
+    )
     assert "auto" not in json.dumps(settings)
-    assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (8, 2, 2)
-    assert settings["gradient_clipping"] == 0.25 and settings["bf16"]["enabled"] is True and settings["fp16"]["enabled"] is False
+    assert (
+        settings["train_batch_size"],
+        settings["train_micro_batch_size_per_gpu"],
+        settings["gradient_accumulation_steps"],
+    ) == (8, 2, 2)
+    assert (
+        settings["gradient_clipping"] == 0.25
+        and settings["bf16"]["enabled"] is True
+        and settings["fp16"]["enabled"] is False
+    )
     assert settings["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
 
 
 def test_the_rest_passes_through_unchanged(configure: Configure) -> None:
-    zero = {"stage": 2, "overlap_comm": True, "allgather_bucket_size": 1234, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    given = {"zero_optimization": zero, "communication_data_type": "bf16", "tensorboard": {"enabled": True, "job_name": "auto_pilot"}}
+    zero = {
+        "stage": 2,
+        "overlap_comm": True,
+        "allgather_bucket_size": 1234,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    given = {
+        "zero_optimization": zero,
+        "communication_data_type": "bf16",
+        "tensorboard": {"enabled": True, "job_name": "auto_pilot"},
+    }
     settings = ds_settings(configure(given))
     assert {key: settings[key] for key in given} == given
-    assert given["zero_optimization"] is zero and "reduce_bucket_size" not in zero, "the run's own config must stay as it was"
+    assert given["zero_optimization"] is zero and "reduce_bucket_size" not in zero, (
+        "the run's own config must stay as it was"
+    )
 
 
 def test_swap_files_stand_in_the_runs_folder_unless_told(configure: Configure) -> None:
-    zero = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "nvme"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+    }
     zero = ds_settings(configure({"zero_optimization": zero}, "log.dir=runs/mine"))["zero_optimization"]
-    assert (zero["offload_param"]["nvme_path"], zero["offload_optimizer"]["nvme_path"]) == ("runs/mine/swap", "/disk")
+    assert (zero["offload_param"]["nvme_path"], zero["offload_optimizer"]["nvme_path"]) == (
+        "runs/mine/swap",
+        "/disk",
+    )
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -128,13 +160,30 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ds_config", "overrides", "path", "says"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
-def test_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch, ds_config: Any, overrides: str, path: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("ds_config", "overrides", "path", "says"),
+    REFUSALS,
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+    ds_config: Any,
+    overrides: str,
+    path: str,
+    says: str,
+) -> None:
     """DeepSpeed would hang, train something else, or ignore it, without a word or with a traceback on every rank."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as error:
         configure(ds_config, overrides)
-    where = path if path.startswith(("train.", "engine.")) else f"engine.config: {path}" if path else "engine.config"
+    where = (
+        path
+        if path.startswith(("train.", "engine."))
+        else f"engine.config: {path}"
+        if path
+        else "engine.config"
+    )
     assert str(error.value).startswith(f"config error: {where}: ") and says in str(error.value), error.value
 
 
@@ -147,7 +196,11 @@ def test_no_key_takes_any_value(configure: Configure, section: str) -> None:
             for outer in reversed([part for part in section.split(".") if part]):
                 given = {outer: given}
             with pytest.raises(ConfigError) as error:
-                configure(given | {"zero_optimization": {"stage": 3} | given.get("zero_optimization", {})} if "zero" in section else given)
+                configure(
+                    given | {"zero_optimization": {"stage": 3} | given.get("zero_optimization", {})}
+                    if "zero" in section
+                    else given
+                )
             assert name in error.value.where and "\n" not in str(error.value), (name, wrong, error.value)
 
 
@@ -155,9 +208,20 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
     """People's files state batch, precision, optimizer and rates: a run that ignored one would train something else."""
     path = tmp_path / "silent.json"
     path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}}))
-    adamw = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-7, "weight_decay": 0.01}}
-    decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 500, "warmup_max_lr": 1e-4}}
-    ds_config = zero(2) | {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "steps_per_print": 7}
+    adamw = {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-7, "weight_decay": 0.01},
+    }
+    decay = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 10, "total_num_steps": 500, "warmup_max_lr": 1e-4},
+    }
+    ds_config = zero(2) | {
+        "train_batch_size": 128,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 7,
+    }
     ds_config |= {
         "bf16": {"enabled": True},
         "optimizer": adamw,
@@ -166,14 +230,18 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
     }
     loaded = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps(ds_config)}"], 4)
     taken = {key for key, origin in loaded.origins.items() if origin == "ds_config"}
-    values = {key: value for key, value in flatten(loaded.config.model_dump(mode="json")).items() if key in taken}
+    values = {
+        key: value for key, value in flatten(loaded.config.model_dump(mode="json")).items() if key in taken
+    }
     assert values == {
         "train.global_batch_size": 128, "train.micro_batch_size": 2, "train.precision": "bf16", "train.recompute": "full",
         "train.offload_activations": True, "optim.lr": 1e-4, "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-7,
         "optim.weight_decay": 0.01, "optim.grad_clip": 0.5, "optim.schedule": "linear", "optim.warmup": "log", "optim.warmup_steps": 10,
         "optim.warmup_lr": 0.0, "optim.min_lr": 0.0, "optim.decay_steps": 500, "optim.lag": [2, 2], "log.every": 7,
     }  # fmt: skip
-    assert not {"scheduler", "optimizer", CHECKPOINTING} & set(ds_settings(loaded.config)), "the run does these"
+    assert not {"scheduler", "optimizer", CHECKPOINTING} & set(ds_settings(loaded.config)), (
+        "the run does these"
+    )
     with pytest.raises(ConfigError, match="^config error: engine.config: gradient_clipping: .* is not valid"):
         load(str(path), ["engine.kind=deepspeed", 'engine.config={"gradient_clipping": "much"}'], 4)
 
@@ -181,13 +249,26 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
 def test_auto_states_nothing(tmp_path: Path) -> None:
     """Hugging Face's templates say "auto" in every place: DeepSpeed's own default there would be another rate than the run's."""
     path = tmp_path / "silent.json"
-    path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}, "optim": {"warmup_steps": 100}}))
+    path.write_text(
+        json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}, "optim": {"warmup_steps": 100}})
+    )
     for kind, names in from_ds_config.SCHEDULERS.items():
-        scheduler = {"type": kind, "params": dict.fromkeys(names, "auto") | ({"cycle_momentum": False} if kind == "OneCycle" else {})}
-        loaded = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps({'scheduler': scheduler} | zero(2))}"], 4)
+        scheduler = {
+            "type": kind,
+            "params": dict.fromkeys(names, "auto")
+            | ({"cycle_momentum": False} if kind == "OneCycle" else {}),
+        }
+        loaded = load(
+            str(path),
+            ["engine.kind=deepspeed", f"engine.config={json.dumps({'scheduler': scheduler} | zero(2))}"],
+            4,
+        )
         taken = {key for key, origin in loaded.origins.items() if origin == "ds_config"}
         assert taken <= {"optim.schedule", "optim.lag", "optim.warmup"}, kind
-        assert loaded.config.optim.warmup_steps == 100 and loaded.config.optim.decay_steps == loaded.config.train.steps
+        assert (
+            loaded.config.optim.warmup_steps == 100
+            and loaded.config.optim.decay_steps == loaded.config.train.steps
+        )
         assert "scheduler" not in ds_settings(loaded.config)
 
 
@@ -196,7 +277,11 @@ def test_the_schedulers_peak_is_the_runs(tmp_path: Path) -> None:
     path = tmp_path / "silent.json"
     path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}}))
     decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1e2, "total_num_steps": 1e3}}
-    given = zero(2) | {"scheduler": decay, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}, "train_batch_size": 8.0}
+    given = zero(2) | {
+        "scheduler": decay,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}},
+        "train_batch_size": 8.0,
+    }
     config = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}"], 4).config
     assert (config.optim.lr, config.optim.warmup_steps, config.train.global_batch_size) == (1e-3, 100, 8)
     ds_settings(config)
@@ -219,16 +304,44 @@ def test_the_flag_that_people_type() -> None:
 SCHEDULES: list[dict[str, Any]] = [
     {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_min_lr": 1e-5, "warmup_max_lr": 2e-3}},
     {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_type": "linear"}},
-    {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 6, "total_num_steps": 15, "warmup_min_lr": 1e-5}},
-    {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 40, "warmup_type": "linear", "warmup_max_lr": 1e-4}},
-    {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 6, "total_num_steps": 15, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}},
-    {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4, "total_num_steps": 30, "warmup_type": "linear"}},
-    {"type": "OneCycle", "params": CYCLE["params"] | {"cycle_first_step_size": 5, "cycle_second_step_size": 9, "cycle_momentum": False}},
+    {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 6, "total_num_steps": 15, "warmup_min_lr": 1e-5},
+    },
+    {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_num_steps": 5,
+            "total_num_steps": 40,
+            "warmup_type": "linear",
+            "warmup_max_lr": 1e-4,
+        },
+    },
+    {
+        "type": "WarmupCosineLR",
+        "params": {
+            "warmup_num_steps": 6,
+            "total_num_steps": 15,
+            "warmup_min_ratio": 0.1,
+            "cos_min_ratio": 0.05,
+        },
+    },
+    {
+        "type": "WarmupCosineLR",
+        "params": {"warmup_num_steps": 4, "total_num_steps": 30, "warmup_type": "linear"},
+    },
+    {
+        "type": "OneCycle",
+        "params": CYCLE["params"]
+        | {"cycle_first_step_size": 5, "cycle_second_step_size": 9, "cycle_momentum": False},
+    },
     {"type": "OneCycle", "params": CYCLE["params"] | {"cycle_first_step_size": 7, "cycle_momentum": False}},
 ]
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its rates cannot be asked")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its rates cannot be asked"
+)
 def test_rates_of_a_ds_config_are_deepspeeds_own() -> None:
     """Its warmup is logarithmic by default, and its steps count from 0: a rate a step late would train something else."""
     program = """
@@ -245,35 +358,62 @@ for scheduler in json.load(sys.stdin):
         own.step()
     print("RATES", json.dumps(rates))
 """
-    run = subprocess.run([sys.executable, "-c", program], input=json.dumps(SCHEDULES), capture_output=True, text=True, check=True)
-    theirs = [json.loads(line.removeprefix("RATES ")) for line in run.stdout.splitlines() if line.startswith("RATES")]
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(SCHEDULES),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    theirs = [
+        json.loads(line.removeprefix("RATES "))
+        for line in run.stdout.splitlines()
+        if line.startswith("RATES")
+    ]
     for scheduler, rates in zip(SCHEDULES, theirs, strict=True):
         if scheduler["type"] == "WarmupCosineLR":
-            rates[0] = rates[1]  # it begins with a step of rate 0, wherever its warmup begins; the run does not
+            rates[0] = rates[
+                1
+            ]  # it begins with a step of rate 0, wherever its warmup begins; the run does not
         found = {"lr": 3e-3, "decay_steps": 100} | from_ds_config.rates(scheduler, 3e-3)
         optim = OptimConfig.model_validate_json(json.dumps(found))
-        assert [learning_rate(optim, step, 100) for step in range(1, 21)] == pytest.approx(rates, rel=1e-12), scheduler
+        assert [learning_rate(optim, step, 100) for step in range(1, 21)] == pytest.approx(
+            rates, rel=1e-12
+        ), scheduler
         assert [rate(optim, step, 100) for step in range(1, 21)] == pytest.approx(rates, rel=1e-12), scheduler
         late = optim.model_copy(update={"lag": (optim.lag[0] + 1, optim.lag[1] + 1)})
-        assert [learning_rate(late, step, 100) for step in range(1, 21)] != pytest.approx(rates, rel=1e-12), "a step late is seen"
+        assert [learning_rate(late, step, 100) for step in range(1, 21)] != pytest.approx(rates, rel=1e-12), (
+            "a step late is seen"
+        )
 
 
 def test_an_equal_repetition_is_no_contradiction(configure: Configure) -> None:
-    given = zero(2) | {"optimizer": ADAMW, "gradient_clipping": 0.5, "train_batch_size": 8, "fp16": {"enabled": False}}
+    given = zero(2) | {
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.5,
+        "train_batch_size": 8,
+        "fp16": {"enabled": False},
+    }
     assert "optimizer" not in ds_settings(configure(given, "optim.lr=0.003"))
 
 
 def test_refusal_of_the_script_is_one_line(tmp_path: Path) -> None:
     """One of two ranks alone is enough: nothing waits for the other."""
     path = write_config(tmp_path, "unused")
-    overrides = ["engine.kind=deepspeed", 'engine.config={"zero_optimization":{"stage":3}}', "parallel.pipeline=2"]
+    overrides = [
+        "engine.kind=deepspeed",
+        'engine.config={"zero_optimization":{"stage":3}}',
+        "parallel.pipeline=2",
+    ]
     command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--config", path, *overrides]
     environment = {"PATH": "", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "deadlocks" in run.stderr, run.stderr
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its own keys cannot be read")
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its own keys cannot be read"
+)
 def test_known_keys_are_those_of_the_installed_deepspeed() -> None:
     """A key that a new DeepSpeed has dropped would stop every rank with a traceback."""
     program = """

@@ -19,7 +19,13 @@ from megacore.tools.settings.load import resolve
 
 MODELS = {
     "gpt2": ["model.dropout=0.1"],
-    "llama": ["model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.bias=false", "model.tie_embeddings=false"],
+    "llama": [
+        "model.norm=rmsnorm",
+        "model.activation=swiglu",
+        "model.position=rope",
+        "model.bias=false",
+        "model.tie_embeddings=false",
+    ],
     "grouped queries": ["model.num_kv_heads=2", "model.attention=eager"],
     "recomputed": ["model.num_kv_heads=1", "model.attention=fused", "train.recompute=full"],
     "bf16": ["train.precision=bf16", "train.recompute=selective", "model.attention=eager"],
@@ -54,7 +60,9 @@ def gradients(config: Config) -> list[Tensor]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_run_and_repeat(deterministic: None, model: str) -> None:
-    """PyTorch raises at an operation without a deterministic implementation; here none is, and the second run gives the same bits."""
+    """PyTorch raises at an operation without a deterministic implementation; here none is, and the
+    second run gives the same bits.
+    """
     once, again = (gradients(small(*MODELS[model])) for _ in range(2))
     assert once and all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
@@ -69,8 +77,13 @@ def test_nothing_reads_memory_that_was_not_written(deterministic: None, model: s
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(small(*MODELS[model])), strict=True))
 
 
-def test_an_operation_without_deterministic_implementation_is_refused(deterministic: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault, in the model: a `put_`, of whose writes to one place any may come last. Without the setting it runs."""
+def test_an_operation_without_deterministic_implementation_is_refused(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault, in the model: a `put_`, of whose writes to one place any may come last.
+
+    Without the setting it runs.
+    """
     forward = Norm.forward
 
     def planted(self: Norm, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -85,7 +98,9 @@ def test_an_operation_without_deterministic_implementation_is_refused(determinis
 
 
 @pytest.mark.parametrize("name, value", [("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NCCL_NVLS_ENABLE", "1")])
-def test_an_environment_that_asks_for_the_contrary_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_an_environment_that_asks_for_the_contrary_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ) | {name: value})
     with pytest.raises(ConfigError, match=f"{name}: {value} lets sums come in an order that varies"):
         compute_deterministically()
@@ -96,7 +111,9 @@ def test_the_environment_is_set_where_it_is_not(monkeypatch: pytest.MonkeyPatch,
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_NVLS_ENABLE"]) == (":4096:8", "0")
 
 
-@pytest.mark.parametrize("setting", ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"])
+@pytest.mark.parametrize(
+    "setting", ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"]
+)
 def test_a_gpu_adds_up_in_fp32(setting: str) -> None:
     """cuBLAS may divide a long sum; its parts would then be rounded to 16 bits before they are added."""
     matmul = torch.backends.cuda.matmul

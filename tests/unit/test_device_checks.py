@@ -18,7 +18,11 @@ def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lossy(config: checks.Config) -> object:
         loss, norm, gradients = one_step(config)
-        return loss, norm, {name: g * (0.9 if config.train.precision == "fp32" else 1.0) for name, g in gradients.items()}
+        return (
+            loss,
+            norm,
+            {name: g * (0.9 if config.train.precision == "fp32" else 1.0) for name, g in gradients.items()},
+        )
 
     one_step = checks.one_step
     monkeypatch.setattr(checks, "one_step", lossy)

@@ -37,7 +37,9 @@ from tests import training
 def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
     """The device that each thread has been given, by the thread's name."""
     found: dict[str, torch.device] = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.update({threading.current_thread().name: device}))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: found.update({threading.current_thread().name: device})
+    )
     return found
 
 
@@ -77,14 +79,24 @@ def test_a_rank_takes_its_gpu(
         (
             ["parallel.pipeline=2"],
             2,
-            {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "NCCL_MAX_P2P_NCHANNELS": "16"},
+            {
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+                "NCCL_MAX_P2P_NCHANNELS": "16",
+            },
             ("1", None, "16"),
         ),
         (["train.device=cpu"], 1, {}, (None, None, None)),
     ],
 )
 def test_libraries_are_told_before_they_start(
-    gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], world: int, named: dict[str, str], found: tuple[Any]
+    gpus: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    world: int,
+    named: dict[str, str],
+    found: tuple[Any],
 ) -> None:
     """CUDA reads its variables when it is asked for its devices, and once: set later they would do nothing. What the user says stays."""
     names = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NCCL_MAX_P2P_NCHANNELS")
@@ -96,7 +108,9 @@ def test_libraries_are_told_before_they_start(
     asked: list[tuple[Any, ...]] = []
     gpus(1)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(tuple(map(os.environ.get, names))) or True)
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: asked.append(tuple(map(os.environ.get, names))) or True
+    )
     config = load(training.write_config(tmp_path, "nothing"), ["train.device=auto", *overrides], world).config
     pick_device(config, RankInfo(0, world, 0, world))
     assert tuple(map(os.environ.get, names)) == found
@@ -116,7 +130,9 @@ def test_two_ranks_on_one_gpu_are_refused(gpus: Any) -> None:
         gpus(1, f"GPU-{rank}")
         claim(device, RankInfo(rank, 3, rank, 3), store)
     gpus(1, "GPU-1")
-    with pytest.raises(ConfigError, match="rank 2 has no GPU of its own: rank 1 computes on the one that it sees"):
+    with pytest.raises(
+        ConfigError, match="rank 2 has no GPU of its own: rank 1 computes on the one that it sees"
+    ):
         claim(device, RankInfo(2, 3, 2, 3), store)
     gpus(3)
     claim(device, RankInfo(2, 3, 2, 3), store)  # the machine's GPUs are counted by the local ranks
@@ -129,7 +145,9 @@ def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
     device = torch.device("cuda", 3)
     monkeypatch.setattr(loader_module, "microbatch_on", lambda *batch: batch)
     whole = config.train.seq_len + 1
-    stream = SimpleNamespace(samples=lambda indices: np.zeros((len(indices), whole), dtype=np.int64), learned=lambda indices: None)
+    stream = SimpleNamespace(
+        samples=lambda indices: np.zeros((len(indices), whole), dtype=np.int64), learned=lambda indices: None
+    )
     loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device, observers=Observers()), stream)  # type: ignore[arg-type]
     loader.step(1)
     loader.step(2)
@@ -155,7 +173,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any
         found[ranks] = options
         return SimpleNamespace()
 
-    nccl = SimpleNamespace(Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream))
+    nccl = SimpleNamespace(
+        Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream)
+    )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update({(): options}))
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -171,7 +191,9 @@ def mesh_of(tmp_path: Path, device: str, *overrides: str) -> Mesh:
     return Mesh(config, RankInfo(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
 
 
-def test_what_nccl_sends_goes_before_what_is_computed(tmp_path: Path, made: dict[tuple[int, ...], dict[str, Any]]) -> None:
+def test_what_nccl_sends_goes_before_what_is_computed(
+    tmp_path: Path, made: dict[tuple[int, ...], dict[str, Any]]
+) -> None:
     """Else a sum that is to be hidden behind a large product begins when the product ends, or not, as it happens."""
     mesh_of(tmp_path, "cuda:0", "parallel.tensor=2", "parallel.pipeline=2")
     assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}
@@ -182,8 +204,12 @@ def test_what_nccl_sends_goes_before_what_is_computed(tmp_path: Path, made: dict
     assert all(options["pg_options"] is None for options in made.values()), "gloo has no streams"
 
 
-@pytest.mark.parametrize(("sent", "summed"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
-def test_nccl_sums_no_parts_in_fewer_bits_than_their_sum_has(sent: str, summed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sent", "summed"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_nccl_sums_no_parts_in_fewer_bits_than_their_sum_has(
+    sent: str, summed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own operation adds up in the dtype that travels: of 256 + 1 in bf16 the 1 would be lost. gloo has no such operation to try."""
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     group: Any = SimpleNamespace()
@@ -193,9 +219,14 @@ def test_nccl_sums_no_parts_in_fewer_bits_than_their_sum_has(sent: str, summed: 
         parts.copy_(x)
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(wire_module, "_reduce_scatter", lambda out, x, **rest: asked.append((x.dtype, out.dtype)))
+    monkeypatch.setattr(
+        wire_module, "_reduce_scatter", lambda out, x, **rest: asked.append((x.dtype, out.dtype))
+    )
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
-    x, out = torch.tensor([256.0, 1.0], dtype=getattr(torch, sent)), torch.zeros(1, dtype=getattr(torch, summed))
+    x, out = (
+        torch.tensor([256.0, 1.0], dtype=getattr(torch, sent)),
+        torch.zeros(1, dtype=getattr(torch, summed)),
+    )
     work = Communicator(group, 2).start_reduce_scatter(x, out)
     if sent == summed:
         assert asked == [(x.dtype, out.dtype)]
@@ -240,7 +271,11 @@ def test_flash_attention_3_is_taken_where_it_is_installed_on_a_hopper(
 ) -> None:
     """Elsewhere its kernels stop the first step; not taken, a Hopper runs attention at half its speed."""
     activated: list[str] = []
-    monkeypatch.setattr(device_module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
+    monkeypatch.setattr(
+        device_module,
+        "find_spec",
+        lambda name: object() if installed and name == "flash_attn_interface" else None,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     assert device_module.take_flash_attention_3(torch.device("cuda")) is taken

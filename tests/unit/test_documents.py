@@ -51,7 +51,9 @@ def anchors(text: str) -> set[str]:
 def broken_links(path: Path, text: str) -> list[str]:
     """Relative links that lead to no file, or to no heading of one."""
     broken = []
-    for link in LINK.findall("\n".join(prose(text)) + "\n".join(line for line in text.splitlines() if line.startswith("|"))):
+    for link in LINK.findall(
+        "\n".join(prose(text)) + "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    ):
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
         if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(read(target)))):
@@ -85,8 +87,12 @@ def test_pictures_are_small() -> None:
 def commands(path: Path, script: str) -> list[list[str]]:
     """The words of a document's commands, in blocks and in text, that start a script with a config."""
     text = read(path)
-    typed = re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(r"`(python [^`\n]*|launch/[^`\n]*)`", text)
-    lines = [shlex.split(line, comments=True) for block in typed for line in block.replace("\\\n", "").splitlines()]
+    typed = re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(
+        r"`(python [^`\n]*|launch/[^`\n]*)`", text
+    )
+    lines = [
+        shlex.split(line, comments=True) for block in typed for line in block.replace("\\\n", "").splitlines()
+    ]
     return [line for line in lines if f"launch/{script}.py" in line]
 
 
@@ -113,11 +119,22 @@ def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
     """Someone would spend days on a run with another batch, another vocabulary, or a tokenizer that no command has brought."""
     page = ROOT / "docs/real_run.md"
     runs = commands(page, "pretrain")
-    fineweb, openwebtext = (load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs)
+    fineweb, openwebtext = (
+        load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs
+    )
     batch = [config.train.global_batch_size * config.train.seq_len for config in (fineweb, openwebtext)]
-    assert batch == [524_288, 491_520] and fineweb.train.steps == 18_865 and openwebtext.train.steps == 600_000
-    assert all(config.model.vocab_size == 50_304 and config.max_positions == 1_024 for config in (fineweb, openwebtext))
-    for words, config in zip((words for words in commands(page, "prepare") if "--input" in words), (fineweb, openwebtext), strict=True):
+    assert (
+        batch == [524_288, 491_520] and fineweb.train.steps == 18_865 and openwebtext.train.steps == 600_000
+    )
+    assert all(
+        config.model.vocab_size == 50_304 and config.max_positions == 1_024
+        for config in (fineweb, openwebtext)
+    )
+    for words, config in zip(
+        (words for words in commands(page, "prepare") if "--input" in words),
+        (fineweb, openwebtext),
+        strict=True,
+    ):
         prepared = prepare.parse(words[2:])
         written = (prepared.output, f"{prepared.output}_valid", f"{prepared.output}.tokenizer.json")
         assert (config.data.train, config.data.valid, config.data.tokenizer) == written
@@ -129,7 +146,11 @@ def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
 def test_every_setting_that_is_named_for_newcomers_exists() -> None:
     """A flag of another trainer would lead to a key that was renamed."""
     known = flatten(Config().model_dump(by_alias=True))
-    rows = [line.split("|")[1] for line in read(ROOT / "docs/coming_from.md").splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")[1]
+        for line in read(ROOT / "docs/coming_from.md").splitlines()
+        if line.startswith("| `")
+    ]
     named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
     assert len(named) > 50 and not set(named) - known.keys()
 
@@ -142,13 +163,19 @@ def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch)
     runpy.run_path("setup.py")
     patterns = [(package, "*.py") for package in said["packages"]]
     patterns += [(package, pattern) for package, found in said["package_data"].items() for pattern in found]
-    packed = {path for package, pattern in patterns for path in (ROOT / package.replace(".", "/")).glob(pattern)}
-    assert {path for path in (ROOT / "megacore").rglob("*") if path.is_file() and "__pycache__" not in path.parts} == packed
+    packed = {
+        path for package, pattern in patterns for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    assert {
+        path for path in (ROOT / "megacore").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    } == packed
 
 
 def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load(read(ROOT / "CITATION.cff"))
-    assert cited["version"] == megacore.__version__ and re.search(rf'version="{megacore.__version__}"', read(ROOT / "setup.py"))
+    assert cited["version"] == megacore.__version__ and re.search(
+        rf'version="{megacore.__version__}"', read(ROOT / "setup.py")
+    )
     assert f"## {megacore.__version__}" in read(ROOT / "docs/CHANGELOG.md")
 
 
@@ -158,6 +185,10 @@ def test_mistakes_would_be_noticed() -> None:
         + "The second one makes it longer than the rule allows it to be, by far."
     )
     assert too_long(two) == [two]
-    assert too_long(two.replace(". The", ", and the")) == [] and too_long(f"```\n{two}\n```") == [] and too_long(f"| {two} |") == []
+    assert (
+        too_long(two.replace(". The", ", and the")) == []
+        and too_long(f"```\n{two}\n```") == []
+        and too_long(f"| {two} |") == []
+    )
     wrong = "[a](docs/nowhere.md) [b](docs/README.md#nowhere) | [c](docs/README.md#documents) [d](https://pytorch.org)"
     assert broken_links(README, wrong) == ["docs/nowhere.md", "docs/README.md#nowhere"]

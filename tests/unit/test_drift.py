@@ -38,14 +38,19 @@ def test_a_comparison_does_not_wait_for_its_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_one_bit_shows_in_the_sum_of_many_ranks(tmp_path: Path, dtype: str) -> None:
-    """Of a hundred thousand ranks the sums must be exact, or equal copies would be called different, and one bit be lost."""
+    """Of a hundred thousand ranks the sums must be exact, or equal copies would be called
+    different, and one bit be lost.
+    """
     a, b = (drift_of(torch.device("cpu"), tmp_path, rank, dtype) for rank in (0, 1))
     (a_sum, _), (_, b_sum) = a.sums(), b.sums()
     assert 0 < a_sum < MODULUS and a_sum == b_sum
     others = 100_000 * (MODULUS - 1.0)
     assert a.seen([a_sum + others, b_sum + others]) == 0
     weight = b.alike["blocks.0.norm1.weight"].detach()
-    weight[3], weight[4] = torch.nextafter(weight[3], weight[3] + 1), torch.nextafter(weight[4], weight[4] - 1)
+    weight[3], weight[4] = (
+        torch.nextafter(weight[3], weight[3] + 1),
+        torch.nextafter(weight[4], weight[4] - 1),
+    )
     assert a.seen([a_sum + others, b.sums()[1] + others]) == 1
 
 
@@ -64,14 +69,18 @@ class Widest(TorchDispatchMode):
 
 
 def test_a_comparison_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learned positions may be hundreds of millions of numbers: as 64 bits each, twice, they would not fit beside a model."""
+    """Learned positions may be hundreds of millions of numbers: as 64 bits each, twice,
+    they would not fit beside a model.
+    """
     both = drift_of(torch.device("cpu"), tmp_path, 0)
     whole = both.sums()
     monkeypatch.setattr(drift, "PIECE", 10)
     with Widest() as widest:
         pieces = both.sums()
     most = max(parameter.numel() for parameter in both.alike.values())
-    assert 0 < widest.numbers <= -(-most // 10) < most and pieces == whole, "a sum for each piece is the widest"
+    assert 0 < widest.numbers <= -(-most // 10) < most and pieces == whole, (
+        "a sum for each piece is the widest"
+    )
 
 
 def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None:
@@ -80,7 +89,11 @@ def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None
     stages = [Stage(config, own, alone(config), cpu) for own in (range(2), range(2, 3))]
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), 0), device=cpu)
     compared = Drift(stages, mesh)
-    held = [(name, parameter.detach().view(-1)) for stage in stages for name, parameter in stage.named_parameters()]
+    held = [
+        (name, parameter.detach().view(-1))
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+    ]
     assert {"blocks.0.norm1.weight", "blocks.1.norm1.weight"} <= {name for name, _ in held}
     for name, weight in held:
         before = compared.sums()[0]
@@ -88,7 +101,9 @@ def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None
         assert compared.sums()[0] != before, name
 
 
-def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_measures_nothing_where_ranks_must_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank would keep the reduction that was fastest on it, and some of these round differently."""
     asked: list[Any] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, options=None: asked.append(options))
@@ -100,15 +115,23 @@ def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkey
     torch.compile(lambda x: x, options=asked[-1])  # raises where Inductor knows no such option
 
 
-@pytest.mark.parametrize(("backend", "summing", "fault"), [("gloo", 8, True), ("nccl", 2, True), ("nccl", 3, False)])
+@pytest.mark.parametrize(
+    ("backend", "summing", "fault"), [("gloo", 8, True), ("nccl", 2, True), ("nccl", 3, False)]
+)
 def test_only_sums_of_three_over_nccl_may_differ(backend: str, summing: int, fault: bool) -> None:
-    """gloo adds up by the ranks' numbers, and two numbers have one sum; NCCL's rings follow each group's own places."""
-    mesh: Any = SimpleNamespace(backend=backend, gradient_group=SimpleNamespace(size=summing), device=torch.device("cpu"))
+    """gloo adds up by the ranks' numbers, and two numbers have one sum; NCCL's rings
+    follow each group's own places.
+    """
+    mesh: Any = SimpleNamespace(
+        backend=backend, gradient_group=SimpleNamespace(size=summing), device=torch.device("cpu")
+    )
     assert Drift([], mesh).is_fault is fault
 
 
 def test_a_run_that_went_back_is_not_judged_by_what_it_left(tmp_path: Path) -> None:
-    """Its weights come from a checkpoint: a difference that was seen before, and is read only now, is not theirs."""
+    """Its weights come from a checkpoint: a difference that was seen before, and
+    is read only now, is not theirs.
+    """
     compared = drift_of(torch.device("cpu"), tmp_path, 0)
     compared.found = 50, torch.ones((), dtype=torch.float64), None
     compared.last = torch.ones(1, 1)
@@ -120,8 +143,13 @@ def test_a_run_that_went_back_is_not_judged_by_what_it_left(tmp_path: Path) -> N
 
 
 def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
-    """What a GPU finds in a run's last steps was read before a validation or a save only. A mesh keeps no run's observer."""
-    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train={"steps": 1}, log={"dir": str(tmp_path / "run")})
+    """What a GPU finds in a run's last steps was read before a validation or a save only.
+
+    A mesh keeps no run's observer.
+    """
+    path = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), train={"steps": 1}, log={"dir": str(tmp_path / "run")}
+    )
     config = load(path, ["checkpoint.every=0", "checkpoint.last=false", "train.eval_every=0"], 1).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     trainer = trainer_of(config, mesh, Inputs(config, 0))

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from megacore.kernels import dropout
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
 SHAPES = [
     (1, 1),
@@ -34,21 +41,32 @@ def words(first: int, count: int, key: int) -> list[tuple[int, ...]]:
     return list(zip(*((word & dropout.LOW).tolist() for word in drawn), strict=True))
 
 
-def mask_of_kernel(device: str, tokens: int, features: int, first: int, key: int, probability: float) -> torch.Tensor:
+def mask_of_kernel(
+    device: str, tokens: int, features: int, first: int, key: int, probability: float
+) -> torch.Tensor:
     """What the kernel keeps of ones."""
     ones = torch.ones(tokens, features, device=device)
-    y = dropout.bias_dropout_residual(ones, None, None, probability, key, first=first, implementation="triton")
+    y = dropout.bias_dropout_residual(
+        ones, None, None, probability, key, first=first, implementation="triton"
+    )
     return y != 0
 
 
 def error_against_fp64(
-    implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype, first: int = 8, parts: tuple[bool, bool] = (True, True)
+    implementation: str,
+    device: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    first: int = 8,
+    parts: tuple[bool, bool] = (True, True),
 ) -> float:
     """Largest error of result and gradients, relative to the largest value of each."""
     x, grad = seeded(shape, device, dtype).requires_grad_(), seeded(shape, device, dtype, seed=3)
     bias = seeded(shape[-1:], device, dtype, seed=1).requires_grad_() if parts[0] else None
     residual = seeded(shape, device, dtype, seed=2).requires_grad_() if parts[1] else None
-    y = dropout.bias_dropout_residual(x, bias, residual, PROBABILITY, KEY, first=first, scale=SCALE, implementation=implementation)
+    y = dropout.bias_dropout_residual(
+        x, bias, residual, PROBABILITY, KEY, first=first, scale=SCALE, implementation=implementation
+    )
     assert y.dtype == dtype and y.shape == x.shape
     tokens, features = x.numel() // shape[-1], shape[-1]
     keep = dropout.keep_mask(tokens, features, PROBABILITY, KEY, first=first, device=device).view(shape)
@@ -58,16 +76,27 @@ def error_against_fp64(
     exact_y = branch * keep * (SCALE / (1 - PROBABILITY))
     if parts[1]:
         exact_y = exact_y + exact[-1]
-    pairs = zip(torch.autograd.grad(y, given, grad), torch.autograd.grad(exact_y, exact, grad.double()), strict=True)
+    pairs = zip(
+        torch.autograd.grad(y, given, grad), torch.autograd.grad(exact_y, exact, grad.double()), strict=True
+    )
     return max(relative_error(y, exact_y), *(relative_error(got, right) for got, right in pairs))
 
 
 def check_same_bits(device: str) -> None:
     """The kernel's mask is keep_mask's on the CPU, for rows that start anywhere and for positions beyond 2^32 and 2^34."""
-    for tokens, features, first in [(5, 8, 0), (5, 7, 0), (3, 8, 6), (2, 16, 2**32 - 16), (2, 7, 2**34 + 3), (2, 16, 2**34 + 16)]:
+    for tokens, features, first in [
+        (5, 8, 0),
+        (5, 7, 0),
+        (3, 8, 6),
+        (2, 16, 2**32 - 16),
+        (2, 7, 2**34 + 3),
+        (2, 16, 2**34 + 16),
+    ]:
         for probability in (0.1, 0.75):
             expected = dropout.keep_mask(tokens, features, probability, KEY, first=first, device="cpu")
-            assert torch.equal(mask_of_kernel(device, tokens, features, first, KEY, probability).cpu(), expected), (features, first)
+            assert torch.equal(
+                mask_of_kernel(device, tokens, features, first, KEY, probability).cpu(), expected
+            ), (features, first)
 
 
 def check_strided_extreme_and_empty(device: str) -> None:
@@ -82,7 +111,10 @@ def check_strided_extreme_and_empty(device: str) -> None:
         torch.testing.assert_close(fused, eager)
     nan = torch.full((4, 8), float("nan"), device=device)
     y = dropout.bias_dropout_residual(nan, None, None, 0.5, 7, implementation="triton")
-    assert torch.equal(y.isnan().cpu(), dropout.keep_mask(4, 8, 0.5, 7, device="cpu")) and not y.nan_to_num().any()
+    assert (
+        torch.equal(y.isnan().cpu(), dropout.keep_mask(4, 8, 0.5, 7, device="cpu"))
+        and not y.nan_to_num().any()
+    )
     plain = dropout.bias_dropout_residual(x, None, residual, 0.0, 7, implementation="triton")
     assert torch.equal(plain, x + residual)
     assert dropout.bias_dropout_residual(nan[:0], None, None, 0.5, 7, implementation="triton").shape == (0, 8)
@@ -102,29 +134,45 @@ def test_philox_equals_python_integers():
     for key in (0, 1, KEY, 2**63 - 1):
         for first in (0, 5, 2**32 - 2, 2**45 + 1):
             counters = [(n & dropout.LOW, n >> 32, 0, 0) for n in range(first, first + 4)]
-            assert words(first, 4, key) == [philox_in_python(counter, (key & dropout.LOW, key >> 32)) for counter in counters]
+            assert words(first, 4, key) == [
+                philox_in_python(counter, (key & dropout.LOW, key >> 32)) for counter in counters
+            ]
 
 
 def test_python_integers_have_the_published_values():
     """What the test above compares with gives the known answers that were published with the generator (Random123)."""
     ones, pi = (dropout.LOW,) * 4, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-    assert " ".join(f"{w:08x}" for w in philox_in_python((0, 0, 0, 0), (0, 0))) == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
-    assert " ".join(f"{w:08x}" for w in philox_in_python(ones, ones[:2])) == "408f276d 41c83b0e a20bc7c6 6d5451fd"
-    assert " ".join(f"{w:08x}" for w in philox_in_python(pi, (0xA4093822, 0x299F31D0))) == "d16cfe09 94fdcceb 5001e420 24126ea1"
+    assert (
+        " ".join(f"{w:08x}" for w in philox_in_python((0, 0, 0, 0), (0, 0)))
+        == "6627e8d5 e169c58d bc57ac4c 9b00dbd8"
+    )
+    assert (
+        " ".join(f"{w:08x}" for w in philox_in_python(ones, ones[:2]))
+        == "408f276d 41c83b0e a20bc7c6 6d5451fd"
+    )
+    assert (
+        " ".join(f"{w:08x}" for w in philox_in_python(pi, (0xA4093822, 0x299F31D0)))
+        == "d16cfe09 94fdcceb 5001e420 24126ea1"
+    )
 
 
 def test_a_part_of_the_rows_draws_its_part_of_the_mask(monkeypatch):
     """What a rank with some of the tokens draws must not depend on how they are cut, nor on how many blocks are drawn at once."""
     whole = dropout.keep_mask(11, 7, PROBABILITY, KEY, device="cpu")
     monkeypatch.setattr(dropout, "CPU_CHUNK", 3)
-    parts = [dropout.keep_mask(n, 7, PROBABILITY, KEY, first=7 * row, device="cpu") for row, n in ((0, 4), (4, 1), (5, 0), (5, 6))]
+    parts = [
+        dropout.keep_mask(n, 7, PROBABILITY, KEY, first=7 * row, device="cpu")
+        for row, n in ((0, 4), (4, 1), (5, 0), (5, 6))
+    ]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_masks_keep_the_right_share_and_differ_by_key():
     """4 sigma of 2^18 draws; two keys that differ in the highest or lowest bit agree no more often than chance has it."""
     draws, keep = 2**18, 1 - PROBABILITY
-    masks = [dropout.keep_mask(512, 512, PROBABILITY, key, device="cpu") for key in (KEY, KEY ^ 1, KEY ^ 2**62)]
+    masks = [
+        dropout.keep_mask(512, 512, PROBABILITY, key, device="cpu") for key in (KEY, KEY ^ 1, KEY ^ 2**62)
+    ]
     for mask in masks:
         assert abs(mask.double().mean() - keep) < 4 * (keep * PROBABILITY / draws) ** 0.5
     same = keep**2 + PROBABILITY**2
@@ -143,11 +191,16 @@ def test_triton_equals_fp64(interpreted, shape, dtype):
 @needs_triton
 @pytest.mark.parametrize("parts", [(True, False), (False, True), (False, False)])
 def test_triton_without_bias_or_residual(interpreted, parts):
-    assert interpreted(error_against_fp64, "triton", "cpu", (3, 7), torch.float32, 5, parts) < TOLERANCE[torch.float32]
+    assert (
+        interpreted(error_against_fp64, "triton", "cpu", (3, 7), torch.float32, 5, parts)
+        < TOLERANCE[torch.float32]
+    )
 
 
 @needs_triton
-@pytest.mark.parametrize("check", [check_same_bits, check_strided_extreme_and_empty, check_many_rows_a_program])
+@pytest.mark.parametrize(
+    "check", [check_same_bits, check_strided_extreme_and_empty, check_many_rows_a_program]
+)
 def test_triton_corner_cases(interpreted, check):
     interpreted(check, "cpu")
 
@@ -172,7 +225,9 @@ FAULTS = [
 @pytest.mark.parametrize("right, wrong", FAULTS)
 def test_planted_faults_are_caught(interpreted, right, wrong):
     """Words in another order, a mask of the next block, a factor wrong in its fifth digit or missing in backward."""
-    error = interpreted(with_fault, "dropout", right, wrong, error_against_fp64, "triton", "cpu", (3, 32), torch.float32)
+    error = interpreted(
+        with_fault, "dropout", right, wrong, error_against_fp64, "triton", "cpu", (3, 32), torch.float32
+    )
     assert error > TOLERANCE[torch.float32]
 
 

@@ -1,4 +1,6 @@
-"""Dry ranks do what real ones do: the same buckets, bytes, collectives; and a rank that does otherwise is named."""
+"""Dry ranks do what real ones do: the same buckets, bytes, collectives; and a
+rank that does otherwise is named.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,81 +50,222 @@ from megacore.train.step import TrainStep
 from tests import training
 from tests.memory import Allocated
 
-LLAMA = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.qk_norm=true"]
+LLAMA = [
+    "model.position=rope",
+    "model.norm=rmsnorm",
+    "model.activation=swiglu",
+    "model.num_kv_heads=2",
+    "model.qk_norm=true",
+]
 ROTARY = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu"]
 ON_A_GPU = ["train.precision=bf16", "train.device=cuda"]
-GROUPS = 'optim.groups=[{"match": ["blocks.1.*.weight", "*norm*"], "kind": "sgd"}, {"match": ["blocks.*.bias"], "lr": 0.1}]'
-PUBLISHED = ["model.attention_sinks=true", "model.attention_gate=headwise", "model.z_loss=0.1", "model.window=4", "model.head_bias=true"]
+GROUPS = (
+    'optim.groups=[{"match": ["blocks.1.*.weight", "*norm*"], "kind": "sgd"}, {"match": '
+    '["blocks.*.bias"], "lr": 0.1}]'
+)
+PUBLISHED = [
+    "model.attention_sinks=true",
+    "model.attention_gate=headwise",
+    "model.z_loss=0.1",
+    "model.window=4",
+    "model.head_bias=true",
+]
 ALL_HEADS = ["model.qk_norm=true", "model.qk_norm_heads=all", "model.window_schedule=[[9,2]]"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tensor 2, pipeline 2, data 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
-    "tokens split, small buckets": (4, ["parallel.tensor=2", "parallel.sequence=true", "engine.bucket_mib=0.02"]),
-    "sharded optimizer": (8, ["parallel.tensor=2", "parallel.pipeline=2", "engine.shard_optimizer=true", "engine.bucket_mib=0.02"]),
+    "tokens split, small buckets": (
+        4,
+        ["parallel.tensor=2", "parallel.sequence=true", "engine.bucket_mib=0.02"],
+    ),
+    "sharded optimizer": (
+        8,
+        ["parallel.tensor=2", "parallel.pipeline=2", "engine.shard_optimizer=true", "engine.bucket_mib=0.02"],
+    ),
     "two levels": (8, ["parallel.tensor=2", "engine.reduce_levels=2", "engine.bucket_mib=0.02"]),
-    "two levels, 16 bits": (8, ["parallel.tensor=2", "engine.reduce_levels=2", "engine.reduce_dtype=bf16", "engine.shard_optimizer=true"]),
-    "context 4 by ring": (8, ["parallel.context=4", "parallel.context_method=ring", "parallel.tensor=2", "parallel.sequence=true"]),
-    "as published": (4, [*PUBLISHED, *ALL_HEADS, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
-    "context 2 by gather, recomputed": (4, ["parallel.context=2", "parallel.context_method=gather", "train.recompute=full"]),
-    "context 2 by exchange": (4, [*LLAMA, "parallel.context=2", "parallel.context_method=ulysses", "engine.shard_optimizer=true"]),
+    "two levels, 16 bits": (
+        8,
+        [
+            "parallel.tensor=2",
+            "engine.reduce_levels=2",
+            "engine.reduce_dtype=bf16",
+            "engine.shard_optimizer=true",
+        ],
+    ),
+    "context 4 by ring": (
+        8,
+        ["parallel.context=4", "parallel.context_method=ring", "parallel.tensor=2", "parallel.sequence=true"],
+    ),
+    "as published": (
+        4,
+        [*PUBLISHED, *ALL_HEADS, "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"],
+    ),
+    "context 2 by gather, recomputed": (
+        4,
+        ["parallel.context=2", "parallel.context_method=gather", "train.recompute=full"],
+    ),
+    "context 2 by exchange": (
+        4,
+        [*LLAMA, "parallel.context=2", "parallel.context_method=ulysses", "engine.shard_optimizer=true"],
+    ),
     "context 2, the loss in chunks": (
         4,
-        ["parallel.context=2", "parallel.tensor=2", "model.chunked_loss=true", "train.seq_len=1280", "train.device=cuda"],
+        [
+            "parallel.context=2",
+            "parallel.tensor=2",
+            "model.chunked_loss=true",
+            "train.seq_len=1280",
+            "train.device=cuda",
+        ],
     ),
     "groups": (4, [GROUPS, "engine.shard_optimizer=true", "engine.bucket_mib=0.02", "parallel.pipeline=2"]),
     "interleaved": (4, ["parallel.pipeline=2", "parallel.schedule=interleaved"]),
-    "llama, untied": (4, [*LLAMA, "parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=false", "train.precision=bf16"]),
-    "recomputed": (4, ["parallel.pipeline=4", "train.recompute=full", "model.chunked_loss=true", "parallel.schedule=gpipe"]),
+    "llama, untied": (
+        4,
+        [
+            *LLAMA,
+            "parallel.tensor=2",
+            "parallel.pipeline=2",
+            "model.tie_embeddings=false",
+            "train.precision=bf16",
+        ],
+    ),
+    "recomputed": (
+        4,
+        ["parallel.pipeline=4", "train.recompute=full", "model.chunked_loss=true", "parallel.schedule=gpipe"],
+    ),
 }
 
 FSDP: dict[str, tuple[int, list[str]]] = {
     "fsdp, groups": (2, [GROUPS]),
     "fsdp": (4, ["model.norm=layernorm", "model.bias=true"]),
-    "fsdp, 3 shards and 2 copies, whose rows do not divide": (6, ["engine.shard_size=3", "train.global_batch_size=24"]),
+    "fsdp, 3 shards and 2 copies, whose rows do not divide": (
+        6,
+        ["engine.shard_size=3", "train.global_batch_size=24"],
+    ),
     "fsdp, kept whole": (4, ["engine.reshard=false", "train.recompute=full"]),
-    "fsdp, tensor 2, pipeline 2, tied": (8, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
-    "fsdp, gathered anew in a pipeline": (4, ["parallel.pipeline=2", "engine.reshard=true", "train.recompute=full"]),
-    "fsdp, interleaved": (4, [*LLAMA, "model.tie_embeddings=false", "parallel.pipeline=2", "parallel.schedule=interleaved"]),
+    "fsdp, tensor 2, pipeline 2, tied": (
+        8,
+        ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"],
+    ),
+    "fsdp, gathered anew in a pipeline": (
+        4,
+        ["parallel.pipeline=2", "engine.reshard=true", "train.recompute=full"],
+    ),
+    "fsdp, interleaved": (
+        4,
+        [*LLAMA, "model.tie_embeddings=false", "parallel.pipeline=2", "parallel.schedule=interleaved"],
+    ),
     "fsdp, context 2": (
         4,
-        [*LLAMA, *PUBLISHED, "data.document_mask=true", "parallel.context=2", "train.precision=bf16", "model.qkv_bias=true"],
+        [
+            *LLAMA,
+            *PUBLISHED,
+            "data.document_mask=true",
+            "parallel.context=2",
+            "train.precision=bf16",
+            "model.qkv_bias=true",
+        ],
     ),
 }
-MIXTURE = ["model.num_experts=4", "model.expert_ffn_size=24", "model.first_dense=1", "model.shared_experts=1", "model.bias=false",
-           "model.router_balance=sequence", "model.router_bias_rate=0.01"]  # fmt: skip
-LATENTS = ["model.bias=false", "model.position=rope", "model.norm=rmsnorm", "model.q_rank=24", "model.kv_rank=12", "model.plain_size=12"]
+MIXTURE = [
+    "model.num_experts=4",
+    "model.expert_ffn_size=24",
+    "model.first_dense=1",
+    "model.shared_experts=1",
+    "model.bias=false",
+    "model.router_balance=sequence",
+    "model.router_bias_rate=0.01",
+]
+LATENTS = [
+    "model.bias=false",
+    "model.position=rope",
+    "model.norm=rmsnorm",
+    "model.q_rank=24",
+    "model.kv_rank=12",
+    "model.plain_size=12",
+]
 EXPERTS: dict[str, tuple[int, list[str]]] = {
     "experts 2, latents, sequence 2, pipeline 2, split backwards": (
         8,
-        [*LATENTS, "model.value_size=10", "parallel.expert=2", "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2",
-         "parallel.schedule=zb_v", "train.precision=bf16"],
+        [
+            *LATENTS,
+            "model.value_size=10",
+            "parallel.expert=2",
+            "parallel.tensor=2",
+            "parallel.sequence=true",
+            "parallel.pipeline=2",
+            "parallel.schedule=zb_v",
+            "train.precision=bf16",
+        ],
     ),
-    "experts 2, latents, context 2": (4, [*LATENTS, "parallel.expert=2", "parallel.context=2", "parallel.context_method=ring"]),
+    "experts 2, latents, context 2": (
+        4,
+        [*LATENTS, "parallel.expert=2", "parallel.context=2", "parallel.context_method=ring"],
+    ),
     "experts 4, tensor 2 of their own, tokens split, sharded": (
         8,
-        ["parallel.expert=4", "parallel.tensor=2", "parallel.expert_tensor=1", "parallel.sequence=true", "engine.shard_optimizer=true"],
+        [
+            "parallel.expert=4",
+            "parallel.tensor=2",
+            "parallel.expert_tensor=1",
+            "parallel.sequence=true",
+            "engine.shard_optimizer=true",
+        ],
     ),
     "experts 2 with biases, tensor 2, pipeline 2, split backwards": (
         8,
-        ["parallel.expert=2", "parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zb_v", "train.precision=bf16",
-         "model.bias=true"],
+        [
+            "parallel.expert=2",
+            "parallel.tensor=2",
+            "parallel.pipeline=2",
+            "parallel.schedule=zb_v",
+            "train.precision=bf16",
+            "model.bias=true",
+        ],
     ),
-    "experts 2, context 2, recomputed": (4, ["parallel.expert=2", "parallel.context=2", "train.recompute=full"]),
+    "experts 2, context 2, recomputed": (
+        4,
+        ["parallel.expert=2", "parallel.context=2", "train.recompute=full"],
+    ),
     "experts 2, two levels": (
-        16, ["parallel.expert=2", "engine.reduce_levels=2", "engine.shard_optimizer=true", "train.global_batch_size=32"]
+        16,
+        [
+            "parallel.expert=2",
+            "engine.reduce_levels=2",
+            "engine.shard_optimizer=true",
+            "train.global_batch_size=32",
+        ],
     ),
-    "experts 2 by fsdp, 2 shards": (8, ["parallel.expert=2", "engine.kind=fsdp", "engine.shard_size=2", "optim.kind=muon"]),
+    "experts 2 by fsdp, 2 shards": (
+        8,
+        ["parallel.expert=2", "engine.kind=fsdp", "engine.shard_size=2", "optim.kind=muon"],
+    ),
     "experts 4 by fsdp, of which each rank has one with its biases": (
-        8, ["parallel.expert=4", "parallel.tensor=2", "engine.kind=fsdp", "model.bias=true"]
+        8,
+        ["parallel.expert=4", "parallel.tensor=2", "engine.kind=fsdp", "model.bias=true"],
     ),
-}  # fmt: skip
-LAYOUTS_OF_ALL = LAYOUTS | {name: (world, [*MIXTURE, *overrides]) for name, (world, overrides) in EXPERTS.items()}
+}
+LAYOUTS_OF_ALL = LAYOUTS | {
+    name: (world, [*MIXTURE, *overrides]) for name, (world, overrides) in EXPERTS.items()
+}
 HALVES, BOUNDED = "experts 4 in halves, recomputed", "experts 2 in halves, tensor 2, with a capacity"
 IN_HALVES: dict[str, tuple[int, list[str]]] = {
     HALVES: (4, [*MIXTURE, "parallel.expert=4", "parallel.expert_halves=true", "train.recompute=full"]),
-    BOUNDED: (4, [*MIXTURE, "parallel.expert=2", "parallel.tensor=2", "parallel.expert_halves=true", "model.capacity_factor=1.25"]),
+    BOUNDED: (
+        4,
+        [
+            *MIXTURE,
+            "parallel.expert=2",
+            "parallel.tensor=2",
+            "parallel.expert_halves=true",
+            "model.capacity_factor=1.25",
+        ],
+    ),
 }
-LAYOUTS_OF_ALL |= IN_HALVES | {name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()}
+LAYOUTS_OF_ALL |= IN_HALVES | {
+    name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()
+}
 
 
 def configured(folder: Path, name: str) -> tuple[int, Config]:
@@ -133,7 +276,9 @@ def configured(folder: Path, name: str) -> tuple[int, Config]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
-    """A gap, an order or a boundary that the plan has otherwise: bytes and calls would be predicted for other buckets."""
+    """A gap, an order or a boundary that the plan has otherwise: bytes and calls
+    would be predicted for other buckets.
+    """
     world, config = configured(tmp_path, name)
     for rank in range(world):
         with playing(as_on_its_device(config), rank, MetaWatch()) as mesh:
@@ -145,7 +290,9 @@ def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS_OF_ALL)
 def test_dry_ranks_do_what_the_formulas_say(name: str, tmp_path: Path) -> None:
-    """Every collective and byte of every rank, and all of them matched; a dry run that left any out would be a proof of nothing."""
+    """Every collective and byte of every rank, and all of them matched; a dry run that left any
+    out would be a proof of nothing.
+    """
     world, config = configured(tmp_path, name)
     ranks = {rank: dry_run(config, rank) for rank in range(min(world, 9))}
     assert [line for dry in ranks.values() for line in against_formulas(config, dry)] == []
@@ -153,12 +300,16 @@ def test_dry_ranks_do_what_the_formulas_say(name: str, tmp_path: Path) -> None:
     assert all(dry.calls for dry in ranks.values()) or world == 1
 
 
-ROUTING = Routing(((BlockLoad((2.5, 0.1, 0.6, 0.8)),), (BlockLoad((1.5, 0.9, 0.8, 0.8)),)))  # two steps, the first being less even
+# two steps, the first being less even
+ROUTING = Routing(((BlockLoad((2.5, 0.1, 0.6, 0.8)),), (BlockLoad((1.5, 0.9, 0.8, 0.8)),)))
 
 
 @pytest.mark.parametrize("name", [*IN_HALVES, "experts 2 with biases, tensor 2, pipeline 2, split backwards"])
 def test_ranks_with_more_rows_take_what_the_plan_says(name: str, tmp_path: Path) -> None:
-    """By a run's loads: every exchange, what waits for backward, and the peak. As if each rank had as many rows, plans would not fit."""
+    """By a run's loads: every exchange, what waits for backward, and the peak.
+
+    As if each rank had as many rows, plans would not fit.
+    """
     world, config = configured(tmp_path, name)
     ranks = [dry_run(config, rank, routing=ROUTING) for rank in range(0, world, config.parallel.tensor)]
     assert [line for dry in ranks for line in against_formulas(config, dry, routing=ROUTING)] == []
@@ -174,14 +325,19 @@ def test_ranks_with_more_rows_take_what_the_plan_says(name: str, tmp_path: Path)
     balanced = stage_activations(config, layers)
     assert [balanced[stage].kept for stage in placement_of(config)[-1]] not in kept, "what could fail"
     assert len({dry.peak for dry in last}) > 1
-    assert any("does exchange" in line for line in against_formulas(config, last[0])), "a plan of a balanced load"
+    assert any("does exchange" in line for line in against_formulas(config, last[0])), (
+        "a plan of a balanced load"
+    )
     fullest = rank_memory(config, loads=loads_of(config, ROUTING))[-1].peak.kept
     assert fullest == max(planned(config, dry, ROUTING).peak.kept for dry in last)
 
 
 @pytest.mark.parametrize("rank", [0, 1920])
 def test_ranks_of_deepseek_v3_do_what_the_plan_says(rank: int) -> None:
-    """Two of 2,048: embedding, head and dense blocks; and blocks with experts, between stages. With 16 microbatches in place of 480."""
+    """Two of 2,048: embedding, head and dense blocks; and blocks with experts, between stages.
+
+    With 16 microbatches in place of 480.
+    """
     config = load("configs/deepseek_v3.json", ["train.global_batch_size=512"], 2048).config
     dry = dry_run(config, rank)
     assert against_formulas(config, dry) == []
@@ -189,7 +345,9 @@ def test_ranks_of_deepseek_v3_do_what_the_plan_says(rank: int) -> None:
     assert {group for group, *_ in dry.sent()} >= {"ep", "edp", "cp", "pp", "dp"}
 
 
-@pytest.mark.parametrize("overrides", [[], ["train.recompute=selective"], ["model.chunked_loss=true", *LLAMA]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["train.recompute=selective"], ["model.chunked_loss=true", *LLAMA]]
+)
 def test_the_peak_is_that_of_a_real_step(overrides: list[str], tmp_path: Path) -> None:
     """Counted on real tensors of the same model, in fp32 on a CPU: what has no content must take as much."""
     config = load(training.write_config(tmp_path, "nothing"), ["model.vocab_size=1000", *overrides], 1).config
@@ -211,13 +369,18 @@ def kept(folder: Path, *overrides: str) -> int:
 @pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
 @pytest.mark.parametrize("overrides", [[], ROTARY, [*ROTARY, "train.recompute=full"]], ids=str)
 def test_context_ranks_divide_activations(method: str, overrides: list[str], tmp_path: Path) -> None:
-    """Of four ranks each keeps a quarter. A copy more, or keys of other ranks, would cost what context ranks are for."""
+    """Of four ranks each keeps a quarter.
+
+    A copy more, or keys of other ranks, would cost what context ranks are for.
+    """
     four = kept(tmp_path, *overrides, "parallel.context=4", f"parallel.context_method={method}")
     assert 4 * four == pytest.approx(kept(tmp_path, *overrides), rel=1e-3)
 
 
 def test_gathered_keys_that_are_kept_are_seen(tmp_path: Path) -> None:
-    """The check itself: with the keys and values of all ranks kept until backward, a rank has more than a quarter."""
+    """The check itself: with the keys and values of all ranks kept until
+    backward, a rank has more than a quarter.
+    """
     kept_keys, right = [], attention.gathered
 
     def keeping(*args: Any) -> Any:
@@ -234,7 +397,13 @@ def test_ulysses_keeps_shared_keys_as_often_as_predicted(kv_heads: int, tmp_path
     """Four ranks that share two key/value heads keep each twice."""
     world, configs = 4, []
     for method in ("ring", "ulysses"):
-        sizes = [*ROTARY, f"model.num_kv_heads={kv_heads}", "parallel.context=4", f"parallel.context_method={method}", *ON_A_GPU]
+        sizes = [
+            *ROTARY,
+            f"model.num_kv_heads={kv_heads}",
+            "parallel.context=4",
+            f"parallel.context_method={method}",
+            *ON_A_GPU,
+        ]
         configs.append(load(training.write_config(tmp_path, "nothing"), sizes, world).config)
     counted = [dry_run(config, 0).activations for config in configs]
     layers = configs[0].model.num_layers
@@ -252,10 +421,16 @@ def test_a_chunked_loss_is_divided_as_planned(tokens: int, device: str, tmp_path
 
 KEPT: dict[str, tuple[int, list[str]]] = {
     "tensor": (8, ["parallel.tensor=2"]),
-    "tokens split, selective": (8, ["parallel.tensor=2", "parallel.sequence=true", "train.recompute=selective"]),
+    "tokens split, selective": (
+        8,
+        ["parallel.tensor=2", "parallel.sequence=true", "train.recompute=selective"],
+    ),
     "full": (4, ["train.recompute=full"]),
     "fp32, grouped heads": (4, [*LLAMA[:4], "train.precision=fp32"]),
-    "eager, dropout": (8, ["model.kernels=eager", "model.dropout=0.1", "parallel.tensor=2", "parallel.sequence=true"]),
+    "eager, dropout": (
+        8,
+        ["model.kernels=eager", "model.dropout=0.1", "parallel.tensor=2", "parallel.sequence=true"],
+    ),
     "llama, interleaved": (8, [*LLAMA, "parallel.tensor=2", "parallel.schedule=interleaved"]),
     "llama, selective": (4, [*LLAMA[:4], "train.recompute=selective"]),
     "chunked loss": (8, ["model.chunked_loss=true", "parallel.tensor=2", "parallel.sequence=true"]),
@@ -271,7 +446,10 @@ def kept_by(dry: DryRank, chunk: int) -> int:
     for event in dry.journal.events:
         if event < 0:
             live.pop(~event, None)
-        elif (block := dry.journal.blocks[event]).moment in (f"forward of {name}", f"recv_activation of {name}"):
+        elif (block := dry.journal.blocks[event]).moment in (
+            f"forward of {name}",
+            f"recv_activation of {name}",
+        ):
             live[event] = block.size
         elif block.moment in (f"backward of {name}", f"backward_input of {name}"):
             break
@@ -280,10 +458,21 @@ def kept_by(dry: DryRank, chunk: int) -> int:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_waits_for_backward_is_counted_to_the_byte(name: str, tmp_path: Path) -> None:
-    """A tensor that a block or an end keeps and planning has not, or has and nobody keeps: a run would not fit as it was planned."""
+    """A tensor that a block or an end keeps and planning has not, or has and nobody keeps: a run
+    would not fit as it was planned.
+    """
     world, overrides = KEPT[name]
-    sizes = ["model.num_layers=8", "model.hidden_size=128", "model.num_heads=4", "model.vocab_size=1024", "parallel.pipeline=4",
-             "train.device=auto", "train.precision=bf16", "train.seq_len=64", "train.global_batch_size=32"]  # fmt: skip
+    sizes = [
+        "model.num_layers=8",
+        "model.hidden_size=128",
+        "model.num_heads=4",
+        "model.vocab_size=1024",
+        "parallel.pipeline=4",
+        "train.device=auto",
+        "train.precision=bf16",
+        "train.seq_len=64",
+        "train.global_batch_size=32",
+    ]
     config = load(training.write_config(tmp_path, "nothing"), [*sizes, *overrides], world).config
     config = partitioned(config)
     stages = stage_activations(config, stage_layers(config))
@@ -295,13 +484,18 @@ def test_what_waits_for_backward_is_counted_to_the_byte(name: str, tmp_path: Pat
         assert peaks[rank].total == pytest.approx(dry.peak - sum(dry.held.values()), rel=0.03)
 
 
-@pytest.mark.parametrize(("fork", "world", "layout"), [
-    ("multi_token", 2, ["parallel.context=2"]),
-    ("hybrid", 4, ["parallel.context=2", "parallel.tensor=2", "data.document_mask=true"]),
-    ("vision", 4, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fork", "world", "layout"),
+    [
+        ("multi_token", 2, ["parallel.context=2"]),
+        ("hybrid", 4, ["parallel.context=2", "parallel.tensor=2", "data.document_mask=true"]),
+        ("vision", 4, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]),
+    ],
+)
 def test_forks_send_what_the_formulas_say(fork: str, world: int, layout: list[str]) -> None:
-    """A loss whose targets are counted in every step; what a recurrence exchanges; fields of the batch that are no tokens."""
+    """A loss whose targets are counted in every step; what a recurrence exchanges; fields
+    of the batch that are no tokens.
+    """
     alone = ["data.train=null", "data.valid=null", "data.tokenizer=null", "train.global_batch_size=32"]
     config = partitioned(load(f"configs/forks/{fork}.json", [*alone, *layout], world).config)
     dry = dry_run(config, world - 1)
@@ -315,7 +509,9 @@ def doubled(x: Any, group: Any, sequence: bool) -> Any:
 
 
 def test_a_rank_with_a_collective_more_is_named(tmp_path: Path) -> None:
-    """In the real code of one tensor rank: against the formulas, and against the other rank, which would wait for ever."""
+    """In the real code of one tensor rank: against the formulas, and against the other
+    rank, which would wait for ever.
+    """
     _, config = configured(tmp_path, "tensor 2, pipeline 2, data 2")
     right = dry_run(config, 0)
     with patch.object(linear, "leave_tensor_parallel", doubled):
@@ -336,10 +532,14 @@ def test_fsdp_that_sums_too_often_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gathered_parameters_live_as_long_as_fsdp_keeps_them(reshard: bool, tmp_path: Path) -> None:
-    """FSDP2 empties storages instead of dropping tensors: if that went unseen, a step would seem to hold the model whole."""
+    """FSDP2 empties storages instead of dropping tensors: if that went unseen, a step
+    would seem to hold the model whole.
+    """
     sizes = ["model.num_layers=24", "model.hidden_size=64", "train.global_batch_size=16", *ON_A_GPU]
     config = load(
-        training.write_config(tmp_path, "nothing"), [*sizes, "engine.kind=fsdp", f"engine.reshard={str(reshard).lower()}"], 4
+        training.write_config(tmp_path, "nothing"),
+        [*sizes, "engine.kind=fsdp", f"engine.reshard={str(reshard).lower()}"],
+        4,
     ).config
     (formula,) = rank_memory(config)
     assert dry_run(config, 0).peak == pytest.approx(formula.total, rel=0.1)
@@ -356,7 +556,11 @@ def resized(calls: list[Call]) -> list[Call]:
 
 
 def reordered(calls: list[Call]) -> list[Call]:
-    at = next(i for i, (a, b) in enumerate(pairwise(calls)) if (a.operation, a.elements) != (b.operation, b.elements))
+    at = next(
+        i
+        for i, (a, b) in enumerate(pairwise(calls))
+        if (a.operation, a.elements) != (b.operation, b.elements)
+    )
     return [*calls[:at], calls[at + 1], calls[at], *calls[at + 2 :]]
 
 
@@ -365,13 +569,21 @@ def reordered(calls: list[Call]) -> list[Call]:
     [(less, "posts"), (resized, "its collective number"), (reordered, "its collective number")],
     ids=lambda f: str(f)[:20],
 )
-def test_what_would_hang_is_named(fault: Callable[[list[Call]], list[Call]], line: str, tmp_path: Path) -> None:
+def test_what_would_hang_is_named(
+    fault: Callable[[list[Call]], list[Call]], line: str, tmp_path: Path
+) -> None:
     """A collective less, of another size or in another order on one of two tensor ranks."""
     _, config = configured(tmp_path, "tokens split, small buckets")
     first, second = dry_run(config, 0), dry_run(config, 1)
     over = [call for call in second.calls if call.ranks == first.groups["tp"]]
-    (found,) = mismatches({0: first.calls, 1: fault(over) + [call for call in second.calls if call not in over]})
-    assert line in found and "ranks 0, 1" in found and ("forward" in found or "backward" in found or "reduce" in found)
+    (found,) = mismatches(
+        {0: first.calls, 1: fault(over) + [call for call in second.calls if call not in over]}
+    )
+    assert (
+        line in found
+        and "ranks 0, 1" in found
+        and ("forward" in found or "backward" in found or "reduce" in found)
+    )
 
 
 def call(operation: str, *ranks: int, elements: int = 4, peer: int = -1) -> Call:
@@ -383,8 +595,14 @@ def call(operation: str, *ranks: int, elements: int = 4, peer: int = -1) -> Call
     [
         ({0: [call("send", 0, 1, peer=1)], 1: []}, "rank 0 sends one transfer more than rank 1 knows of"),
         ({0: [], 1: [call("recv", 0, 1, peer=0)]}, "rank 1 awaits one transfer more than rank 0 knows of"),
-        ({0: [call("send", 0, 1, peer=1)], 1: [call("recv", 0, 1, peer=0, elements=5)]}, "transfer number 1 from rank 0 to rank 1"),
-        ({0: [call("all_reduce", 0, 1)], 1: [call("all_gather", 0, 1)]}, "its collective number 1 is all_reduce of 4"),
+        (
+            {0: [call("send", 0, 1, peer=1)], 1: [call("recv", 0, 1, peer=0, elements=5)]},
+            "transfer number 1 from rank 0 to rank 1",
+        ),
+        (
+            {0: [call("all_reduce", 0, 1)], 1: [call("all_gather", 0, 1)]},
+            "its collective number 1 is all_reduce of 4",
+        ),
         (
             {
                 0: [call("all_reduce", 0, 1), call("all_reduce", 0, 2)],
@@ -402,7 +620,9 @@ def test_transfers_and_circles_are_compared(streams: dict[int, list[Call]], line
 
 
 def test_names_that_inspect_asks_for_load_no_compiler() -> None:
-    """In the middle of an import they made half of PyTorch load the other half: no layout of fsdp had a dry run from the script."""
+    """In the middle of an import they made half of PyTorch load the other half: no layout of fsdp
+    had a dry run from the script.
+    """
     assert not hasattr(Light("torch._dynamo"), "__file__")
 
 
@@ -410,7 +630,11 @@ def test_a_mesh_of_thousands_takes_one_process(tmp_path: Path) -> None:
     """Its last rank, with the groups that it has there."""
     config = load("configs/gpt_1t.json", ["train.global_batch_size=24"], 3072).config
     dry = dry_run(config, 3071)
-    assert dry.place == "pp 31, dp 11, tp 7" and dry.groups["tp"] == tuple(range(3064, 3072)) and against_formulas(config, dry) == []
+    assert (
+        dry.place == "pp 31, dp 11, tp 7"
+        and dry.groups["tp"] == tuple(range(3064, 3072))
+        and against_formulas(config, dry) == []
+    )
     assert len(members(config, 3071)) == 32 + 12 + 8 - 2
 
 

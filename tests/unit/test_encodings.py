@@ -16,14 +16,19 @@ from megacore.tools.prepare.prepare import prepare
 from megacore.tools.text import encodings
 from megacore.tools.text.encodings import PROBE, converted
 
-WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| "
+    r"?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
 END = "<|endoftext|>"
 SAMPLE = "the other lather, 1234512345 there\n\n  here they'll be: 日本é " * 3
 
 
 def encoding(pattern: str = WORDS) -> Any:
     """A small one, with ids that are not in the order of lengths, learned by plain counting of neighbours."""
-    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed: pip install -e '.[datasets]'")
+    tiktoken = pytest.importorskip(
+        "tiktoken", reason="tiktoken is not installed: pip install -e '.[datasets]'"
+    )
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     ids = {bytes([byte]): byte for byte in range(256)}
     parts = [bytes([byte]) for byte in SAMPLE.encode()]
@@ -41,7 +46,9 @@ def encoding(pattern: str = WORDS) -> Any:
 
 
 def test_it_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared by name, beside the corpus stands the tokenizer, and the token that ends a document is known."""
+    """Prepared by name, beside the corpus stands the tokenizer, and the token that ends
+    a document is known.
+    """
     theirs = encoding()
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: theirs)
     rng = np.random.default_rng(0)
@@ -66,7 +73,9 @@ def test_a_conversion_that_gives_other_tokens_is_refused(fault: str, monkeypatch
     monkeypatch.setattr(encodings, "PROBE", SAMPLE)
     converted(theirs)
     if fault == "merges":
-        monkeypatch.setattr(encodings, "sorted", lambda values, key=None: sorted(values, key=key)[::-1], raising=False)
+        monkeypatch.setattr(
+            encodings, "sorted", lambda values, key=None: sorted(values, key=key)[::-1], raising=False
+        )
     else:
         theirs._pat_str = WORDS.replace("{1,3}+", "+")
     with pytest.raises(UserError, match="becomes a tokenizer.json that gives other tokens"):
@@ -83,10 +92,18 @@ def test_without_a_network_or_the_package(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tiktoken.get_encoding", unreachable)
     (tmp_path / "a.txt").write_text("text")
     arguments: Any = ([str(tmp_path / "a.txt")], str(tmp_path / "out/x"), "gpt2")
-    with pytest.raises(UserError, match=r"^data error: gpt2: cannot be fetched by tiktoken: Max retries exceeded with url \(a network, or"):
+    with pytest.raises(
+        UserError,
+        match=r"^data error: gpt2: cannot be fetched by tiktoken: Max retries exceeded with url \(a "
+        r"network, or",
+    ):
         prepare(*arguments)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(UserError, match=r"gpt2: needs the package tiktoken, which is not installed \(pip install 'megacore\[datasets\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"gpt2: needs the package tiktoken, which is not installed \(pip install "
+        r"'megacore\[datasets\]'",
+    ):
         prepare(*arguments)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").write_text("no model")

@@ -34,7 +34,11 @@ def configure(tmp_path: Path) -> Configure:
 
 
 @pytest.mark.parametrize(
-    "overrides", ["optim.grad_clip=0.9", "model.norm=rmsnorm model.bias=false model.tie_embeddings=false optim.grad_clip=0"]
+    "overrides",
+    [
+        "optim.grad_clip=0.9",
+        "model.norm=rmsnorm model.bias=false model.tie_embeddings=false optim.grad_clip=0",
+    ],
 )
 def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
     """Clipping, decay on matrices only, bias correction, accumulation: a slip in any gives other weights after a step or two."""
@@ -44,7 +48,11 @@ def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
     copy = whole_model(config)
     parameters = dict(copy.named_parameters())
     matrices = {name for name in parameters if name.endswith(("embedding.weight", "head.weight", "position"))}
-    matrices |= {name for name in parameters if name.startswith("blocks") and "norm" not in name and name.endswith("weight")}
+    matrices |= {
+        name
+        for name in parameters
+        if name.startswith("blocks") and "norm" not in name and name.endswith("weight")
+    }
     groups = [
         {"params": [p for n, p in parameters.items() if n in matrices], "weight_decay": optim.weight_decay},
         {"params": [p for n, p in parameters.items() if n not in matrices], "weight_decay": 0.0},
@@ -56,7 +64,10 @@ def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
         loss = accumulate(config, stage, engine, step)
         statistics = engine.step(rate)
 
-        whole = [torch.cat(tensors) for tensors in zip(*((m.tokens, m.targets) for m in batch_of(config, step)), strict=True)]
+        whole = [
+            torch.cat(tensors)
+            for tensors in zip(*((m.tokens, m.targets) for m in batch_of(config, step)), strict=True)
+        ]
         right = copy.loss(copy.hidden(whole[0]), whole[1]) / whole[1].numel()
         plain.zero_grad()
         right.backward()
@@ -72,7 +83,9 @@ def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
         assert statistics.grad_norm.item() == pytest.approx(norm.item(), rel=1e-12)
         for name, parameter in stage.named_parameters():
             assert float((parameter - parameters[name]).detach().abs().max()) < 1e-12, f"{name}, step {step}"
-    assert clipped == ({True, False} if optim.grad_clip else set()), "steps with and without clipping must both be tried"
+    assert clipped == ({True, False} if optim.grad_clip else set()), (
+        "steps with and without clipping must both be tried"
+    )
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -115,7 +128,9 @@ def test_bf16_gradients_add_up_in_fp32(configure: Configure) -> None:
     stage, engine = engine_of(configure("train.precision=bf16"))
     backward_of(engine, stage, 1.0)
     backward_of(engine, stage, 2.0**-9, times=512)
-    assert all((slot.view(buffer.gradients) == 2.0).all() for buffer in engine.buffers for slot in buffer.slots)
+    assert all(
+        (slot.view(buffer.gradients) == 2.0).all() for buffer in engine.buffers for slot in buffer.slots
+    )
     assert torch.tensor(1.0).bfloat16() + torch.tensor(2.0**-9).bfloat16() == 1.0
 
 
@@ -132,7 +147,9 @@ def test_bf16_losses_add_up_in_fp32(configure: Configure) -> None:
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
     mesh = Mesh(config, RankInfo(), CPU)
-    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib), ParameterGroups(config.optim), mesh))
+    return GradientReducer(
+        fill_buffers([stage], resolved(config.engine.bucket_mib), ParameterGroups(config.optim), mesh)
+    )
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
@@ -142,7 +159,9 @@ def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure
     reducer = reducer_of(config, stage)
     limit = 0.01 * 2**20 / 4
     largest = max(p.numel() for p in stage.parameters())
-    assert len(reducer.buckets) > 4 and sum(len(bucket.slots) for _, bucket in reducer.buckets) == len(list(stage.parameters()))
+    assert len(reducer.buckets) > 4 and sum(len(bucket.slots) for _, bucket in reducer.buckets) == len(
+        list(stage.parameters())
+    )
     for buffer, bucket in reducer.buckets:
         buffer.gradients[bucket.start : bucket.stop].add_(1.0)
         assert bucket.stop - bucket.start < limit + largest + 64
@@ -156,7 +175,9 @@ def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_buckets_start_within_the_last_backward_and_in_order(configure: Configure, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_buckets_start_within_the_last_backward_and_in_order(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
     """Started in an earlier microbatch, a bucket would be reduced before it is whole; out of order, ranks would mix buckets up."""
     config = configure(f"train.precision={precision} engine.bucket_mib=0.01 model.tie_embeddings=false")
     stage = whole_model(config)
@@ -183,16 +204,22 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
             stage.loss(stage.hidden(inputs), inputs).backward()
     within = len(started)
     reducer.finish()
-    starts = [(buffer.sum.first, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
+    starts = [
+        (buffer.sum.first, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets
+    ]
     whole = [("data", start) for partial, start in starts if not partial]
     partial = [(kind, start) for partial, start in starts if partial for kind in ("tensor", "data")]
     assert len(whole) > 4 and partial
-    assert started == whole + partial, "each once, in one order; partial gradients over the tensor ranks first"
+    assert started == whole + partial, (
+        "each once, in one order; partial gradients over the tensor ranks first"
+    )
     assert within == len(whole), "all of them behind backward, not after it"
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_reduction_overlaps_backward(configure: Configure, monkeypatch: pytest.MonkeyPatch, tied: str) -> None:
+def test_reduction_overlaps_backward(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, tied: str
+) -> None:
     """One bucket that is completed late, such as the norms', would hold up all others until backward is over."""
     config = configure(f"engine.bucket_mib=0.01 model.tie_embeddings={tied}")
     stage = whole_model(config)
@@ -204,7 +231,9 @@ def test_reduction_overlaps_backward(configure: Configure, monkeypatch: pytest.M
     inputs = torch.zeros(2, 16, dtype=torch.long)
     with reducer.completing(True):
         stage.loss(stage.hidden(inputs), inputs).backward()
-    assert started == sorted(started) and started[0] < len(done) / 2, f"starts behind gradient {started} of {len(done)}"
+    assert started == sorted(started) and started[0] < len(done) / 2, (
+        f"starts behind gradient {started} of {len(done)}"
+    )
     assert len(set(started)) > 3
 
 
@@ -220,7 +249,9 @@ def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> No
         engine.loss_scale.value.mul_(0.5)  # off its initial value
     other_stage, other = engine_of(configure(f"train.precision={precision} train.seed=1"))
     saved = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
-    assert saved.keys() == {f"{kind}/{name}" for kind in ("model", "adam_m", "adam_v") for name, _ in stage.named_parameters()}
+    assert saved.keys() == {
+        f"{kind}/{name}" for kind in ("model", "adam_m", "adam_v") for name, _ in stage.named_parameters()
+    }
     tensors = other.tensors()
     for name, (tensor, shard) in tensors.items():
         assert tensor.shape == shard.local_shape
@@ -236,7 +267,9 @@ def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(stage.parameters(), other_stage.parameters(), strict=True))
 
 
-def test_what_is_read_into_is_not_being_gathered(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_into_is_not_being_gathered(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A gather that ends behind a checkpoint's reading, or a rollback's, would put back the values that it began with."""
     _, engine = engine_of(configure())
     settled: list[bool] = []
@@ -261,5 +294,8 @@ def test_an_engine_is_attached_or_its_place_is_named() -> None:
     mesh: Any = None
     with mock.patch.dict(ATTACHED, {"deepspeed": lambda *given: given}):
         assert build_engine(config, [], mesh) == (config, [], mesh)
-    with mock.patch.dict(ATTACHED, clear=True), pytest.raises(RuntimeError, match="imports megacore.tools.deepspeed.engine"):
+    with (
+        mock.patch.dict(ATTACHED, clear=True),
+        pytest.raises(RuntimeError, match="imports megacore.tools.deepspeed.engine"),
+    ):
         build_engine(config, [], mesh)

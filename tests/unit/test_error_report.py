@@ -36,16 +36,30 @@ reasons.first_of_job(lambda: (print("speaking", flush=True), time.sleep(100)))
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Of ranks that keep what they tell each other in a folder of the test's own."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")} | {"TMPDIR": str(tmp_path)}
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")} | {
+        "TMPDIR": str(tmp_path)
+    }
 
 
 def start(
-    code: str, rank: int, environment: dict[str, str], port: int = 29500, machine: tuple[int, ...] = (0, 1, 2, 3), world: int = 4
+    code: str,
+    rank: int,
+    environment: dict[str, str],
+    port: int = 29500,
+    machine: tuple[int, ...] = (0, 1, 2, 3),
+    world: int = 4,
 ) -> subprocess.Popen[str]:
     """A rank of four, whose launcher is this process. `machine`: the ranks on its machine."""
     local = {"LOCAL_RANK": str(machine.index(rank)), "LOCAL_WORLD_SIZE": str(len(machine))}
     env = environment | rank_environment(rank, world, port) | local
-    return subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def said(ranks: list[subprocess.Popen[str]]) -> list[str]:
@@ -83,10 +97,15 @@ def test_rank_0_waits_for_no_rank_that_waits_for_it(environment: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    ("machines", "lines"), [(((0, 2, 4, 6), (1, 3, 5, 7)), 1), (((0, 1, 2, 3), (4, 5, 6, 7)), 2), (((0, 1, 7), (2, 3, 4, 5, 6)), 2)]
+    ("machines", "lines"),
+    [(((0, 2, 4, 6), (1, 3, 5, 7)), 1), (((0, 1, 2, 3), (4, 5, 6, 7)), 2), (((0, 1, 7), (2, 3, 4, 5, 6)), 2)],
 )
 def test_each_machine_says_once_what_some_of_its_ranks_find(
-    environment: dict[str, str], listening: int, tmp_path: Path, machines: tuple[tuple[int, ...], ...], lines: int
+    environment: dict[str, str],
+    listening: int,
+    tmp_path: Path,
+    machines: tuple[tuple[int, ...], ...],
+    lines: int,
 ) -> None:
     """Ranks 1, 3 and 7 of eight find a mistake, and rank 0 nothing: it waits for the others. A machine without rank 0 is named."""
     ranks = []
@@ -95,8 +114,13 @@ def test_each_machine_says_once_what_some_of_its_ranks_find(
         own = environment | {"TMPDIR": str(tmp_path / str(number))}
         ranks += [start(SAY, rank, own, listening, machine, world=8) for rank in machine if rank in (1, 3, 7)]
     found = said(ranks)
-    assert len(found) == lines and all(line.endswith("data error: corpus: is missing (a corpus)") for line in found), found
-    assert any(line.startswith(tuple(f"rank {rank} on {socket.gethostname()}: " for rank in machines[1])) for line in found)
+    assert len(found) == lines and all(
+        line.endswith("data error: corpus: is missing (a corpus)") for line in found
+    ), found
+    assert any(
+        line.startswith(tuple(f"rank {rank} on {socket.gethostname()}: " for rank in machines[1]))
+        for line in found
+    )
 
 
 def test_a_rank_that_is_ended_while_it_speaks_is_replaced(environment: dict[str, str]) -> None:
@@ -115,7 +139,9 @@ def test_a_folder_of_somebody_else_is_not_used(environment: dict[str, str], tmp_
     folder = tmp_path / f"megacore-{os.getuid()}"
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    assert len(said([start(SAY, rank, environment) for rank in range(2)])) == 2, "each for itself, and none is silent"
+    assert len(said([start(SAY, rank, environment) for rank in range(2)])) == 2, (
+        "each for itself, and none is silent"
+    )
     assert not any(folder.iterdir())
 
 
@@ -143,7 +169,10 @@ def test_a_machine_that_alone_lacks_something_is_named(
 ) -> None:
     """Rank 0 has found all that it needs, and waits."""
     of_second_machine(monkeypatch, tmp_path, listening)
-    assert capsys.readouterr().err == f"rank 2 on {socket.gethostname()}: data error: corpus: is missing (a corpus)\n"
+    assert (
+        capsys.readouterr().err
+        == f"rank 2 on {socket.gethostname()}: data error: corpus: is missing (a corpus)\n"
+    )
 
 
 def test_what_rank_0_has_said_no_other_machine_repeats(
@@ -154,7 +183,11 @@ def test_what_rank_0_has_said_no_other_machine_repeats(
     assert capsys.readouterr().err == ""
 
 
-GONE = [OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out"), socket.gaierror(-2, "unknown")]
+GONE = [
+    OSError(errno.EHOSTUNREACH, "No route to host"),
+    TimeoutError("timed out"),
+    socket.gaierror(-2, "unknown"),
+]
 
 
 @pytest.mark.parametrize("gone", GONE)
@@ -168,7 +201,10 @@ def test_where_rank_0s_machine_is_gone_another_speaks(
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     of_second_machine(monkeypatch, tmp_path, free_port())
-    assert capsys.readouterr().err == f"rank 2 on {socket.gethostname()}: data error: corpus: is missing (a corpus)\n"
+    assert (
+        capsys.readouterr().err
+        == f"rank 2 on {socket.gethostname()}: data error: corpus: is missing (a corpus)\n"
+    )
 
 
 def test_rank_0s_machine_is_named_where_it_may_lack_something_alone(

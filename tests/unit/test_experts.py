@@ -83,15 +83,24 @@ def plainly(config: Config, own: MixtureOfExperts, x: Tensor) -> tuple[Tensor, l
         scores = logits.softmax(0) if model.router_scores == "softmax" else logits.sigmoid()
         ranked = scores.detach() + (own.router.bias.value if own.router.bias is not None else 0)
         size = len(ranked) // model.expert_groups
-        groups = [sorted(range(g * size, (g + 1) * size), key=lambda e: -float(ranked[e])) for g in range(model.expert_groups)]
+        groups = [
+            sorted(range(g * size, (g + 1) * size), key=lambda e: -float(ranked[e]))
+            for g in range(model.expert_groups)
+        ]
         best = [float(ranked[own[: 1 if model.router_scores == "softmax" else 2]].sum()) for own in groups]
         kept = sorted(range(len(groups)), key=lambda g: -best[g])[: model.groups_per_token]
-        chosen = sorted((e for g in kept for e in groups[g]), key=lambda e: -float(ranked[e]))[: model.experts_per_token]
+        chosen = sorted((e for g in kept for e in groups[g]), key=lambda e: -float(ranked[e]))[
+            : model.experts_per_token
+        ]
         weights = scores[chosen]
         weights = model.router_scale * (weights / weights.sum() if model.router_normalised else weights)
         rows += [(e, -float(w.detach()), len(every), w) for w, e in zip(weights, chosen, strict=True)]
         shared = own.shared
-        every.append(torch.zeros_like(token) if shared is None else ffn(config, token, shared.up.weight, shared.down.weight))
+        every.append(
+            torch.zeros_like(token)
+            if shared is None
+            else ffn(config, token, shared.up.weight, shared.down.weight)
+        )
         chosen_by.append(F.one_hot(torch.tensor(chosen), 8).sum(0).double())
         shares.append(scores / scores.sum())
         z = z + torch.log(logits.exp().sum()) ** 2 / len(x)
@@ -101,9 +110,17 @@ def plainly(config: Config, own: MixtureOfExperts, x: Tensor) -> tuple[Tensor, l
         if model.capacity_factor is None or number - first < math.ceil(model.capacity_factor * len(rows) / 8):
             every[at] = every[at] + w * ffn(config, x[at], experts.up[e], experts.down[e])
     losses = []
-    sequences = zip(torch.stack(chosen_by).split(config.train.seq_len), torch.stack(shares).split(config.train.seq_len), strict=True)
+    sequences = zip(
+        torch.stack(chosen_by).split(config.train.seq_len),
+        torch.stack(shares).split(config.train.seq_len),
+        strict=True,
+    )
     if model.router_balance == "sequence":
-        losses.append(torch.stack([8 / model.experts_per_token * (f.mean(0) * p.mean(0)).sum() for f, p in sequences]).mean())
+        losses.append(
+            torch.stack(
+                [8 / model.experts_per_token * (f.mean(0) * p.mean(0)).sum() for f, p in sequences]
+            ).mean()
+        )
     elif model.router_balance == "global":
         losses.append((own.router.load.value * torch.stack(shares).mean(0)).sum())
     return torch.stack(every), losses + ([z] if model.router_z_loss else [])
@@ -113,18 +130,32 @@ def other_than_plain(config: Config) -> str:
     """What of a mixture, its losses and their gradients is not that of the plain formula; empty if all is."""
     stage, own = mixture(config)
     tokens = torch.zeros(config.train.micro_batch_size, config.train.seq_len, dtype=torch.int64)
-    x = torch.randn(tokens.numel(), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    x = torch.randn(
+        tokens.numel(),
+        16,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(3),
+        requires_grad=True,
+    )
     y, *sums = own(x, stage.context(Microbatch(tokens, tokens)))
     right, losses = plainly(config, own, x)
     named = dict(own.named_parameters())
     toward = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(4))
     found = [(y * toward).sum() + sum(s / len(x) for s in sums), (right * toward).sum() + sum(losses)]
     assert len(sums) == len(losses)
-    of_losses = {f"the loss number {i}": (s / len(x), loss) for i, (s, loss) in enumerate(zip(sums, losses, strict=True), 1)}
+    of_losses = {
+        f"the loss number {i}": (s / len(x), loss)
+        for i, (s, loss) in enumerate(zip(sums, losses, strict=True), 1)
+    }
     gradients = zip(*(torch.autograd.grad(one, [x, *named.values()]) for one in found), strict=True)
-    of_gradients = {f"the gradient of {name}": pair for name, pair in zip(["x", *named], gradients, strict=True)}
+    of_gradients = {
+        f"the gradient of {name}": pair for name, pair in zip(["x", *named], gradients, strict=True)
+    }
     pairs = {"the result": (y, right)} | of_losses | of_gradients
-    within = {name: torch.allclose(*pair, rtol=0, atol=1e-10 if "gradient" in name else 1e-12) for name, pair in pairs.items()}
+    within = {
+        name: torch.allclose(*pair, rtol=0, atol=1e-10 if "gradient" in name else 1e-12)
+        for name, pair in pairs.items()
+    }
     return next((name for name, close in within.items() if not close), "")
 
 
@@ -164,7 +195,9 @@ def test_rows_of_least_weight_are_dropped_first() -> None:
         found = within_capacity(weights[at], chosen[at], 3, 0.7, at, SOLO)  # 0.7 · 8 / 3 rows, rounded up
         assert torch.equal(found, torch.tensor(fits)[at])
     least = within_capacity(weights, chosen, 3, 1e-6, torch.arange(4), SOLO)
-    assert least.tolist() == [[True, False], [False, True], [False, False], [False, True]], "an expert takes one row at least"
+    assert least.tolist() == [[True, False], [False, True], [False, False], [False, True]], (
+        "an expert takes one row at least"
+    )
 
 
 def with_biases(experts: Any, given: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
@@ -209,7 +242,9 @@ class Told:
         out.copy_(x)
         return Done()
 
-    def start_exchange(self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]) -> SimpleNamespace:
+    def start_exchange(
+        self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> SimpleNamespace:
         out.copy_(x)
         self.begun += 1
         self.told.append(f"begin {self.begun}")
@@ -220,7 +255,10 @@ class Told:
 
 
 ORDER = {
-    "false": ("begin 1, shared, wait 1, experts, begin 2, wait 2", "begin 3, wait 3, experts, begin 4, shared, wait 4"),
+    "false": (
+        "begin 1, shared, wait 1, experts, begin 2, wait 2",
+        "begin 3, wait 3, experts, begin 4, shared, wait 4",
+    ),
     "true": (
         "begin 1, begin 2, shared, wait 1, experts, begin 3, wait 2, experts, begin 4, wait 3, wait 4",
         "begin 5, begin 6, wait 5, experts, begin 7, wait 6, experts, begin 8, shared, wait 7, wait 8",
@@ -229,7 +267,9 @@ ORDER = {
 
 
 @pytest.mark.parametrize("halves", ORDER)
-def test_rows_travel_while_others_are_computed(configure: Configure, monkeypatch: pytest.MonkeyPatch, halves: str) -> None:
+def test_rows_travel_while_others_are_computed(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, halves: str
+) -> None:
     """An exchange that is waited for at once hides nothing, forward or backward."""
     stage, own = mixture(configure("model.shared_experts=1"))
     told, own.halves = Told(), halves == "true"
@@ -279,7 +319,11 @@ def test_of_a_routers_gradient_in_bf16_each_part_is_rounded_once(configure: Conf
     _, own = mixture(configure("train.precision=bf16"))
     generator, weight = torch.Generator().manual_seed(0), own.router.weight
     x, toward = torch.randn(64, 16, generator=generator).bfloat16(), torch.randn(64, 8, generator=generator)
-    main, exact, bound = MainGradient(torch.full(weight.shape, torch.nan)), torch.zeros(8, 16).double(), torch.zeros(8, 16).double()
+    main, exact, bound = (
+        MainGradient(torch.full(weight.shape, torch.nan)),
+        torch.zeros(8, 16).double(),
+        torch.zeros(8, 16).double(),
+    )
     for part in range(parts):
         d, rows = toward[part::parts], x[part::parts]
         (own.router.score(rows).logits * d).sum().backward()
@@ -338,24 +382,68 @@ def test_a_frozen_mixture_keeps_no_route(configure: Configure) -> None:
 
 REFUSED = [
     ("model.num_experts=null model.experts_per_token=3", 1, r"model.experts_per_token: there are no experts"),
-    ("model.num_experts=null model.expert_ffn_size=null parallel.expert=2", 2, r"parallel.expert: there are no experts"),
+    (
+        "model.num_experts=null model.expert_ffn_size=null parallel.expert=2",
+        2,
+        r"parallel.expert: there are no experts",
+    ),
     ("model.experts_per_token=9", 1, "model.experts_per_token: a token cannot go to 9 of 8 experts"),
     ("model.first_dense=1", 1, "model.first_dense: none of 1 blocks has experts"),
     ("model.expert_groups=3", 1, "model.num_experts: 8 is not a multiple of model.expert_groups 3"),
-    ("model.expert_groups=8 model.groups_per_token=1", 1, "model.groups_per_token: 1 of 8 groups have 1 experts"),
-    ("model.expert_groups=2 model.groups_per_token=4", 1, "model.groups_per_token: a token cannot choose 4 of 2 groups"),
-    ("model.norm_place=both", 1, "model.norm_place: both puts norms behind the branches, where blocks with experts have none"),
+    (
+        "model.expert_groups=8 model.groups_per_token=1",
+        1,
+        "model.groups_per_token: 1 of 8 groups have 1 experts",
+    ),
+    (
+        "model.expert_groups=2 model.groups_per_token=4",
+        1,
+        "model.groups_per_token: a token cannot choose 4 of 2 groups",
+    ),
+    (
+        "model.norm_place=both",
+        1,
+        "model.norm_place: both puts norms behind the branches, where blocks with experts have none",
+    ),
     ("model.norm_place=post", 1, "model.norm_place: post puts norms behind"),
     ("model.branches=parallel", 1, "model.branches: parallel branches read the same"),
     ("engine.kind=deepspeed", 1, "engine.kind: DeepSpeed sums"),
-    ("parallel.expert=3 parallel.data=3 train.global_batch_size=12", 3, "model.num_experts: 8 is not a multiple of parallel.expert 3"),
+    (
+        "parallel.expert=3 parallel.data=3 train.global_batch_size=12",
+        3,
+        "model.num_experts: 8 is not a multiple of parallel.expert 3",
+    ),
     ("model.balance_coefficient=0.1", 1, "model.balance_coefficient: router_balance is none"),
-    ("model.num_experts=null model.expert_ffn_size=null parallel.expert_halves=true", 1, "parallel.expert_halves: there are no experts"),
-    ("parallel.expert=4", 2, "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor"),
-    ("parallel.expert_tensor=4 parallel.data=4", 4, "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4"),
-    ("model.shared_experts=1 model.expert_ffn_size=5 parallel.tensor=2 parallel.expert_tensor=1", 2, "model.shared_experts: 5 features of"),
-    ("model.shared_experts=10000000000000", 1, "model.shared_experts: with model.hidden_size 16 makes a tensor"),
-    ("model.num_experts=1048576 model.expert_ffn_size=268435456", 1, "model.num_experts: with model.hidden_size 16 makes a tensor"),
+    (
+        "model.num_experts=null model.expert_ffn_size=null parallel.expert_halves=true",
+        1,
+        "parallel.expert_halves: there are no experts",
+    ),
+    (
+        "parallel.expert=4",
+        2,
+        "parallel.expert: expert 4 × expert_tensor 1 do not divide the 2 ranks of data × context × tensor",
+    ),
+    (
+        "parallel.expert_tensor=4 parallel.data=4",
+        4,
+        "model.expert_ffn_size: 6 is not a multiple of parallel.expert_tensor 4",
+    ),
+    (
+        "model.shared_experts=1 model.expert_ffn_size=5 parallel.tensor=2 parallel.expert_tensor=1",
+        2,
+        "model.shared_experts: 5 features of",
+    ),
+    (
+        "model.shared_experts=10000000000000",
+        1,
+        "model.shared_experts: with model.hidden_size 16 makes a tensor",
+    ),
+    (
+        "model.num_experts=1048576 model.expert_ffn_size=268435456",
+        1,
+        "model.num_experts: with model.hidden_size 16 makes a tensor",
+    ),
 ]
 
 
@@ -367,7 +455,9 @@ def test_what_does_not_fit_is_refused(configure: Configure, overrides: str, worl
 
 def test_a_plan_counts_what_a_token_goes_through(configure: Configure) -> None:
     """An MFU of all experts would be a multiple of the true one."""
-    config = configure("model.num_layers=4 model.first_dense=1 model.ffn_size=48 model.shared_experts=1 parallel.expert=2", 2)
+    config = configure(
+        "model.num_layers=4 model.first_dense=1 model.ffn_size=48 model.shared_experts=1 parallel.expert=2", 2
+    )
     own, dense = (2 * 16 * (3 * 16) + 2 * 16 * 16 + 4 * 16 * 16), 3 * 2 * 16 * 48
     routed = 3 * 2 * 16 * 6 * (2 + 1) + 2 * 16 * 8
     assert block_flops(config, causal=False) == own + (dense + 3 * routed) / 4
@@ -386,19 +476,34 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     monitor = ExpertLoad()
     monitor.start(config, mesh)  # type: ignore[arg-type]
     found = monitor.figures({"step": 1}, [stage])
-    assert (found["expert_load_max/blocks.1"], found["expert_load_min/blocks.1"], found["expert_rank_load/blocks.1"]) == (4, 0, 1)
-    assert found["expert_load/blocks.1"] == [0, 4, 0, 0, 1, 1, 1, 1] and found["expert_entropy/blocks.1"] == pytest.approx(2 / 3)
-    assert found["expert_drops/blocks.1"] == 0.25 and monitor.figures({"step": 2}, [stage])["expert_drops/blocks.1"] == 0
+    assert (
+        found["expert_load_max/blocks.1"],
+        found["expert_load_min/blocks.1"],
+        found["expert_rank_load/blocks.1"],
+    ) == (4, 0, 1)
+    assert found["expert_load/blocks.1"] == [0, 4, 0, 0, 1, 1, 1, 1] and found[
+        "expert_entropy/blocks.1"
+    ] == pytest.approx(2 / 3)
+    assert (
+        found["expert_drops/blocks.1"] == 0.25
+        and monitor.figures({"step": 2}, [stage])["expert_drops/blocks.1"] == 0
+    )
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 2.0, 0, 0, 1, 1, 2, 2]))  # type: ignore[union-attr, index]
     later = monitor.figures({"step": 2}, [stage])
-    assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (1.5, 1)  # the second of the two holds the last four
+    assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (
+        1.5,
+        1,
+    )  # the second of the two holds the last four
 
 
 def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Configure) -> None:
     """A rank of another stage, or of other experts, would be called slow by what the router sends to this one; with a capacity no more
     travels than it lets through, and what a router did at another step says nothing."""
     config = configure("model.num_layers=3 model.first_dense=1 parallel.expert=2 model.capacity_factor=1", 2)
-    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: Group("ep", (0, 1), 1))
+    stage, mesh = (
+        whole_model(config),
+        SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: Group("ep", (0, 1), 1)),
+    )
     for block, loads in ("1", [0.0, 4.0, 0, 0, 1, 1, 1, 1]), ("2", [0.0, 0.0, 0, 0, 2, 2, 2, 2]):
         stage.blocks[block].feed_forward.router.load.value.copy_(torch.tensor(loads))  # type: ignore[union-attr, index]
     monitor = ExpertLoad()
@@ -406,28 +511,39 @@ def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Con
     monitor.built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
     monitor.held += [[0, 0, 1], [1, 0, 0]]  # as two other ranks say
     monitor.figures({"step": 3}, [stage])
-    assert monitor.rows_of(0, 3) == Rows({1: 1.6, 2: 2.0}, 1.0) and monitor.rows_of(1, 3) == Rows({2: 0.0}, 1.0)
+    assert monitor.rows_of(0, 3) == Rows({1: 1.6, 2: 2.0}, 1.0) and monitor.rows_of(1, 3) == Rows(
+        {2: 0.0}, 1.0
+    )
     assert monitor.rows_of(2, 3) is None and monitor.rows_of(0, 4) is None
 
 
 def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: Configure) -> None:
     """A model of one's own may have one anywhere: the run would end before its first step, or wait for a pipeline rank without one."""
     config = configure("model.num_layers=3 model.first_dense=2", 1)
-    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: SOLO)
+    stage, mesh = (
+        whole_model(config),
+        SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: SOLO),
+    )
     stage.blocks["1"].add_module("router", Router(config, alone(config), torch.float32, torch.device("cpu")))  # type: ignore[union-attr, index]
     monitor = ExpertLoad()
     monitor.start(config, mesh)  # type: ignore[arg-type]
     monitor.built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
-    assert {name for name in monitor.figures({"step": 1}, [stage]) if "_max/" in name} == {"expert_load_max/blocks.2"}
+    assert {name for name in monitor.figures({"step": 1}, [stage]) if "_max/" in name} == {
+        "expert_load_max/blocks.2"
+    }
 
 
 def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:
     """Each of two ranks keeps half of its rows; gradients of experts go over the ranks that hold the same ones, others' over all."""
     config = configure("parallel.expert=2 train.global_batch_size=16", 4)
     (transfers,) = rank_traffic(config)
-    rows, own, others = (sum(t.sent_bytes for t in transfers if t.group == name) for name in ("ep", "edp", "dp"))
+    rows, own, others = (
+        sum(t.sent_bytes for t in transfers if t.group == name) for name in ("ep", "edp", "dp")
+    )
     tokens, each = config.rank_tokens * config.num_microbatches, ELEMENT_BYTES[config.train.precision]
-    counts = 2 * 8 * config.num_microbatches  # of rows, 8 bytes for each expert: half of them to the other rank
+    counts = (
+        2 * 8 * config.num_microbatches
+    )  # of rows, 8 bytes for each expert: half of them to the other rank
     assert rows == 4 * tokens * 2 * 16 * each / 2 + counts * 2
     experts = 8 * 3 * 6 * 16 // 2
     assert own == pytest.approx(2 * experts * each / 2, rel=0.05) and others > own

@@ -8,11 +8,15 @@ from tests.pairwise import cover, pairs_of
 
 
 def test_every_pair_that_is_allowed_is_in_a_row() -> None:
-    """A pair that is left out is proved nowhere; one that no row may have must be named and not looked for."""
+    """A pair that is left out is proved nowhere; one that no row may have must be named
+    and not looked for.
+    """
     rows = list(product("abc", "xyz", "12", "uv"))
     chosen, never = cover(rows, lambda row: row[:2] != ("a", "x"))
     assert never == {(0, "a", 1, "x")} and len(chosen) < 16 < len(rows)
-    assert {pair for row in chosen for pair in pairs_of(row)} == {pair for row in rows for pair in pairs_of(row)} - never
+    assert {pair for row in chosen for pair in pairs_of(row)} == {
+        pair for row in rows for pair in pairs_of(row)
+    } - never
 
 
 def test_the_table_is_of_this_cover() -> None:

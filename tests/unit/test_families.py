@@ -1,4 +1,6 @@
-"""The mapping to Hugging Face's families: every tensor once, both ways; settings in old and new spelling; refusals by name."""
+"""The mapping to Hugging Face's families: every tensor once, both ways; settings in old and
+new spelling; refusals by name.
+"""
 
 import json
 from typing import Any
@@ -37,10 +39,22 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
 RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
 MOE = {"num_experts": 4, "expert_ffn_size": 20}
-DEEPSEEK = {"kv_rank": 8, "shared_experts": 1, "router_scores": "sigmoid", "router_bias_rate": 0.1, "norm_eps": 1e-6}
+DEEPSEEK = {
+    "kv_rank": 8,
+    "shared_experts": 1,
+    "router_scores": "sigmoid",
+    "router_bias_rate": 0.1,
+    "norm_eps": 1e-6,
+}
 STRETCHED = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 
 
@@ -64,7 +78,9 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_every_parameter_is_mapped_once_and_back(name: str) -> None:
-    """A tensor left out would keep its random values; one that does not come back as it went in would be lost in export."""
+    """A tensor left out would keep its random values; one that does not come back as it
+    went in would be lost in export.
+    """
     hf = settings(name)
     family, config = family_for_hf(hf, "config.json"), config_of(read(hf))
     mapping = family.mapped(config)
@@ -94,14 +110,26 @@ def test_settings_come_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_transformers_reads_what_is_written(name: str) -> None:
-    """The exported config.json would make transformers build another model: compared with the one built from its own settings."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    """The exported config.json would make transformers build another model: compared with the
+    one built from its own settings.
+    """
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
     kind, own = PEERS[name]
     config = config_of(read(settings(name)))
     written = FAMILIES[ARCHITECTURES[kind]].write(config)
     theirs = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, **own).to_dict()
     back = transformers.AutoConfig.for_model(**written).to_dict()
-    passed_over = {"bos_token_id", "eos_token_id", "dtype", "architectures", "n_inner", "head_dim", "sliding_window"}
+    passed_over = {
+        "bos_token_id",
+        "eos_token_id",
+        "dtype",
+        "architectures",
+        "n_inner",
+        "head_dim",
+        "sliding_window",
+    }
     if kind == "deepseek_v3":  # YaRN's factor, not two scales of which it is the ratio; features side by side
         passed_over |= {"rope_parameters", "rope_interleave"}
     assert {key for key in theirs if theirs[key] != back[key]} <= passed_over
@@ -112,22 +140,32 @@ def test_transformers_reads_what_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}, LLAMA3])
 def test_rotary_settings_of_transformers_4_and_5(scaling: dict[str, Any] | None) -> None:
-    """A model saved by one of the two would be read without its base or its scaling, and answer nonsense at length."""
+    """A model saved by one of the two would be read without its base or its scaling,
+    and answer nonsense at length.
+    """
     bare = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE} | LLAMA
     del bare["rope_theta"]
     old = bare | {"rope_theta": 500.0, "rope_scaling": scaling}
     new = bare | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"} | (scaling or {})}
-    legacy = bare | {"rope_theta": 500.0, "rope_scaling": scaling and {"type" if k == "rope_type" else k: v for k, v in scaling.items()}}
+    legacy = bare | {
+        "rope_theta": 500.0,
+        "rope_scaling": scaling and {"type" if k == "rope_type" else k: v for k, v in scaling.items()},
+    }
     found = read(old)
     assert found == read(new) == read(legacy)
     assert found["rope_theta"] == 500.0
-    assert found["rope_scaling"] == (scaling and {"type": scaling["rope_type"]} | {k: v for k, v in scaling.items() if k != "rope_type"})
+    assert found["rope_scaling"] == (
+        scaling and {"type": scaling["rope_type"]} | {k: v for k, v in scaling.items() if k != "rope_type"}
+    )
 
 
 def test_granite_divides_its_logits() -> None:
     model = read(settings("granite"))
     assert model["logit_scale"] == pytest.approx(1 / 3)
-    assert FAMILIES["GraniteForCausalLM"].write(config_of(model | {"logit_scale": 1 / 49}))["logits_scaling"] == 49.0
+    assert (
+        FAMILIES["GraniteForCausalLM"].write(config_of(model | {"logit_scale": 1 / 49}))["logits_scaling"]
+        == 49.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +189,11 @@ def test_granite_divides_its_logits() -> None:
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation"),
         ("gemma2", {"attention_bias": True}, "attention_bias"),
-        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_type"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type",
+        ),
         ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("olmo2", {"attention_bias": True}, "attention_bias"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
@@ -159,7 +201,11 @@ def test_granite_divides_its_logits() -> None:
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("granite", {"logits_scaling": 0}, "logits_scaling"),
         ("phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
-        ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope_type"),
+        (
+            "phi3",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_type",
+        ),
         ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias"),
@@ -180,7 +226,11 @@ def test_granite_divides_its_logits() -> None:
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "dequantise it"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
-        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types",
+        ),
         ("granite", {"vocab_size": None}, "vocab_size"),
         ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
         ("llama", {"architectures": None}, "architecture"),
@@ -201,11 +251,16 @@ def test_sizes_must_be_there(missing: str) -> None:
 
 
 def test_a_missing_setting_is_what_transformers_takes() -> None:
-    """Each class has its own defaults: Qwen3's heads have 128 features whatever its hidden size, Mistral's window is 4096."""
+    """Each class has its own defaults: Qwen3's heads have 128 features whatever its hidden
+    size, Mistral's window is 4096.
+    """
     hf = settings("qwen3")
     del hf["head_dim"]
     assert read(hf)["head_size"] == 128
-    assert read(settings("llama"))["tie_embeddings"] is False and read(settings("gpt2"))["tie_embeddings"] is True
+    assert (
+        read(settings("llama"))["tie_embeddings"] is False
+        and read(settings("gpt2"))["tie_embeddings"] is True
+    )
     hf = settings("mistral, wide heads")
     del hf["sliding_window"]
     assert read(hf)["window"] == 4096
@@ -213,11 +268,18 @@ def test_a_missing_setting_is_what_transformers_takes() -> None:
 
 @pytest.mark.parametrize("dense", [(0, 1), (2, 1), (0, 3), (3, 3), (1, 3), (5, 2)])
 def test_places_of_experts(dense: tuple[int, int]) -> None:
-    """Qwen3-MoE counts from the first block; experts in another block would find no weights, or those of a dense layer."""
+    """Qwen3-MoE counts from the first block; experts in another block would find no
+    weights, or those of a dense layer.
+    """
     first, every = dense
-    config = config_of(RMS | MOE | {"qk_norm": True, "num_layers": 9, "first_dense": first, "experts_every": every})
+    config = config_of(
+        RMS | MOE | {"qk_norm": True, "num_layers": 9, "first_dense": first, "experts_every": every}
+    )
     written = FAMILIES["Qwen3MoeForCausalLM"].write(config)
-    sparse = [i not in written["mlp_only_layers"] and (i + 1) % written["decoder_sparse_step"] == 0 for i in range(9)]
+    sparse = [
+        i not in written["mlp_only_layers"] and (i + 1) % written["decoder_sparse_step"] == 0
+        for i in range(9)
+    ]
     assert sparse == [config.model.has_experts(i) for i in range(9)]
     assert (read(written)["first_dense"], read(written)["experts_every"]) == dense
 
@@ -228,7 +290,12 @@ def test_rotary_settings_of_gemma_3() -> None:
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": old["rope_theta"]}
     gone = ("rope_theta", "rope_local_base_freq", "rope_scaling", "layer_types")
     bare = {key: value for key, value in old.items() if key not in gone} | {"sliding_window_pattern": 2}
-    new = bare | {"rope_parameters": {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 40.0}}}
+    new = bare | {
+        "rope_parameters": {
+            "full_attention": linear,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+        }
+    }
     assert read(new) == read(old)
     found = read(bare)
     assert (found["rope_theta"], found["window_rope_theta"], found["global_every"]) == (1e6, 1e4, 2)
@@ -266,16 +333,23 @@ def test_a_model_that_no_family_has_is_not_exported(model: dict[str, Any], key: 
 def test_the_nearest_family_differs_in_a_list_of_keys() -> None:
     """It read "norm and branches, activation"."""
     with pytest.raises(ConfigError, match="the nearest, differs in norm, embedding_norm and activation "):
-        family_for_config(config_of({"bias": False, "position": "rope", "embedding_norm": True, "activation": "relu2"}))
+        family_for_config(
+            config_of({"bias": False, "position": "rope", "embedding_norm": True, "activation": "relu2"})
+        )
 
 
 def test_the_nearest_family_has_layers_of_the_same_kind() -> None:
-    """A model with latents was told that Granite is the nearest, with `kv_rank None`; of several values the first alone was named."""
+    """A model with latents was told that Granite is the nearest, with `kv_rank None`; of several
+    values the first alone was named.
+    """
     of_latents = RMS | {"kv_rank": 8, "num_experts": 4}
     for model, right in (
         (RMS | {"kv_rank": 8}, r"DeepseekV3ForCausalLM, .* \(num_experts 256, norm_eps 1e-06\)"),
         (of_latents, r"DeepseekV3ForCausalLM, .* \(.*shared_experts 1, router_scores \"sigmoid\".*\)"),
-        (RMS | MOE | {"shared_experts": 1, "first_dense": 1}, r"Qwen3MoeForCausalLM, .* \(shared_experts 0, qk_norm true\)"),
+        (
+            RMS | MOE | {"shared_experts": 1, "first_dense": 1},
+            r"Qwen3MoeForCausalLM, .* \(shared_experts 0, qk_norm true\)",
+        ),
         (RMS | MOE | {"window": 5, "qk_norm": True}, r"Qwen3MoeForCausalLM, .* \(window null\)"),
     ):
         with pytest.raises(ConfigError, match=right):
@@ -286,11 +360,17 @@ MUP = {"parametrization": "mup", "base_width": 16, "base_layers": 1}
 
 
 def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
-    """Else a peer would compute the logits, and add to the residual, as at another width; other families refuse by the first scale."""
+    """Else a peer would compute the logits, and add to the residual, as at another width; other
+    families refuse by the first scale.
+    """
     config = config_of(RMS | MUP)
     written = FAMILIES["GraniteForCausalLM"].write(config)
     assert family_for_config(config).architecture == "GraniteForCausalLM"
-    assert (written["logits_scaling"], written["residual_multiplier"]) == (1 / config.logit_scale, config.residual_scale) != (1.0, 1.0)
+    assert (
+        (written["logits_scaling"], written["residual_multiplier"])
+        == (1 / config.logit_scale, config.residual_scale)
+        != (1.0, 1.0)
+    )
     with pytest.raises(ConfigError, match="residual_scale and logit_scale"):
         family_for_config(config_of(MUP))
 
@@ -309,8 +389,16 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS | {"norm_place": "post", "qk_norm": True, "qk_norm_heads": "all"}, "Olmo2ForCausalLM"),
         (RMS | {"nope_every": 2}, "SmolLM3ForCausalLM"),
         (RMS | MOE, "MixtralForCausalLM"),
-        (RMS | MOE | {"qk_norm": True, "router_normalised": False, "router_balance": "global", "ffn_size": 99}, "Qwen3MoeForCausalLM"),
-        (RMS | MOE | {"qk_norm": True, "first_dense": 1, "experts_every": 2, "num_layers": 5}, "Qwen3MoeForCausalLM"),
+        (
+            RMS
+            | MOE
+            | {"qk_norm": True, "router_normalised": False, "router_balance": "global", "ffn_size": 99},
+            "Qwen3MoeForCausalLM",
+        ),
+        (
+            RMS | MOE | {"qk_norm": True, "first_dense": 1, "experts_every": 2, "num_layers": 5},
+            "Qwen3MoeForCausalLM",
+        ),
         (RMS | MOE | {"qk_norm": True, "qk_norm_heads": "all"}, "OlmoeForCausalLM"),
         (RMS | MOE | DEEPSEEK, "DeepseekV3ForCausalLM"),
         (RMS | MOE | DEEPSEEK | {"router_bias_rate": 0.0, "router_bias": True}, "DeepseekV3ForCausalLM"),
@@ -318,8 +406,13 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         ({"position": "rope"}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "branches": "parallel", "rotary_share": 0.25}, "GPTNeoXForCausalLM"),
         ({"position": "rope", "num_kv_heads": 2}, "Starcoder2ForCausalLM"),
-        (RMS | {"hidden_size": 34, "head_size": 8}, "MistralForCausalLM"),  # LlamaConfig wants hidden sizes that heads divide
-        (RMS | {"dropout": 0.3, "attention": "eager", "kernels": "eager", "chunked_loss": True}, "LlamaForCausalLM"),  # free
+        # LlamaConfig wants hidden sizes that heads divide
+        (RMS | {"hidden_size": 34, "head_size": 8}, "MistralForCausalLM"),
+        # free
+        (
+            RMS | {"dropout": 0.3, "attention": "eager", "kernels": "eager", "chunked_loss": True},
+            "LlamaForCausalLM",
+        ),
     ],
 )
 def test_the_family_of_a_config(model: dict[str, Any], architecture: str) -> None:

@@ -23,9 +23,29 @@ from tests.conversion import random_run
 
 def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
     """One after the other, a user would start as many runs as there are keys. What is to be set can be typed as it stands."""
-    was = {"num_layers": 2, "bias": True, "norm": "layernorm", "rope_scaling": {"type": "linear"}, "dropout": 0.0, "kernels": "auto"}
-    now = {"num_layers": 3, "bias": False, "norm": "rmsnorm", "rope_scaling": None, "dropout": 0.1, "kernels": "eager"}
-    saved = save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": was | {"max_positions": 8, "position": "rope"}}, keep=1)
+    was = {
+        "num_layers": 2,
+        "bias": True,
+        "norm": "layernorm",
+        "rope_scaling": {"type": "linear"},
+        "dropout": 0.0,
+        "kernels": "auto",
+    }
+    now = {
+        "num_layers": 3,
+        "bias": False,
+        "norm": "rmsnorm",
+        "rope_scaling": None,
+        "dropout": 0.1,
+        "kernels": "eager",
+    }
+    saved = save(
+        tmp_path,
+        1,
+        {"model/w": (torch.zeros(1), Shard((1,)))},
+        {"model": was | {"max_positions": 8, "position": "rope"}},
+        keep=1,
+    )
     reader = Reader(saved)
     with pytest.raises(CheckpointError) as caught:
         reader.check_model(now | {"max_positions": 16, "position": "rope"})
@@ -34,7 +54,9 @@ def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
         '(the config says rmsnorm), model.rope_scaling={"type": "linear"} (the config says null)'
     )
     words = shlex.split(caught.value.right.removeprefix("set ").removesuffix(", or take another checkpoint"))
-    assert dict(map(parse_override, words)) == {f"model.{key}": was[key] for key in ("num_layers", "bias", "norm", "rope_scaling")}
+    assert dict(map(parse_override, words)) == {
+        f"model.{key}": was[key] for key in ("num_layers", "bias", "norm", "rope_scaling")
+    }
     with pytest.raises(CheckpointError, match=r"model\.max_positions=8 \(the config says 16\)"):
         reader.check_model({"max_positions": 16, "position": "learned"})
 
@@ -63,26 +85,41 @@ def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
     reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
     reader.check_model(model | dict.fromkeys(FREE, "another"))
     for key in model.keys() - FREE:
-        with pytest.raises(CheckpointError, match="of digest another" if key == "source_digest" else rf"model\.{key}="):
+        with pytest.raises(
+            CheckpointError, match="of digest another" if key == "source_digest" else rf"model\.{key}="
+        ):
             reader.check_model(model | {key: "another"})
-    del reader.state["model"]["router_bias"]  # of an earlier release, where the rate said whether there is one
+    del reader.state["model"][
+        "router_bias"
+    ]  # of an earlier release, where the rate said whether there is one
     with pytest.raises(CheckpointError, match=r"model\.router_bias_rate="):
         reader.check_model(model | {"router_bias_rate": 0.1})
 
 
 def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:
     """Only where the config asks for a scaling: a config that forgot the weights' own would train another function."""
-    model = Config().model.model_dump(mode="json") | {"position": "rope", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    model = Config().model.model_dump(mode="json") | {
+        "position": "rope",
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
     reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
     longer = model | {"rope_scaling": {"type": "ntk", "factor": 4.0}}
     reader.check_model(longer, stretch=True)
-    for refused, stretch in ((longer, False), (model | {"rope_scaling": None}, True), (longer | {"rope_theta": 5.0}, True)):
+    for refused, stretch in (
+        (longer, False),
+        (model | {"rope_scaling": None}, True),
+        (longer | {"rope_theta": 5.0}, True),
+    ):
         with pytest.raises(CheckpointError, match="was written with"):
             reader.check_model(refused, stretch=stretch)
 
 
 DOCUMENT = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
-COMMANDS = [shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.strip().split("\n")]
+COMMANDS = [
+    shlex.split(line)
+    for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL)
+    for line in block.strip().split("\n")
+]
 FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows
 
 
@@ -91,7 +128,12 @@ TEXT, CHAT, INSTRUCTLAB = COMMANDS[:7], COMMANDS[7:11], COMMANDS[11:]
 
 def play(command: list[str], folder: Path, *more: str) -> str:
     """A command of the document, with its files in `folder`; returns what it says."""
-    words = [re.sub(r"(?<![\w.])(runs/|data/|models/|my\.txt|my\.jsonl)", lambda found: f"{folder}/{found[1]}", word) for word in command]
+    words = [
+        re.sub(
+            r"(?<![\w.])(runs/|data/|models/|my\.txt|my\.jsonl)", lambda found: f"{folder}/{found[1]}", word
+        )
+        for word in command
+    ]
     assert words[0] == "python"
     done = run_script(words[1], *words[2:], *more)
     assert done.returncode == 0, (words, done.stderr)
@@ -100,25 +142,39 @@ def play(command: list[str], folder: Path, *more: str) -> str:
 
 def test_the_document_can_be_typed(tmp_path: Path) -> None:
     """From an exported run of a byte-level tokenizer to a fine-tuned model that is exported again."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    steps = [command[1].removeprefix("launch/") + f" {command[2]}" * ("checkpoint" in command[1]) for command in TEXT]
+    steps = [
+        command[1].removeprefix("launch/") + f" {command[2]}" * ("checkpoint" in command[1])
+        for command in TEXT
+    ]
     last = ["generate.py", "evaluate.py", "checkpoint.py export"]
     assert steps == ["checkpoint.py export", "checkpoint.py import", "prepare.py", "pretrain.py", *last]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    fast = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(["<|end|>", *alphabet])}, []))
+    fast = tokenizers.Tokenizer(
+        tokenizers.models.BPE({piece: i for i, piece in enumerate(["<|end|>", *alphabet])}, [])
+    )
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
     own = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>")
     own.save_pretrained(tmp_path / "own")
-    random_run(tmp_path / "runs/quickstart", {"tokenizer": str(tmp_path / "own/tokenizer.json")}, vocab_size=257, max_positions=32)
+    random_run(
+        tmp_path / "runs/quickstart",
+        {"tokenizer": str(tmp_path / "own/tokenizer.json")},
+        vocab_size=257,
+        max_positions=32,
+    )
     (tmp_path / "my.txt").write_text("Once upon a time there was a model. " * 300, encoding="utf-8")
 
     play(COMMANDS[0], tmp_path)
     play(COMMANDS[1], tmp_path)
     said = play(COMMANDS[2], tmp_path)
     prefix = f"{tmp_path}/"
-    assert [word.replace(prefix, "") for word in shlex.split(said.splitlines()[-1])] == COMMANDS[3][:-1], "what to type next"
+    assert [word.replace(prefix, "") for word in shlex.split(said.splitlines()[-1])] == COMMANDS[3][:-1], (
+        "what to type next"
+    )
     play(COMMANDS[3], tmp_path, *FEW)
     tuned = tmp_path / "runs/gpt2_finetuned"
     lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
@@ -129,15 +185,42 @@ def test_the_document_can_be_typed(tmp_path: Path) -> None:
     assert "perplexity" in play(COMMANDS[5], tmp_path)
     play(COMMANDS[6], tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "models/gpt2_finetuned" / file).read_bytes() == (tmp_path / "own" / file).read_bytes()
+        assert (tmp_path / "models/gpt2_finetuned" / file).read_bytes() == (
+            tmp_path / "own" / file
+        ).read_bytes()
 
 
 def test_the_example_of_instructions_is_its_model() -> None:
     """configs/finetune_chat.json would refuse the model that it is for, SmolLM2-135M-Instruct as it is published."""
-    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-    rope = {"max_position_embeddings": 8192, "rope_theta": 100000, "rope_scaling": None, "rope_interleaved": False}
-    published = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "is_llama_config": True} | sizes | rope
-    published |= {"num_key_value_heads": 3, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False}
+    sizes = {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    }
+    rope = {
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000,
+        "rope_scaling": None,
+        "rope_interleaved": False,
+    }
+    published = (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "is_llama_config": True,
+        }
+        | sizes
+        | rope
+    )
+    published |= {
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+    }
     config = load(str(ROOT / "configs/finetune_chat.json"), []).config
     imported, ours = family_for_hf(published, "config.json").read(published), config.model.model_dump()
     assert {key: ours[key] for key in imported} == imported and config.checkpoint.weights == "runs/chat"
@@ -151,34 +234,70 @@ TEMPLATE = (
 
 def test_instructions_can_be_typed(tmp_path: Path) -> None:
     """From a model of the Llama family with a chat template to the loss of its answers, which must fall far below the questions'."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+    )
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    assert [command[1].removeprefix("launch/") for command in CHAT] == ["checkpoint.py", "prepare.py", "pretrain.py", "evaluate.py"]
-    assert [command[1].removeprefix("launch/") for command in INSTRUCTLAB] == ["checkpoint.py", "prepare.py", "instructlab.py"]
+    assert [command[1].removeprefix("launch/") for command in CHAT] == [
+        "checkpoint.py",
+        "prepare.py",
+        "pretrain.py",
+        "evaluate.py",
+    ]
+    assert [command[1].removeprefix("launch/") for command in INSTRUCTLAB] == [
+        "checkpoint.py",
+        "prepare.py",
+        "instructlab.py",
+    ]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    fast = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}, []))
+    fast = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}, [])
+    )
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
-    more = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "chat_template": TEMPLATE}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **more).save_pretrained(tmp_path / "models/chat")
+    more = {
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>"],
+        "chat_template": TEMPLATE,
+    }
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **more).save_pretrained(
+        tmp_path / "models/chat"
+    )
     torch.manual_seed(0)
-    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True)
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    llama = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True
+    )
     transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "models/chat")
     draw = random.Random(0)
     questions = ["".join(draw.choices("abcdefgh", k=12)) for _ in range(200)]  # which nobody can predict
     talk = ([{"role": "user", "content": q}, {"role": "assistant", "content": "Yes."}] for q in questions)
-    (tmp_path / "my.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talk))
+    (tmp_path / "my.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in talk)
+    )
 
     play(CHAT[0], tmp_path)
     assert "tokens of answers, which are learned" in play(CHAT[1], tmp_path)
     mask = (tmp_path / "data/chat.mask.bin").read_bytes()
     learned = len("Yes.") + 2  # the token that ends the turn, and the template's newline
-    assert sum(mask) % learned == 0 and sum(mask) / len(mask) == pytest.approx(learned / (learned + len("user\nassistant\n") + 12 + 4))
+    assert sum(mask) % learned == 0 and sum(mask) / len(mask) == pytest.approx(
+        learned / (learned + len("user\nassistant\n") + 12 + 4)
+    )
     play(CHAT[2], tmp_path, *FEW)
-    losses = [json.loads(line).get("loss") for line in (tmp_path / "runs/chat_finetuned/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line).get("loss")
+        for line in (tmp_path / "runs/chat_finetuned/metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[0] > 4 and [loss for loss in losses if loss][-1] < 0.5
     play(CHAT[3], tmp_path, "--json", f"{tmp_path}/figures.json")
     found = json.loads((tmp_path / "figures.json").read_text())
     valid = (tmp_path / "data/chat_valid.mask.bin").read_bytes()
-    assert found["targets"] == sum(valid) and found["nats_per_token"] < 0.5 < 12 * math.log(8) / 28, "less than the questions' alone"
+    assert found["targets"] == sum(valid) and found["nats_per_token"] < 0.5 < 12 * math.log(8) / 28, (
+        "less than the questions' alone"
+    )

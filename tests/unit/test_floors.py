@@ -33,10 +33,20 @@ ROOMS = [
     ["megacore.train."],
     # The core ends here, and imports no tool.
     ["megacore.tools.settings."],
-    ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files"],
+    [
+        "megacore.tools.launchers",
+        "megacore.tools.hostfile",
+        "megacore.tools.error_report",
+        "megacore.tools.output_files",
+    ],
     ["megacore.tools.metrics_file", "megacore.tools.stop_request"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
-    ["megacore.tools.local_ranks", "megacore.tools.records", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
+    [
+        "megacore.tools.local_ranks",
+        "megacore.tools.records",
+        "megacore.tools.checkpoint_weights",
+        "megacore.tools.folder_lock",
+    ],
     ["megacore.tools.schedules.", "megacore.tools.deepspeed.", "megacore.tools.machine."],
     ["megacore.tools.corpora"],
     ["megacore.tools.drift", "megacore.tools.retention", "megacore.tools.inputs"],
@@ -112,8 +122,14 @@ class Source:
         return tuple(self._read_imports())
 
     def _read_imports(self) -> Iterator[Import]:
-        not_at_import: list[ast.AST] = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        not_at_import += [node for node in ast.walk(self.tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        not_at_import: list[ast.AST] = [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        not_at_import += [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
         lazy_nodes = {inner for node in not_at_import for inner in ast.walk(node)}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -122,7 +138,9 @@ class Source:
             elif isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 if node.level:
-                    above = self.name.split(".")[: None if self.is_package and node.level == 1 else -(node.level - self.is_package)]
+                    above = self.name.split(".")[
+                        : None if self.is_package and node.level == 1 else -(node.level - self.is_package)
+                    ]
                     base = ".".join([*above, base] if base else above)
                 for alias in node.names:
                     yield Import(f"{base}.{alias.name}", node.lineno, node in lazy_nodes)
@@ -152,14 +170,18 @@ def resolve(name: str, known: set[str]) -> str:
 
 def room_of(name: str) -> str | None:
     """The room that a module stands in, None if nobody gave it one. A package's own file is in its room."""
-    rooms = (room for room in FLOORS if name == room.rstrip(".") or (room.endswith(".") and name.startswith(room)))
+    rooms = (
+        room for room in FLOORS if name == room.rstrip(".") or (room.endswith(".") and name.startswith(room))
+    )
     return max(rooms, key=len, default=None)
 
 
 def is_torch_free(name: str) -> bool:
     """Whether a module may be imported before torch. A package's own file, which every import of what is inside it runs, is no more
     than a docstring (`test_packages_hold_nothing_of_their_own`)."""
-    free = any(name == free or (free.endswith(".") and name.startswith(free)) for free in TORCH_FREE + TORCH_LATE)
+    free = any(
+        name == free or (free.endswith(".") and name.startswith(free)) for free in TORCH_FREE + TORCH_LATE
+    )
     return free and name != "megacore.pipeline.runtime"
 
 
@@ -189,8 +211,14 @@ def violations(files: list[Source]) -> list[str]:
             elif (other := room_of(target if target in known else imported.module)) is None:
                 found.append(f"{where}: imports {imported.module}, which stands on no floor")
             elif other != room and FLOORS[other] >= FLOORS[room]:
-                found.append(f"{where}: {room.rstrip('.')} on floor {FLOORS[room]} imports {target} on floor {FLOORS[other]}")
-            elif is_torch_free(file.name) and not is_torch_free(target) and not may_wait_for_torch(file, imported):
+                found.append(
+                    f"{where}: {room.rstrip('.')} on floor {FLOORS[room]} imports {target} on floor {FLOORS[other]}"
+                )
+            elif (
+                is_torch_free(file.name)
+                and not is_torch_free(target)
+                and not may_wait_for_torch(file, imported)
+            ):
                 found.append(f"{where}: comes before torch and imports {target}, which does not")
     return found
 
@@ -202,7 +230,11 @@ def foreign(file: Source, imported: Import, where: str) -> Iterator[str]:
         return
     if file.name.startswith("megacore.kernels.") and top not in KERNEL_PACKAGES:
         yield f"{where}: a kernel imports {top}{late}"
-    if is_torch_free(file.name) and top not in TORCH_FREE_PACKAGES[0] and not (imported.lazy and top in TORCH_FREE_PACKAGES[1]):
+    if (
+        is_torch_free(file.name)
+        and top not in TORCH_FREE_PACKAGES[0]
+        and not (imported.lazy and top in TORCH_FREE_PACKAGES[1])
+    ):
         yield f"{where}: comes before torch and imports {top}{late}"
 
 
@@ -220,37 +252,66 @@ def test_imports_go_down_only():
 
 def test_the_core_imports_no_tool():
     """A run can do without them; what it needs of one would have to be kept for it."""
-    core = [source for source in sources() if source.name.startswith("megacore.") and not source.name.startswith("megacore.tools")]
+    core = [
+        source
+        for source in sources()
+        if source.name.startswith("megacore.") and not source.name.startswith("megacore.tools")
+    ]
     assert len(core) > 100
     for source in core:
-        tools = {imported.module for imported in source.imports() if imported.module.startswith("megacore.tools")}
+        tools = {
+            imported.module for imported in source.imports() if imported.module.startswith("megacore.tools")
+        }
         assert not tools, (source.name, tools)
 
 
 def test_every_room_is_read():
     """If a folder moved, the test above would pass because it reads nothing."""
     names = {source.name for source in sources()}
-    assert {"megacore.errors", "megacore.kernels.softmax", "megacore.pipeline.schedule", "megacore.config.schema"} <= names
+    assert {
+        "megacore.errors",
+        "megacore.kernels.softmax",
+        "megacore.pipeline.schedule",
+        "megacore.config.schema",
+    } <= names
     assert any(name.startswith("launch.") for name in names)
 
 
 def test_deepspeed_is_imported_in_one_module_lazily():
     """Everything else must run where DeepSpeed is broken or absent, and start without its slow import."""
-    ours = [source for source in sources() if source.name != "benchmarks.peers.deepspeed_loop"]  # which is what megacore is held against
-    uses = [(source.name, imported) for source in ours for imported in source.imports() if imported.top == "deepspeed"]
+    ours = [
+        source for source in sources() if source.name != "benchmarks.peers.deepspeed_loop"
+    ]  # which is what megacore is held against
+    uses = [
+        (source.name, imported)
+        for source in ours
+        for imported in source.imports()
+        if imported.top == "deepspeed"
+    ]
     assert len({name for name, _ in uses}) <= 1 and all(imported.lazy for _, imported in uses), uses
 
 
 def unpickling(source: Source) -> list[str]:
     """Where a source could run code out of a file that it loads."""
-    found = [f"{source.name}:{imported.line}: {imported.module}" for imported in source.imports() if imported.top in PICKLES]
+    found = [
+        f"{source.name}:{imported.line}: {imported.module}"
+        for imported in source.imports()
+        if imported.top in PICKLES
+    ]
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.serialization.load"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "torch.load",
+            "torch.serialization.load",
+        ):
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if source.name == RESTRICTED_LOADER and options.get("weights_only") == "True":
                 continue
             found.append(f"{source.name}:{node.lineno}: torch.load")
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and ast.unparse(node.value) != "False"
+        ):
             found.append(f"{source.name}:{node.value.lineno}: allow_pickle")
     return found
 
@@ -269,21 +330,49 @@ def build(root: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "path, code, complaint",
     [
-        ("megacore/model/gpt.py", "from megacore.engine.native import step", "megacore.model on floor 10 imports megacore.engine.native"),
-        ("megacore/model/gpt.py", "def f():\n    import megacore.engine.native", "imports megacore.engine.native on floor 11"),
-        ("megacore/model/gpt.py", "from ..engine import native", "imports megacore.engine.native on floor 11"),
-        ("megacore/model/__init__.py", "from ..engine.native import step", "imports megacore.engine.native on floor 11"),
+        (
+            "megacore/model/gpt.py",
+            "from megacore.engine.native import step",
+            "megacore.model on floor 10 imports megacore.engine.native",
+        ),
+        (
+            "megacore/model/gpt.py",
+            "def f():\n    import megacore.engine.native",
+            "imports megacore.engine.native on floor 11",
+        ),
+        (
+            "megacore/model/gpt.py",
+            "from ..engine import native",
+            "imports megacore.engine.native on floor 11",
+        ),
+        (
+            "megacore/model/__init__.py",
+            "from ..engine.native import step",
+            "imports megacore.engine.native on floor 11",
+        ),
         (
             "megacore/checkpoint/read.py",
             "import megacore.engine.native",
             "on floor 11 imports megacore.engine.native on floor 11",
         ),
-        ("megacore/data/shuffle.py", "import launch.pretrain", "megacore.data on floor 8 imports launch.pretrain on floor 32"),
+        (
+            "megacore/data/shuffle.py",
+            "import launch.pretrain",
+            "megacore.data on floor 8 imports launch.pretrain on floor 32",
+        ),
         ("megacore/attic.py", "", "stands on no floor"),
         ("megacore/attic/old.py", "", "stands on no floor"),
         ("megacore/pipeline/schedule.py", "import torch", "comes before torch and imports torch"),
-        ("megacore/pipeline/plot.py", "import matplotlib.pyplot", "comes before torch and imports matplotlib"),
-        ("megacore/pipeline/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
+        (
+            "megacore/pipeline/plot.py",
+            "import matplotlib.pyplot",
+            "comes before torch and imports matplotlib",
+        ),
+        (
+            "megacore/pipeline/memory.py",
+            "def f():\n    import numpy",
+            "comes before torch and imports numpy, even if lazily",
+        ),
         ("megacore/optimizers/sgd.py", "import torch", "comes before torch and imports torch"),
         (
             "megacore/tools/cli.py",
@@ -326,12 +415,21 @@ def draw():
 """
     files = ("__init__", "errors", "distributed/comm", "model/__init__", "model/block")
     empty = [f"megacore/{name}.py" for name in files]
-    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/pipeline/plot.py": plot}
+    full = {
+        "megacore/model/gpt.py": gpt,
+        "kernels/softmax.py": "import torch",
+        "megacore/pipeline/plot.py": plot,
+    }
     build(tmp_path, dict.fromkeys(empty, "") | full)
     assert violations(sources(tmp_path)) == []
 
 
-UNPICKLING = ["import pickle", "def f():\n    from shelve import open", "torch.load(path)", "numpy.load(path, allow_pickle=True)"]
+UNPICKLING = [
+    "import pickle",
+    "def f():\n    from shelve import open",
+    "torch.load(path)",
+    "numpy.load(path, allow_pickle=True)",
+]
 
 
 @pytest.mark.parametrize("code", UNPICKLING)

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from megacore.kernels import gelu
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
 SHAPES = [
     (1, 1),
@@ -26,7 +33,13 @@ def exact_gelu(u: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 def error_against_fp64(
-    implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype, approximate: str, with_bias: bool, spread: float = 2.0
+    implementation: str,
+    device: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    approximate: str,
+    with_bias: bool,
+    spread: float = 2.0,
 ) -> float:
     """Largest error of result and gradients, relative to the largest value of each."""
     x = seeded(shape, device, dtype, spread=spread).requires_grad_()
@@ -37,7 +50,9 @@ def error_against_fp64(
     assert y.dtype == dtype and y.shape == x.shape
     exact = [t.detach().double().requires_grad_() for t in inputs]
     exact_y = exact_gelu(sum(exact), approximate)
-    pairs = zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(exact_y, exact, grad.double()), strict=True)
+    pairs = zip(
+        torch.autograd.grad(y, inputs, grad), torch.autograd.grad(exact_y, exact, grad.double()), strict=True
+    )
     return max(relative_error(y, exact_y), *(relative_error(got, right) for got, right in pairs))
 
 
@@ -57,14 +72,19 @@ def check_strided_extreme_and_empty(device: str) -> None:
         y = gelu.bias_gelu(far, approximate=approximate, implementation="triton")
         assert y[0, :4].tolist() == [0, 0, 30, 1e4] and y[0, 4].isnan()
         assert torch.autograd.grad(y[0, :4].sum(), far)[0][0, :4].tolist() == [0, 0, 1, 1]
-    assert gelu.bias_gelu(torch.empty(0, 4, device=device), torch.empty(4, device=device), implementation="triton").shape == (0, 4)
+    assert gelu.bias_gelu(
+        torch.empty(0, 4, device=device), torch.empty(4, device=device), implementation="triton"
+    ).shape == (0, 4)
 
 
 def check_many_rows_a_program(device: str) -> None:
     """With fewer programs than tiles each goes down several tiles, of which the last reaches beyond the rows."""
     gelu.multiprocessors = lambda device: 1
     try:
-        assert error_against_fp64("triton", device, (150, 61), torch.float32, "tanh", True) < TOLERANCE[torch.float32]
+        assert (
+            error_against_fp64("triton", device, (150, 61), torch.float32, "tanh", True)
+            < TOLERANCE[torch.float32]
+        )
     finally:
         gelu.multiprocessors = dispatch_multiprocessors
 
@@ -108,7 +128,19 @@ FAULTS = [
 @pytest.mark.parametrize("right, wrong, approximate", FAULTS)
 def test_planted_faults_are_caught(interpreted, right, wrong, approximate):
     """A constant wrong in its fifth digit, or a row missing from the bias's gradient, must not pass the comparison above."""
-    error = interpreted(with_fault, "gelu", right, wrong, error_against_fp64, "triton", "cpu", (3, 7), torch.float32, approximate, True)
+    error = interpreted(
+        with_fault,
+        "gelu",
+        right,
+        wrong,
+        error_against_fp64,
+        "triton",
+        "cpu",
+        (3, 7),
+        torch.float32,
+        approximate,
+        True,
+    )
     assert error > TOLERANCE[torch.float32]
 
 

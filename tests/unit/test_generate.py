@@ -1,4 +1,6 @@
-"""Text with a cache is the text of whole forward passes; draws follow their distribution; characters appear whole."""
+"""Text with a cache is the text of whole forward passes; draws follow their
+distribution; characters appear whole.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,17 +27,32 @@ from tests import training
 WINDOW, VOCAB_SIZE = 12, 61
 PROMPT = [3, 1, 4, 1, 5]
 
-# Weights so large that every token before changes the logits: at the usual 0.02 a wrong position would hardly show.
+# Weights so large that every token before changes the logits: at the usual 0.02 a wrong position would hardly
+# show.
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE, "init_std": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2},
-    "scaled": {"position": "rope", "qk_norm": True, "attention_scale": 0.7, "logit_scale": 0.5, "tie_embeddings": False}
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+        "num_kv_heads": 2,
+    },
+    "scaled": {
+        "position": "rope",
+        "qk_norm": True,
+        "attention_scale": 0.7,
+        "logit_scale": 0.5,
+        "tie_embeddings": False,
+    }
     | {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}},
     "eager": {"attention": "eager", "num_kv_heads": 1},
     "fused": {"attention": "fused", "position": "rope"},
 }
-# fp32 rounds to 6e-8; the cached pass sums the same numbers in other orders, in 3 layers, with logits of about 10.
+# fp32 rounds to 6e-8; the cached pass sums the same numbers in other orders, in 3 layers, with logits of
+# about 10.
 TOLERANCE = 1e-4
 
 
@@ -112,7 +129,9 @@ class StartsAnew(KeyValueCache):
 
 
 class OffByOne(KeyValueCache):
-    """The fault of a count that takes the text for one token shorter: every key behind it is one place too early."""
+    """The fault of a count that takes the text for one token shorter: every key
+    behind it is one place too early.
+    """
 
     def advance(self, new: int) -> None:
         super().advance(new - (self.length == 0))
@@ -125,10 +144,16 @@ def first_to_first(new: int, total: int, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
-    [(decoding, "KeyValueCache", StartsAnew), (decoding, "KeyValueCache", OffByOne), (cache, "latest_mask", first_to_first)],
+    [
+        (decoding, "KeyValueCache", StartsAnew),
+        (decoding, "KeyValueCache", OffByOne),
+        (cache, "latest_mask", first_to_first),
+    ],
 )
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any, model: str) -> None:
+def test_planted_fault_is_caught(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any, model: str
+) -> None:
     monkeypatch.setattr(module, name, fault)
     assert worst_logits(config_of(**MODELS[model]), (5, 1, 1, 1)) > 100 * TOLERANCE
     assert worst_logits(config_of(**MODELS[model]), (5, 3)) > 100 * TOLERANCE
@@ -138,17 +163,22 @@ def test_a_text_ends_with_its_end() -> None:
     """Tokens behind the end of a document would be another one's."""
     decoder = decoder_of(config_of())
     text = list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)))
-    assert list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE), end=text[3])) == text[: text.index(text[3]) + 1]
+    assert (
+        list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE), end=text[3]))
+        == text[: text.index(text[3]) + 1]
+    )
 
 
 def test_a_long_prompt_is_seen_from_its_end() -> None:
     decoder = decoder_of(config_of())
     greedy = Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)
     prompt = [i % VOCAB_SIZE for i in range(3 * WINDOW)]
-    assert next(decoder.generate(prompt, 1, greedy)) == greedy.choose(full_logits(decoder.stages[0], prompt[-WINDOW:]))
+    assert next(decoder.generate(prompt, 1, greedy)) == greedy.choose(
+        full_logits(decoder.stages[0], prompt[-WINDOW:])
+    )
 
 
-# --- which token ------------------------------------------------------------------------------------------------------
+# --- which token --------------------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, 9.0])  # the last is beyond the vocabulary
 
@@ -177,7 +207,8 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     draws = 4000
     found = frequencies(Sampler(temperature, top_k, top_p, 3, len(LOGITS) - 1), draws)
     assert bool((found[expected == 0] == 0).all())
-    assert bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all())  # five standard deviations
+    # five standard deviations
+    assert bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all())
 
 
 def test_a_seed_is_a_text() -> None:
@@ -186,7 +217,7 @@ def test_a_seed_is_a_text() -> None:
     assert first == again != other
 
 
-# --- text while it is made ---------------------------------------------------------------------------------------------
+# --- text while it is made ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +234,9 @@ def pieces_of(tokenizer: Any, tokens: list[int]) -> Iterator[str]:
 
 
 def test_text_appears_in_whole_characters(sentencepiece: str) -> None:
-    """A character of several tokens must not appear as replacement signs, nor a space between words be lost."""
+    """A character of several tokens must not appear as replacement signs, nor a space
+    between words be lost.
+    """
     text = "  two words, naïve 日本 😀\n"
     for tokenizer in (BytesTokenizer(), load_tokenizer(sentencepiece)):
         pieces = list(pieces_of(tokenizer, tokenizer.encode(text).tolist()))
@@ -211,7 +244,7 @@ def test_text_appears_in_whole_characters(sentencepiece: str) -> None:
     assert list(pieces_of(BytesTokenizer(), [97, 0xC3])) == ["a", "", "\ufffd"]
 
 
-# --- the command -------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,23 +259,43 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--checkpoint", "nowhere"], "checkpoint error: nowhere: holds no checkpoint"),
         (["--prompt", ""], "config error: --prompt: has no tokens"),
         (["--prompt-file", "nowhere.txt"], "data error: nowhere.txt: cannot be read"),
-        (["--prompt", "a", "--prompt-file", "b"], "config error: --prompt-file: not allowed with argument --prompt"),
+        (
+            ["--prompt", "a", "--prompt-file", "b"],
+            "config error: --prompt-file: not allowed with argument --prompt",
+        ),
         (["--prompt", "a", "--prompt", ""], "config error: --prompt: has no tokens"),
         (["--prompt", "\udc80"], "config error: --prompt: '\\udc80' is not usable (UTF-8 text)"),
         (["--prompts", "EMPTY.txt"], "data error: EMPTY.txt: has no prompt"),
         (["--prompts", "BAD.jsonl"], "data error: BAD.jsonl: line 3 has no prompt"),
-        (["--prompts", "EMPTY.txt", "--prompt", "b"], "config error: --prompt: not allowed with argument --prompts"),
-        (["--seed", str(2**63 - 2), "--samples", "3"], "config error: --seed: 9223372036854775806 is not usable"),
+        (
+            ["--prompts", "EMPTY.txt", "--prompt", "b"],
+            "config error: --prompt: not allowed with argument --prompts",
+        ),
+        (
+            ["--seed", str(2**63 - 2), "--samples", "3"],
+            "config error: --seed: 9223372036854775806 is not usable",
+        ),
         (["--top-p", "0"], "config error: --top-p: 0.0 is not usable"),
         (["parallel.tensor=2"], "config error: parallel: tensor 2"),
         (["model.hidden_size=64"], "checkpoint error: CHECKPOINT: was written with model.hidden_size=32"),
-        (["model.max_positions=24"], "checkpoint error: CHECKPOINT: was written with model.max_positions=12 (the config says 24)"),
-        (["--tokenizer", "SENTENCEPIECE"], "config error: --tokenizer: SENTENCEPIECE is of another kind than the run's bytes"),
-        (["--tokenizer", "SENTENCEPIECE", "data.tokenizer=null"], "config error: --tokenizer: SENTENCEPIECE has 400 tokens, and the"),
+        (
+            ["model.max_positions=24"],
+            "checkpoint error: CHECKPOINT: was written with model.max_positions=12 (the config says 24)",
+        ),
+        (
+            ["--tokenizer", "SENTENCEPIECE"],
+            "config error: --tokenizer: SENTENCEPIECE is of another kind than the run's bytes",
+        ),
+        (
+            ["--tokenizer", "SENTENCEPIECE", "data.tokenizer=null"],
+            "config error: --tokenizer: SENTENCEPIECE has 400 tokens, and the",
+        ),
         (["data.tokenizer=null"], "config error: --tokenizer: the run names no tokenizer"),
     ],
 )
-def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, tmp_path: Path, arguments: list[str], line: str) -> None:
+def test_a_mistake_is_one_line(
+    checkpoint: str, sentencepiece: str, tmp_path: Path, arguments: list[str], line: str
+) -> None:
     names = {"CHECKPOINT": checkpoint, "SENTENCEPIECE": sentencepiece}
     for name, content in (("EMPTY.txt", " \n\n"), ("BAD.jsonl", '"a"\n\n{"text": "b"}\n')):
         (tmp_path / name).write_text(content)
@@ -250,12 +303,17 @@ def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, tmp_path: Pa
     for name, path in names.items():
         arguments, line = [a.replace(name, path) for a in arguments], line.replace(name, path)
     with pytest.raises(UserError) as raised:
-        run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], RankInfo())
+        run(
+            [*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments],
+            RankInfo(),
+        )
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
 def test_a_prompt_appears_with_its_first_token(capsys: pytest.CaptureFixture[str]) -> None:
-    """A layer may refuse the layout in the first pass, as a layer of your own does on context ranks: then no text has begun."""
+    """A layer may refuse the layout in the first pass, as a layer of your own does on context
+    ranks: then no text has begun.
+    """
     output = Output(RankInfo(), 2, False)
     output.begin("abc", 0)
     assert capsys.readouterr().out == ""
@@ -267,10 +325,20 @@ def test_a_prompt_appears_with_its_first_token(capsys: pytest.CaptureFixture[str
 
 def test_context_ranks_are_refused_for_a_latent_before_anything_is_loaded() -> None:
     """They used to load all weights first."""
-    latent = {"kv_rank": 8, "plain_size": 4, "head_size": 4, "value_size": 4, "position": "rope", "norm": "rmsnorm", "bias": False}
+    latent = {
+        "kv_rank": 8,
+        "plain_size": 4,
+        "head_size": 4,
+        "value_size": 4,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "bias": False,
+    }
     sections = {"model": SIZES | latent, "train": {"seq_len": WINDOW}, "data": {}}
     assert text_config(sections, ["parallel.tensor=2"], "cpu", 2).parallel.tensor == 2
-    with pytest.raises(ConfigError, match="parallel.context: with latent attention a text is written on one context rank"):
+    with pytest.raises(
+        ConfigError, match="parallel.context: with latent attention a text is written on one context rank"
+    ):
         text_config(sections, ["parallel.context=2"], "cpu", 2)
 
 
@@ -280,7 +348,9 @@ def test_only_a_newline_ends_a_prompt() -> None:
     assert prompts_in("a.txt", "one\u2028two\r\nthree") == ["one\u2028two", "three"]
 
 
-@pytest.mark.parametrize(("asked", "there", "taken"), [([], True, "cuda"), ([], False, "cpu"), (["--device", "cpu"], True, "cpu")])
+@pytest.mark.parametrize(
+    ("asked", "there", "taken"), [([], True, "cuda"), ([], False, "cpu"), (["--device", "cpu"], True, "cpu")]
+)
 def test_it_takes_a_gpu_if_there_is_one(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, asked: list[str], there: bool, taken: str
 ) -> None:

@@ -8,7 +8,8 @@ from megacore.kernels import grad_norm
 from tests.kernel_checks import TOLERANCE, needs_triton, seeded, with_fault
 
 SIZES = [(5,), (64,), (0,), (grad_norm.BLOCK + 65,), (3, 64), (3 * grad_norm.BLOCK,)]
-# Of squares summed over rows in fp32, rounding errors are as often up as down: a hundredth of one rounding is left of many rows.
+# Of squares summed over rows in fp32, rounding errors are as often up as down: a hundredth of one rounding is
+# left of many rows.
 CLOSE = 1e-7
 
 
@@ -16,13 +17,17 @@ def inputs(device: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]
     """Tensors whose rows differ in size, and weights 0, 1 and 2."""
     tensors, weights = [], []
     for size in SIZES:
-        x = seeded(size, device) * (1 + torch.arange(torch.Size(size).numel(), device=device).view(size) // 64)
+        x = seeded(size, device) * (
+            1 + torch.arange(torch.Size(size).numel(), device=device).view(size) // 64
+        )
         tensors.append(x.to(dtype))
         weights.append((torch.arange(-(-x.numel() // 64), device=device) % 3).double())
     return tensors, weights
 
 
-def error_against_fp64(implementation: str, device: str, dtype: torch.dtype, weighted: bool, programs: int = 2048) -> float:
+def error_against_fp64(
+    implementation: str, device: str, dtype: torch.dtype, weighted: bool, programs: int = 2048
+) -> float:
     """The relative error; `programs` few enough give each of them several blocks."""
     grad_norm.PROGRAMS = programs
     tensors, weights = inputs(device, dtype)
@@ -45,7 +50,9 @@ def check_corners(device: str) -> None:
             x[130] = wrong
             assert not grad_norm.SumOfSquares([x], implementation=implementation)().isfinite()
         x = torch.full((201,), 3.0, device=device)
-        assert grad_norm.SumOfSquares([x[1:]], implementation=implementation)().item() == pytest.approx(1800, rel=CLOSE)
+        assert grad_norm.SumOfSquares([x[1:]], implementation=implementation)().item() == pytest.approx(
+            1800, rel=CLOSE
+        )
         assert grad_norm.SumOfSquares([x[:0]], implementation=implementation)() == 0
 
 
@@ -79,7 +86,10 @@ def test_clip_coefficient():
 
 
 FAULTS = {
-    "the last rows are left out": ("mask=first + lane < stop, other=0.0).to", "mask=first + lane < stop - 64, other=0.0).to"),
+    "the last rows are left out": (
+        "mask=first + lane < stop, other=0.0).to",
+        "mask=first + lane < stop - 64, other=0.0).to",
+    ),
     "a later block has the first one's weights": ("+ first // ROW", "+ start // ROW"),
     "one program's share is lost": ("mask=first + lane < programs", "mask=first + lane < programs - 1"),
     "the weights are left out": ("squares *= tl.load(", "squares *= 1 + 0 * tl.load("),
@@ -90,7 +100,20 @@ FAULTS = {
 @needs_triton
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(interpreted, fault):
-    assert interpreted(with_fault, "grad_norm", *FAULTS[fault], error_against_fp64, "triton", "cpu", torch.float32, True, 1) > CLOSE
+    assert (
+        interpreted(
+            with_fault,
+            "grad_norm",
+            *FAULTS[fault],
+            error_against_fp64,
+            "triton",
+            "cpu",
+            torch.float32,
+            True,
+            1,
+        )
+        > CLOSE
+    )
 
 
 REFUSALS = {

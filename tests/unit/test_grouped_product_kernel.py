@@ -15,21 +15,35 @@ COUNTS = {
 }
 BEHIND = 19  # rows of no group: more than a small tile
 SIZES = [(1, 1), (20, 40)]  # in, out
-SMALL = {"ROWS": 16, "COLUMNS": 16, "DEPTH": 16}  # tiles with which a small product has several along each dim
+SMALL = {
+    "ROWS": 16,
+    "COLUMNS": 16,
+    "DEPTH": 16,
+}  # tiles with which a small product has several along each dim
 
 
 def errors_against_fp64(
-    implementation: str, device: str, counts: list[int], size: tuple[int, int], dtype: torch.dtype, tiles: dict[str, int]
+    implementation: str,
+    device: str,
+    counts: list[int],
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    tiles: dict[str, int],
 ) -> list[float]:
     """Errors of the product, of the gradient of x as a product with exchanged dims, and of the outer product in fp32; each relative to the
     largest value. What memory held before is not a number, nor are rows behind the last group: a place that nobody writes is seen, and one
     that nobody should read."""
     (inputs, outputs), rows, how = size, sum(counts) + BEHIND, {"implementation": implementation}
     x, grad = seeded((rows, inputs), device, dtype), seeded((rows, outputs), device, dtype, seed=1)
-    weight, ends = seeded((len(counts), outputs, inputs), device, dtype, seed=2), torch.tensor(counts, device=device).cumsum(0)
+    weight, ends = (
+        seeded((len(counts), outputs, inputs), device, dtype, seed=2),
+        torch.tensor(counts, device=device).cumsum(0),
+    )
     for t in (x, grad):
         t[len(t) - BEHIND :] = float("nan")
-    spoil = torch.full((max(1, len(counts) * inputs * outputs + rows * (inputs + outputs)),), float("nan"), device=device)
+    spoil = torch.full(
+        (max(1, len(counts) * inputs * outputs + rows * (inputs + outputs)),), float("nan"), device=device
+    )
     del spoil  # its memory is given out again
     vars(grouped_product).update(tiles)
     wide = torch.promote_types(dtype, torch.float32)
@@ -40,7 +54,10 @@ def errors_against_fp64(
     ]
     exact_y, exact_x, exact_w = (torch.zeros_like(t, dtype=torch.float64) for t in (grad, x, weight))
     for group, own in enumerate(map(slice, [0, *ends.tolist()[:-1]], ends.tolist())):
-        exact_y[own], exact_x[own] = x[own].double() @ weight[group].double().T, grad[own].double() @ weight[group].double()
+        exact_y[own], exact_x[own] = (
+            x[own].double() @ weight[group].double().T,
+            grad[own].double() @ weight[group].double(),
+        )
         exact_w[group] = grad[own].double().T @ x[own].double()
     assert [t.dtype for t in got] == [dtype, dtype, wide]
     return [relative_error(*pair) for pair in zip(got, (exact_y, exact_x, exact_w), strict=True)]
@@ -50,7 +67,10 @@ def errors_against_fp64(
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_triton_equals_fp64(interpreted, counts, size):
-    assert max(interpreted(errors_against_fp64, "triton", "cpu", counts, size, torch.float32, SMALL)) < TOLERANCE[torch.float32]
+    assert (
+        max(interpreted(errors_against_fp64, "triton", "cpu", counts, size, torch.float32, SMALL))
+        < TOLERANCE[torch.float32]
+    )
 
 
 @needs_triton
@@ -58,7 +78,9 @@ def test_triton_equals_fp64(interpreted, counts, size):
 def test_triton_with_usual_tiles(interpreted, dtype):
     """Not in bf16, whose products the interpreter takes for those of integers: on GPUs alone."""
     counts = COUNTS["empty at the ends and between"]
-    assert max(interpreted(errors_against_fp64, "triton", "cpu", counts, (24, 40), dtype, {})) < TOLERANCE[dtype]
+    assert (
+        max(interpreted(errors_against_fp64, "triton", "cpu", counts, (24, 40), dtype, {})) < TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
@@ -71,7 +93,10 @@ def test_eager_equals_fp64(counts):
 def test_pytorchs_own_equals_fp64(counts, monkeypatch):
     """Where a GPU would take it; it does not write rows behind the last group (transformers PR 48205)."""
     monkeypatch.setattr(grouped_product, "use_grouped_mm", lambda *_: True)
-    assert max(errors_against_fp64("auto", "cpu", counts, (24, 40), torch.bfloat16, {})) < TOLERANCE[torch.bfloat16]
+    assert (
+        max(errors_against_fp64("auto", "cpu", counts, (24, 40), torch.bfloat16, {}))
+        < TOLERANCE[torch.bfloat16]
+    )
 
 
 def rows_cleared(device: str, rows: int, end: int) -> bool:
@@ -89,12 +114,18 @@ def test_rows_behind_the_last_group_are_cleared(interpreted, rows, end):
 
 FAULTS = [
     ("* ROWS\n", "* ROWS + (group > 0)\n"),  # begins a row late: the next group's row at a boundary
-    ("tl.load(ends + group).to(tl.int64)", "(tl.load(ends + group) + (group < 1)).to(tl.int64)"),  # the first group's last row is another's
+    (
+        "tl.load(ends + group).to(tl.int64)",
+        "(tl.load(ends + group) + (group < 1)).to(tl.int64)",
+    ),  # the first group's last row is another's
     ("before = tl.cumsum(tiles, 0) <= tile", "before = tl.cumsum(tiles, 0) < tile"),
     ("weight + group * group_stride", "weight + 0 * group_stride"),
     ("if group <= groups:", "if group < groups:"),  # rows of no group are not written (transformers PR 48205)
     ("for begin in range(start, stop, DEPTH)", "for begin in range(start, stop - 1, DEPTH)"),
-    ("    total += group * outputs * inputs\n", "    if stop == start:\n        return\n    total += group * outputs * inputs\n"),
+    (
+        "    total += group * outputs * inputs\n",
+        "    if stop == start:\n        return\n    total += group * outputs * inputs\n",
+    ),
 ]
 
 
@@ -112,12 +143,19 @@ def test_the_host_does_not_wait():
     x, weight = torch.empty(70, 24, device="meta"), torch.empty(6, 40, 24, device="meta")
     ends = torch.empty(6, dtype=torch.int64, device="meta")
     assert grouped_product.grouped_product(x, weight, ends).shape == (70, 40)
-    assert grouped_product.grouped_outer(torch.empty(70, 40, device="meta"), x, ends, torch.float32).shape == (6, 40, 24)
+    assert grouped_product.grouped_outer(
+        torch.empty(70, 40, device="meta"), x, ends, torch.float32
+    ).shape == (6, 40, 24)
 
 
 def test_refusals():
     ends = torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"grouped_product: weight is \[2, 4, 5\] \(right: \[2, out, 3\]: groups as in ends, in as in x\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"grouped_product: weight is \[2, 4, 5\] \(right: \[2, out, 3\]: groups as in ends, in as in x\)",
+    ):
         grouped_product.grouped_product(torch.zeros(2, 3), torch.zeros(2, 4, 5), ends)
-    with pytest.raises(ValueError, match=r"grouped_outer: grad is \[3, 4\] \(right: \[2, out\], as many rows as x \[2, 3\]\)"):
+    with pytest.raises(
+        ValueError, match=r"grouped_outer: grad is \[3, 4\] \(right: \[2, out\], as many rows as x \[2, 3\]\)"
+    ):
         grouped_product.grouped_outer(torch.zeros(3, 4), torch.zeros(2, 3), ends, torch.float32)

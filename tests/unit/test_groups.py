@@ -1,7 +1,9 @@
-"""Communicators follow from the config alone: each is made by all of its ranks under one name, and every rank makes equally many.
+"""Communicators follow from the config alone: each is made by all of its ranks under one name, and
+every rank makes equally many.
 
-PyTorch names a group that only its members make after its ranks and the number of groups that the process has. Ranks that disagree
-about the number wait for each other under two names, until the timeout: so did every pipeline of three stages with tied embeddings.
+PyTorch names a group that only its members make after its ranks and the number of groups that the process
+has. Ranks that disagree about the number wait for each other under two names, until the timeout: so did every
+pipeline of three stages with tied embeddings.
 """
 
 from collections.abc import Iterable, Iterator
@@ -59,13 +61,16 @@ def config_of(path: str, layout: str) -> Config:
         if key in sizes:
             sizes[key] = int(value)
         overrides += DEEPSPEED if word == "deepspeed" else [WORDS.get(word, f"parallel.{word}")]
-    return load(path, overrides, sizes["pipeline"] * sizes["data"] * sizes["context"] * sizes["tensor"]).config
+    return load(
+        path, overrides, sizes["pipeline"] * sizes["data"] * sizes["context"] * sizes["tensor"]
+    ).config
 
 
 @contextmanager
 def recorded() -> Iterator[tuple[Made, set[Any]]]:
-    """What `dist.new_group` makes within, under the names that PyTorch itself gives, and the communicators that NCCL would make: one for
-    a group that sums, and in each group one for two ranks that send or receive."""
+    """What `dist.new_group` makes within, under the names that PyTorch itself gives, and the communicators
+    that NCCL would make: one for a group that sums, and in each group one for two ranks that send or receive.
+    """
     made: Made = []
     connected: set[Any] = set()
     new_group, all_reduce, isend, irecv = dist.new_group, dist.all_reduce, dist.isend, dist.irecv
@@ -91,8 +96,12 @@ def recorded() -> Iterator[tuple[Made, set[Any]]]:
         yield made, connected
 
 
-def made_by(config: Config, ranks: Iterable[int], host_size: int | None = None) -> tuple[dict[int, Made], dict[int, int]]:
-    """The communicators that each rank makes when it builds its mesh, and how many NCCL would; a host has two data ranks."""
+def made_by(
+    config: Config, ranks: Iterable[int], host_size: int | None = None
+) -> tuple[dict[int, Made], dict[int, int]]:
+    """The communicators that each rank makes when it builds its mesh, and how many NCCL
+    would; a host has two data ranks.
+    """
     made, counts = {}, {}
     host_size = host_size or 2 * config.parallel.context * config.parallel.tensor
     for rank in ranks:
@@ -121,13 +130,17 @@ def test_all_members_make_a_communicator_under_one_name(layout: str, tmp_path: P
     world = config.world_size
     made, counts = made_by(config, range(world))
     assert complaints(made) == []
-    assert [counts[rank * world // config.parallel.pipeline] for rank in range(config.parallel.pipeline)] == communicators_of(config)
+    assert [
+        counts[rank * world // config.parallel.pipeline] for rank in range(config.parallel.pipeline)
+    ] == communicators_of(config)
 
 
 @pytest.mark.parametrize("path", sorted(path.name for path in (ROOT / "configs").glob("*.json")))
 def test_so_do_the_ranks_of_the_configs(path: str) -> None:
     """Those of two data ranks, of which the first tensor ranks stand for the others."""
-    overrides = ["parallel.data=2", "train.global_batch_size=3072"] + ["parallel.expert=8"] * (path == "deepseek_v3.json")
+    overrides = ["parallel.data=2", "train.global_batch_size=3072"] + ["parallel.expert=8"] * (
+        path == "deepseek_v3.json"
+    )
     world = smallest_world(str(ROOT / "configs" / path), overrides)
     config = load(str(ROOT / "configs" / path), overrides, world).config
     made, counts = made_by(config, range(0, world, config.parallel.tensor))
@@ -136,14 +149,22 @@ def test_so_do_the_ranks_of_the_configs(path: str) -> None:
 
 
 def test_hosts_divide_all_sums_or_none(tmp_path: Path) -> None:
-    """On hosts of three ranks, the four that sum the second stage's gradients are two and two, and those of the first three and one."""
+    """On hosts of three ranks, the four that sum the second stage's gradients are two and two, and
+    those of the first three and one.
+    """
     config = config_of(training.write_config(tmp_path, "nothing"), "pipeline=2 data=4 levels")
     made, _ = made_by(config, range(8), host_size=3)
-    assert complaints(made) == [] and {len(own) for own in made.values()} == {3}, "dp, pp (which is tied too), and pp downward"
+    assert complaints(made) == [] and {len(own) for own in made.values()} == {3}, (
+        "dp, pp (which is tied too), and pp downward"
+    )
 
 
-def test_a_level_may_be_another_group_on_some_ranks_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the first stage's ranks two hosts hold mixed ones, of the second's neighbours: there one level has the ranks of another group."""
+def test_a_level_may_be_another_group_on_some_ranks_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the first stage's ranks two hosts hold mixed ones, of the second's neighbours: there one level
+    has the ranks of another group.
+    """
     hosts = [0, 1, 0, 0, 1, 1, 0, 1, *[2] * 4, *[3] * 4]
     monkeypatch.setattr(DryMesh, "hosts", lambda mesh: [(host, 0) for host in hosts])
     config = config_of(training.write_config(tmp_path, "nothing"), "pipeline=2 data=4 context=2 levels")
@@ -163,4 +184,6 @@ def test_a_rank_that_makes_one_less_is_found(monkeypatch: pytest.MonkeyPatch, tm
     made, _ = made_by(config, range(6))
     assert complaints(made) == ["ranks make [3, 4] communicators"]
     ends, middle = ([name for name, ranks in made[rank] if ranks == (0, 2, 4)] for rank in (0, 2))
-    assert len(ends) == len(middle) == 2 and all(map(str.__ne__, ends, middle)), "pp and pp downward, for which they would wait"
+    assert len(ends) == len(middle) == 2 and all(map(str.__ne__, ends, middle)), (
+        "pp and pp downward, for which they would wait"
+    )

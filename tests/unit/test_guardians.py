@@ -47,7 +47,9 @@ def test_records_are_read_among_whatever_else_stands_there(tmp_path: Path) -> No
         with file.open("rb") as lines:
             assert list(recorded(lines)) == list(zip((1, 2, 3), good, strict=True))
         with file.open("rb") as lines:
-            assert list(recorded(lines, len(good[2]) + 20)) == [(3, good[2])], "the first line there is a part of one"
+            assert list(recorded(lines, len(good[2]) + 20)) == [(3, good[2])], (
+                "the first line there is a part of one"
+            )
         assert Supervisor([], tmp_path).progress() == (0, 3)
         assert drills.last_loss(tmp_path) == 1.5
         assert figures(tmp_path, tmp_path / "step_00000003") == {"step": 3, "loss": 1.5}
@@ -100,12 +102,18 @@ def test_a_look_that_fails_is_said_and_tried_again(
     assert capfd.readouterr().err.count("could not look after the run, and tries on: OSError") == 1
 
 
-def test_a_folder_that_cannot_be_written_does_not_end_the_supervisor(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_does_not_end_the_supervisor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It is asked to stop in a signal's handler, where an exception would leave the run alone."""
     (tmp_path / "file").touch()
     watched = Supervisor([], tmp_path / "file" / "run")
     watched._note(15, None)
-    assert watched.asked() and "STOP cannot be written, so the run does not hear of it: Not a directory" in capfd.readouterr().err
+    assert (
+        watched.asked()
+        and "STOP cannot be written, so the run does not hear of it: Not a directory"
+        in capfd.readouterr().err
+    )
 
 
 def test_what_a_run_prints_is_read_though_nobody_hears_it(tmp_path: Path) -> None:
@@ -118,7 +126,9 @@ def test_what_a_run_prints_is_read_though_nobody_hears_it(tmp_path: Path) -> Non
     assert Supervisor([sys.executable, "-c", code], tmp_path, listener=deaf, stall=5.0, restarts=0).run() == 0
 
 
-def test_a_file_system_that_does_not_answer_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_answer_is_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every rank looks for the file STOP between steps."""
 
     def fail(path: Path) -> NoReturn:
@@ -129,9 +139,7 @@ def test_a_file_system_that_does_not_answer_is_no_request(tmp_path: Path, monkey
     assert not request.requested
 
 
-NAMELESS = (
-    "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff) Z 1 \\xfe', 0, 0, 0); print(flush=True); time.sleep(60)"  # PR_SET_NAME
-)
+NAMELESS = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff) Z 1 \\xfe', 0, 0, 0); print(flush=True); time.sleep(60)"  # PR_SET_NAME
 
 
 def test_other_processes_may_have_any_name() -> None:
@@ -159,7 +167,14 @@ def test_a_guardian_that_nobody_reads_goes_on(say: Any, monkeypatch: pytest.Monk
 def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ended without a word, and a hang after that had no end."""
     ours: Any = object.__new__(doctor.Watchdog)
-    ours.device, ours.rank, ours.tick, ours.round, ours.alarmed, ours.first = torch.device("cpu"), 0, 0.0, 0, False, None
+    ours.device, ours.rank, ours.tick, ours.round, ours.alarmed, ours.first = (
+        torch.device("cpu"),
+        0,
+        0.0,
+        0,
+        False,
+        None,
+    )
     ours.closed, ours.asked, looks = threading.Event(), threading.Event(), []
 
     def is_there(key: str) -> bool:
@@ -189,4 +204,6 @@ def test_a_supervisor_passes_a_mistake_on_as_it_is(
 
     monkeypatch.setattr(supervising, "_attempt", attempt)
     supervising.run()
-    assert "config error: --hostfile: nobody answers (machines that do)" in capsys.readouterr().err.splitlines()
+    assert (
+        "config error: --hostfile: nobody answers (machines that do)" in capsys.readouterr().err.splitlines()
+    )

@@ -1,4 +1,6 @@
-"""What the hang doctor says: of every kind of hang, from records made up here, it must name the cause and the rank."""
+"""What the hang doctor says: of every kind of hang, from records made up here, it
+must name the cause and the rank.
+"""
 
 import json
 import time
@@ -19,24 +21,39 @@ WORLD = "0-3"
 
 
 def seats(*hosts: str) -> dict[int, RankProcess]:
-    return {rank: RankProcess(rank, host, 100 + rank, f"pp {rank // 2}, dp 0, tp {rank % 2}") for rank, host in enumerate(hosts)}
+    return {
+        rank: RankProcess(rank, host, 100 + rank, f"pp {rank // 2}, dp 0, tp {rank % 2}")
+        for rank, host in enumerate(hosts)
+    }
 
 
 HERE = seats("a", "a", "a", "a")
 APART = seats("a", "a", "b", "b")
 
 
-def state(channel: str, begun: int, operation: str = "all_reduce", shape: tuple[int, ...] = (16, 32)) -> tuple[int, list[str]]:
+def state(
+    channel: str, begun: int, operation: str = "all_reduce", shape: tuple[int, ...] = (16, 32)
+) -> tuple[int, list[str]]:
     """A channel in which `begun` operations were begun, the last two remembered."""
     name = {WORLD: "world", "0>2": "pp", "1>3": "pp"}.get(channel, "tp")
     return begun, [operation_text(name, operation, shape, torch.float32)] * min(begun, 2)
 
 
 def rank(
-    number: int, idle: float = 90.0, waiting: tuple[str, int] | None = None, begun: dict[str, int] | None = None, **other: Any
+    number: int,
+    idle: float = 90.0,
+    waiting: tuple[str, int] | None = None,
+    begun: dict[str, int] | None = None,
+    **other: Any,
 ) -> Snapshot:
-    channels = {channel: state(channel, count) for channel, count in ({TP[number]: 7} | (begun or {})).items()}
-    here = {"step": 12, "phase": "forward of microbatch 3", "line": "pipeline/runtime.py:90 (_forward)"} | other
+    channels = {
+        channel: state(channel, count) for channel, count in ({TP[number]: 7} | (begun or {})).items()
+    }
+    here = {
+        "step": 12,
+        "phase": "forward of microbatch 3",
+        "line": "pipeline/runtime.py:90 (_forward)",
+    } | other
     return Snapshot(number, idle=idle, waiting=waiting, channels=channels, **here)
 
 
@@ -58,7 +75,8 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
         Diagnosis(
             "python",
             [1],
-            "rank 1 (host a, pp 0, dp 0, tp 1) never entered tp all_reduce #7 of [16, 32] float32; it is in data/samples.py:88 (samples)"
+            "rank 1 (host a, pp 0, dp 0, tp 1) never entered tp all_reduce #7 of [16, 32] float32; it is "
+            "in data/samples.py:88 (samples)"
             " for 90 s (step 12, data); rank 0 waits there",
         ),
     ),
@@ -72,26 +90,43 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
         world(replace(WAITS, processes=PROCESSES | {"1": "gone"}), *REST),
         Diagnosis("dead", [1], "rank 1 (host a, pp 0, dp 0, tp 1) is dead"),
     ),
-    "dead, not reaped yet": (HERE, world(replace(WAITS, processes=PROCESSES | {"1": "Z"}), *REST), Diagnosis("dead", [1], "rank 1")),
+    "dead, not reaped yet": (
+        HERE,
+        world(replace(WAITS, processes=PROCESSES | {"1": "Z"}), *REST),
+        Diagnosis("dead", [1], "rank 1"),
+    ),
     "dead, by whoever looked last": (
         HERE,
-        world(replace(WAITS, processes=PROCESSES | {"1": "Z"}), *(replace(each, processes=PROCESSES) for each in REST)),
+        world(
+            replace(WAITS, processes=PROCESSES | {"1": "Z"}),
+            *(replace(each, processes=PROCESSES) for each in REST),
+        ),
         Diagnosis("dead", [1], "rank 1"),
     ),
     "stopped": (
         HERE,
         world(replace(WAITS, processes=PROCESSES | {"1": "T"}), *REST),
-        Diagnosis("stopped", [1], "rank 1 (host a, pp 0, dp 0, tp 1) is stopped (by SIGSTOP or a debugger); rank 0 waits in tp all"),
+        Diagnosis(
+            "stopped",
+            [1],
+            "rank 1 (host a, pp 0, dp 0, tp 1) is stopped (by SIGSTOP or a debugger); rank 0 waits in tp all",
+        ),
     ),
     "interpreter held": (
         HERE,
         world(replace(WAITS, processes=PROCESSES), *REST),
-        Diagnosis("silent", [1], "rank 1 (host a, pp 0, dp 0, tp 1) does not answer, though the process runs"),
+        Diagnosis(
+            "silent", [1], "rank 1 (host a, pp 0, dp 0, tp 1) does not answer, though the process runs"
+        ),
     ),
     "host cut off": (
         APART,
         world(WAITS, rank(1)),
-        Diagnosis("unreachable", [2, 3], "rank 2 (host b, pp 1, dp 0, tp 0) and rank 3 (host b, pp 1, dp 0, tp 1) do not answer, nor does"),
+        Diagnosis(
+            "unreachable",
+            [2, 3],
+            "rank 2 (host b, pp 1, dp 0, tp 0) and rank 3 (host b, pp 1, dp 0, tp 1) do not answer, nor does",
+        ),
     ),
     "a death explains silence": (  # of one rank, and not the other way round
         APART,
@@ -101,21 +136,38 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
     "order": (
         HERE,
         world(
-            replace(WAITS, channels={"0-1": state("0-1", 7, "all_gather")}), rank(1, waiting=("0-1", 7)), *REST
+            replace(WAITS, channels={"0-1": state("0-1", 7, "all_gather")}),
+            rank(1, waiting=("0-1", 7)),
+            *REST,
         ),
-        Diagnosis("order", [0, 1], "operations over tp are in different order: #6 is all_gather of [16, 32] float32 on rank 0 "),
+        Diagnosis(
+            "order",
+            [0, 1],
+            "operations over tp are in different order: #6 is all_gather of [16, 32] float32 on rank 0 ",
+        ),
     ),
     "shapes": (
         HERE,
         world(
-            replace(WAITS, channels={"0-1": state("0-1", 7, shape=(8, 32))}), rank(1, waiting=("0-1", 7)), *REST
+            replace(WAITS, channels={"0-1": state("0-1", 7, shape=(8, 32))}),
+            rank(1, waiting=("0-1", 7)),
+            *REST,
         ),
-        Diagnosis("shapes", [0, 1], "operations over tp have different shapes: #6 is all_reduce of [8, 32] float32 on rank 0 "),
+        Diagnosis(
+            "shapes",
+            [0, 1],
+            "operations over tp have different shapes: #6 is all_reduce of [8, 32] float32 on rank 0 ",
+        ),
     ),
     "network between hosts": (
         seats("a", "b", "a", "b"),
         world(WAITS, rank(1, waiting=("0-1", 7)), *REST),
-        Diagnosis("transport", [0, 1], "ranks 0 and 1 have all entered tp all_reduce #7 of [16, 32] float32, which does not end for 90 s:"),
+        Diagnosis(
+            "transport",
+            [0, 1],
+            "ranks 0 and 1 have all entered tp all_reduce #7 of [16, 32] float32, which does not end for "
+            "90 s:",
+        ),
     ),
     "the last has just come": (
         HERE,
@@ -130,7 +182,12 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
             rank(2, waiting=(WORLD, 2), begun={"0>2": 4, WORLD: 2}),
             rank(3, waiting=(WORLD, 2), begun={WORLD: 2}),
         ),
-        Diagnosis("deadlock", [0, 2], "ranks wait for each other in a circle: rank 0 (host a, pp 0, dp 0, tp 0) waits in pp all_reduce #5"),
+        Diagnosis(
+            "deadlock",
+            [0, 2],
+            "ranks wait for each other in a circle: rank 0 (host a, pp 0, dp 0, tp 0) waits in pp "
+            "all_reduce #5",
+        ),
     ),
     "no host waits, as under NCCL": (
         HERE,
@@ -140,13 +197,31 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
     "devices do not end what all have begun": (
         APART,
         world(*(rank(each, phase=FOR_DEVICE, line="train/metrics.py:60 (take)") for each in range(4))),
-        Diagnosis("transport", [0, 1, 2, 3], "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in"),
+        Diagnosis(
+            "transport",
+            [0, 1, 2, 3],
+            "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in",
+        ),
     ),
     "one device holds up the others": (
         HERE,
-        world(*(rank(each, phase=FOR_DEVICE, device=(6 - (each == 2), f"backward of microbatch {each} (step 7)")) for each in range(4))),
-        Diagnosis("transport", [0, 1, 2, 3], "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in the"
-                " network, or a hung device; furthest behind is the device of rank 2, in backward of microbatch 2 (step 7)"),
+        world(
+            *(
+                rank(
+                    each,
+                    phase=FOR_DEVICE,
+                    device=(6 - (each == 2), f"backward of microbatch {each} (step 7)"),
+                )
+                for each in range(4)
+            )
+        ),
+        Diagnosis(
+            "transport",
+            [0, 1, 2, 3],
+            "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in the"
+            " network, or a hung device; furthest behind is the device of rank 2, in backward of "
+            "microbatch 2 (step 7)",
+        ),
     ),
     "never joined": (
         {**HERE, 3: RankProcess(3, "unknown", 0, "still joining")},
@@ -155,20 +230,41 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
     ),
     "devices wait for a host": (
         HERE,
-        world(*(rank(each, phase=FOR_DEVICE) for each in (0, 1, 2)), rank(3, phase="data", line="data/samples.py:88 (samples)")),
-        Diagnosis("python", [3], "rank 3 (host a, pp 1, dp 0, tp 1) is in data/samples.py:88 (samples) for 90 s (step 12, data)"),
+        world(
+            *(rank(each, phase=FOR_DEVICE) for each in (0, 1, 2)),
+            rank(3, phase="data", line="data/samples.py:88 (samples)"),
+        ),
+        Diagnosis(
+            "python",
+            [3],
+            "rank 3 (host a, pp 1, dp 0, tp 1) is in data/samples.py:88 (samples) for 90 s (step 12, data)",
+        ),
     ),
     "an engine's own collectives": (
         HERE,
         world(rank(0), rank(1), rank(2, phase="data", line="data/samples.py:88 (samples)"), rank(3)),
-        Diagnosis("python", [2], "rank 2 (host a, pp 1, dp 0, tp 0) is in data/samples.py:88 (samples) for 90 s (step 12, data)"),
+        Diagnosis(
+            "python",
+            [2],
+            "rank 2 (host a, pp 1, dp 0, tp 0) is in data/samples.py:88 (samples) for 90 s (step 12, data)",
+        ),
     ),
     "connection lost, all alive": (
         HERE,
-        world(rank(0, idle=1.0), rank(1, idle=1.0, failed="RuntimeError: timed out"), rank(2, idle=1.0), rank(3, idle=1.0)),
-        Diagnosis("transport", [1], "rank 1 (host a, pp 0, dp 0, tp 1) lost its connection, though every rank is there: RuntimeError:"),
+        world(
+            rank(0, idle=1.0),
+            rank(1, idle=1.0, failed="RuntimeError: timed out"),
+            rank(2, idle=1.0),
+            rank(3, idle=1.0),
+        ),
+        Diagnosis(
+            "transport",
+            [1],
+            "rank 1 (host a, pp 0, dp 0, tp 1) lost its connection, though every rank is there: "
+            "RuntimeError:",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -193,7 +289,9 @@ def test_a_recorder_counts_what_its_rank_begins_and_where_it_waits() -> None:
         channel = recorder.channel((0, 1))
         assert recorder.waiting is channel and channel.wanted == channel.begun
         recorder.wait_ends(token)
-    assert recorder.channel((0, 1)) is channel and recorder.link(0, 1) is not channel, "one channel a communicator, and one a link"
+    assert recorder.channel((0, 1)) is channel and recorder.link(0, 1) is not channel, (
+        "one channel a communicator, and one a link"
+    )
     assert recorder.waiting is None and channel.begun == KEPT + 1
     assert [note[0] for note in channel.recent] == list(range(2, KEPT + 2))
     assert channel.recent[-1] == (KEPT + 1, "tp", "all_reduce", x.shape, torch.float32)
@@ -209,7 +307,9 @@ def test_a_recorder_counts_what_its_rank_begins_and_where_it_waits() -> None:
 
 
 def test_a_recorder_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups with equal ranks share a channel: their waits would be one group's, or an earlier operation's."""
+    """Groups with equal ranks share a channel: their waits would be one group's, or an
+    earlier operation's.
+    """
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     recorder, x = FlightRecorder(), torch.zeros(3)
@@ -225,7 +325,9 @@ def test_a_recorder_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPat
     recorder.host_wait_begins("data", 1)
     now[0] += 8.0
     recorder.host_wait_ends("data")
-    assert recorder.waits() == Waits(3.0, {"world": 1.0, "dp": 2.0, "data": 8.0}) and recorder.waits() == Waits()
+    assert (
+        recorder.waits() == Waits(3.0, {"world": 1.0, "dp": 2.0, "data": 8.0}) and recorder.waits() == Waits()
+    )
 
 
 def test_a_line_is_that_of_our_code() -> None:

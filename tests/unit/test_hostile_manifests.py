@@ -1,4 +1,6 @@
-"""Manifests that lie, by hand and at random: each is refused in one line, and the checkpoint before takes its place."""
+"""Manifests that lie, by hand and at random: each is refused in one line, and the
+checkpoint before takes its place.
+"""
 
 import base64
 import copy
@@ -133,18 +135,30 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a shape that wraps": set_column("shape", lambda n: np.put(n, 0, 2**63)),
     "slices exchanged": set_column("digest", lambda n: np.put(n, [0, 1], n[[1, 0]])),
     "a digest": set_column("digest", lambda n: np.put(n, 0, n[0] ^ np.uint64(1))),
-    "digests that add up": set_column("digest", lambda n: np.put(n, [0, 1], [n[0] + np.uint64(1), n[1] - np.uint64(1)])),
-    "a slice of the other tensor": lambda m: (m["tensors"]["model/v"].update(slices=3), m["tensors"]["model/w"].update(slices=1)),
-    "fewer slices than none": lambda m: (m["tensors"]["model/v"].update(slices=-1), m["tensors"]["model/w"].update(slices=5)),
+    "digests that add up": set_column(
+        "digest", lambda n: np.put(n, [0, 1], [n[0] + np.uint64(1), n[1] - np.uint64(1)])
+    ),
+    "a slice of the other tensor": lambda m: (
+        m["tensors"]["model/v"].update(slices=3),
+        m["tensors"]["model/w"].update(slices=1),
+    ),
+    "fewer slices than none": lambda m: (
+        m["tensors"]["model/v"].update(slices=-1),
+        m["tensors"]["model/w"].update(slices=5),
+    ),
     "more slices than memory": set_tensor(slices=2**48),
     "half a slice": set_tensor(slices=2.5),
     "a dim that the slices do not have": set_tensor(shape=[8, 6, 1]),
     "the name of a slice": lambda m: m["tensors"].update({"model/v#2": m["tensors"].pop("model/v")}),
 }
-LIES = [(4, lie, edit) for lie, edit in HOSTILE.items()] + [(5, lie, edit) for lie, edit in HOSTILE.items() if lie not in OBJECTS]
+LIES = [(4, lie, edit) for lie, edit in HOSTILE.items()] + [
+    (5, lie, edit) for lie, edit in HOSTILE.items() if lie not in OBJECTS
+]
 
 
-@pytest.mark.parametrize(("version", "edit"), [pytest.param(v, edit, id=f"{lie}-{v}") for v, lie, edit in LIES])
+@pytest.mark.parametrize(
+    ("version", "edit"), [pytest.param(v, edit, id=f"{lie}-{v}") for v, lie, edit in LIES]
+)
 def test_a_hostile_manifest_is_refused(version: int, edit: Any, tmp_path: Path) -> None:
     older, newest = save_both(tmp_path)
     if version < 5:
@@ -159,7 +173,10 @@ def test_hostile_columns_are_refused(lie: str, tmp_path: Path) -> None:
     older, newest = save_both(tmp_path)
     before = json.loads((newest / MANIFEST).read_text())
     edit_text(newest, COLUMNS[lie])
-    assert {**json.loads((newest / MANIFEST).read_text()), "manifest_sha256": ""} != {**before, "manifest_sha256": ""}, "a lie was told"
+    assert {**json.loads((newest / MANIFEST).read_text()), "manifest_sha256": ""} != {
+        **before,
+        "manifest_sha256": "",
+    }, "a lie was told"
     refusal(newest)
     assert find_latest(tmp_path) == older
 
@@ -170,7 +187,10 @@ TEXTS = {
     "deep nesting": (b'{"format_version": 5, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
     "a number of 10000 digits": (b'{"format_version": 5, "step": ' + b"1" * 10**4 + b"}", "damaged"),
     "no text": (b"\xff\xfe" * 50, "damaged"),
-    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format versions 2 to 5"),
+    "the format before": (
+        b'{"format_version": 1, "step": 20}',
+        "has format version 1.*reads format versions 2 to 5",
+    ),
     "nothing": (b"", "damaged"),
 }
 
@@ -189,7 +209,9 @@ def test_a_text_that_is_no_manifest_is_refused(kind: str, signed: bool, tmp_path
     assert find_latest(tmp_path) == older
 
 
-def nodes(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, str | int, tuple[str | int, ...]]]:
+def nodes(
+    value: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[Any, str | int, tuple[str | int, ...]]]:
     """Every (container, key, path to it) in a JSON value."""
     for key in value if isinstance(value, dict) else range(len(value)):
         yield value, key, (*path, key)
@@ -199,13 +221,18 @@ def nodes(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, s
 
 @pytest.mark.parametrize("version", [4, 5])
 def test_random_lies_never_raise_anything_else(version: int, tmp_path: Path) -> None:
-    """Any value anywhere in a manifest becomes something else: refused in one line, or passed where it is the run's own state."""
+    """Any value anywhere in a manifest becomes something else: refused in one line, or passed
+    where it is the run's own state.
+    """
     _, path = save_both(tmp_path)
     if version < 5:
         aged(path, version)
     good = json.loads((path / MANIFEST).read_text())
     del good["manifest_sha256"]
-    rng, values = random.Random(1), [None, True, -1, 2**63, 2**70, 1e308, "", "../x", "\ud800", "ä" * 99, [], {}, [[[]]], {"": 0}]
+    rng, values = (
+        random.Random(1),
+        [None, True, -1, 2**63, 2**70, 1e308, "", "../x", "\ud800", "ä" * 99, [], {}, [[[]]], {"": 0}],
+    )
     refused = 0
     for _ in range(400):
         manifest = copy.deepcopy(good)

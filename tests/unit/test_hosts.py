@@ -32,23 +32,33 @@ def config(tmp_path: Path) -> str:
         ((2, 2), 8, 8, (2, 2, 2, 4)),
         ((2, 2), 4, 4, (2, 2, 1, 4)),
         ((2, 2), 2, 2, (2, 1, 1, 4)),  # as many parts as two ranks can hold, tensor as it was
-        ((2, 2), 7, 6, (1, 3, 2, 4)),  # 4 of 7 would idle too many; six ranks divide the batch with three stages
+        # 4 of 7 would idle too many; six ranks divide the batch with three stages
+        ((2, 2), 7, 6, (1, 3, 2, 4)),
         ((1, 1), 16, 16, (1, 1, 16, 2)),  # a smaller microbatch, for the same batch
         ((1, 1), 12, 12, (1, 3, 4, 4)),
         ((4, 1), 1, 1, (1, 1, 1, 4)),
     ],
 )
-def test_a_layout_is_found_for_what_is_left(config: str, layout: tuple[int, int], ranks: int, used: int, shape: tuple[int, ...]) -> None:
+def test_a_layout_is_found_for_what_is_left(
+    config: str, layout: tuple[int, int], ranks: int, used: int, shape: tuple[int, ...]
+) -> None:
     overrides = [f"parallel.tensor={layout[0]}", f"parallel.pipeline={layout[1]}"]
     planned = plan(config, overrides, ranks)
     there = load(config, [*overrides, *planned.overrides], planned.ranks).config
-    found = (there.parallel.tensor, there.parallel.pipeline, there.parallel.data, there.train.micro_batch_size)
+    found = (
+        there.parallel.tensor,
+        there.parallel.pipeline,
+        there.parallel.data,
+        there.train.micro_batch_size,
+    )
     assert (planned.ranks, found) == (used, shape)
     assert there.train.global_batch_size == TRAIN["global_batch_size"]
 
 
 def test_thousands_of_slots_are_laid_out_at_once(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number of ranks was tried with a whole config, for minutes and without a word, though arithmetic says that it cannot be."""
+    """Each number of ranks was tried with a whole config, for minutes and without a word, though
+    arithmetic says that it cannot be.
+    """
     loaded, load_config = [0], hosts.load
 
     def counted(*arguments: Any) -> Any:
@@ -68,7 +78,9 @@ def test_context_ranks_become_fewer(config: str) -> None:
 
 
 def test_a_schedule_from_a_file_gives_way(config: str, tmp_path: Path) -> None:
-    """A plan is for so many ranks and microbatches; on others every rank would refuse it, and no restart would help."""
+    """A plan is for so many ranks and microbatches; on others every rank would refuse
+    it, and no restart would help.
+    """
     file = tmp_path / "plan.json"
     own = ["parallel.pipeline=2", "parallel.schedule=zb_h1"]
     assert run_script("launch/plan.py", "--config", config, *own, "--write", str(file)).returncode == 0
@@ -97,7 +109,9 @@ def test_the_hostfile_of_a_command(command: str, found: tuple[int, str] | None) 
     assert hostfile_option(command.split()) == (found and (found[0], Path(found[1])))
 
 
-def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_that_do_not_answer_are_left_out(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# ours\nlocalhost slots=4\nnode1 slots=4 # new\n\nnode2 slots=4\n")
     assert read_hostfile(hostfile) == {"localhost": 4, "node1": 4, "node2": 4}
@@ -117,12 +131,26 @@ def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path, c
         read_hostfile(hostfile)
 
 
-@pytest.mark.parametrize("host", ["-oProxyCommand=touch${IFS}pwned", "-v", "node1;touch", "$(touch)", "user@node1", "node\u0661"])
+@pytest.mark.parametrize(
+    "host", ["-oProxyCommand=touch${IFS}pwned", "-v", "node1;touch", "$(touch)", "user@node1", "node\u0661"]
+)
 def test_a_host_that_is_no_name_reaches_no_command(config: str, tmp_path: Path, host: str) -> None:
-    """ssh takes `-oProxyCommand=…` for an option and runs it: whoever could write a hostfile could run anything."""
+    """ssh takes `-oProxyCommand=…` for an option and runs it: whoever could write
+    a hostfile could run anything.
+    """
     hostfile = tmp_path / "hosts"
     hostfile.write_text(f"{host.replace('pwned', str(tmp_path / 'pwned'))} slots=2\n", encoding="utf-8")
-    done = run_script("launch/supervise.py", "--backoff", "0", "deepspeed", "--hostfile", str(hostfile), "x.py", "--config", config)
+    done = run_script(
+        "launch/supervise.py",
+        "--backoff",
+        "0",
+        "deepspeed",
+        "--hostfile",
+        str(hostfile),
+        "x.py",
+        "--config",
+        config,
+    )
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"config error: --hostfile: {hostfile} names the host `")
     assert not (tmp_path / "pwned").exists()
@@ -138,7 +166,9 @@ def test_one_run_a_folder(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path, patience=0.0), FolderLock(tmp_path, patience=0.0)
     first.take()
     first.take()  # which it has
-    with pytest.raises(ConfigError, match=r"log\.dir: .* belongs to a run that is going on \(process \d+ on "):
+    with pytest.raises(
+        ConfigError, match=r"log\.dir: .* belongs to a run that is going on \(process \d+ on "
+    ):
         second.take()
     first.file.close()
     second.take()

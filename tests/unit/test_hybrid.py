@@ -1,4 +1,6 @@
-"""configs/forks/hybrid.py against the recurrence a token at a time, which knows nothing of chunks; and texts that it writes."""
+"""configs/forks/hybrid.py against the recurrence a token at a time, which knows nothing of
+chunks; and texts that it writes.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +26,10 @@ SIZES = {"norm": "rmsnorm", "position": "rope", "bias": False, "attention_every"
 DOCUMENTS = ((0, 1, 7, 16), (0, 4, 5, 16), (0, 16))
 TOLERANCE = 1e-10  # fp64, relative to the largest number of a tensor: some thousand terms in another order
 LEAKS = (
-    ("of_state = total.where(document == 0, -torch.inf).exp()", "of_state = total.exp()"),  # from chunk to chunk
-    ("seen = (document == document.mT).tril()", "seen = torch.ones_like(total @ total.mT).tril() > 0"),  # within a chunk
+    # from chunk to chunk
+    ("of_state = total.where(document == 0, -torch.inf).exp()", "of_state = total.exp()"),
+    # within a chunk
+    ("seen = (document == document.mT).tril()", "seen = torch.ones_like(total @ total.mT).tril() > 0"),
     ("shifted.where(places >= back - i, 0.0)", "shifted"),  # by the convolution
 )
 
@@ -41,7 +45,9 @@ def config_of(folder: Path, *edits: tuple[str, str], **model: object) -> Config:
 
 
 def plain(w: dict[str, Tensor], x: Tensor, heads: int, documents: tuple[tuple[int, ...], ...]) -> Tensor:
-    """``[batch, tokens, hidden]`` → what a gated DeltaNet adds, by the paper's formula, a head and a token after the other."""
+    """``[batch, tokens, hidden]`` → what a gated DeltaNet adds, by the paper's formula, a
+    head and a token after the other.
+    """
     head, found = x.shape[2] // heads, []
     for row, bounds in zip(x, documents, strict=True):
         for begin, end in pairwise(bounds):
@@ -50,12 +56,16 @@ def plain(w: dict[str, Tensor], x: Tensor, heads: int, documents: tuple[tuple[in
                 state, weight, read = torch.zeros(head, head, dtype=x.dtype), w["into.weight"][h], []
                 rows = row[begin:end] @ weight.T
                 for t in range(end - begin):
-                    taps = [rows[t - 3 + i, : 3 * head] * w["mix"][h, :, i] for i in range(4) if t - 3 + i >= 0]
+                    taps = [
+                        rows[t - 3 + i, : 3 * head] * w["mix"][h, :, i] for i in range(4) if t - 3 + i >= 0
+                    ]
                     q, k, v = F.silu(torch.stack(taps).sum(0)).split(head)
                     q, k = q / q.norm() / head**0.5, k / k.norm()
                     write = rows[t, -2].sigmoid()
                     keep = torch.exp(-w["rate"][h].exp() * (1 + (rows[t, -1] + w["rest"][h]).exp()).log())
-                    state = keep * (state @ (torch.eye(head, dtype=x.dtype) - write * torch.outer(k, k))) + write * torch.outer(v, k)
+                    state = keep * (
+                        state @ (torch.eye(head, dtype=x.dtype) - write * torch.outer(k, k))
+                    ) + write * torch.outer(v, k)
                     y = state @ q
                     y = y / (y.square().mean() + 1e-5).sqrt() * w["norm.weight"]
                     read.append(y * F.silu(rows[t, 3 * head : 4 * head]))
@@ -77,9 +87,13 @@ def worst(folder: Path, *edits: tuple[str, str], documents: tuple[tuple[int, ...
     tensors = [x, *layer.attention.parameters()]
     one, other = ([t.detach().clone().requires_grad_() for t in tensors] for _ in range(2))
     whole = torch.func.functional_call(
-        layer.attention, dict(zip(names[1:], one[1:], strict=True)), (one[0].flatten(0, 1), stage.context(batch))
+        layer.attention,
+        dict(zip(names[1:], one[1:], strict=True)),
+        (one[0].flatten(0, 1), stage.context(batch)),
     )
-    expected = plain(dict(zip(names[1:], other[1:], strict=True)), other[0], config.model.num_heads, documents).flatten(0, 1)
+    expected = plain(
+        dict(zip(names[1:], other[1:], strict=True)), other[0], config.model.num_heads, documents
+    ).flatten(0, 1)
     pairs = [(whole, expected)]
     for y, taken in ((whole, one), (expected, other)):
         (y * grad.flatten(0, 1)).sum().backward()
@@ -89,7 +103,9 @@ def worst(folder: Path, *edits: tuple[str, str], documents: tuple[tuple[int, ...
 
 
 def test_chunks_are_the_recurrence(tmp_path: Path) -> None:
-    """A chunk's last tokens, which fill none; a decay counted twice; documents of one token, and those that begin within a chunk."""
+    """A chunk's last tokens, which fill none; a decay counted twice; documents of one token, and
+    those that begin within a chunk.
+    """
     assert worst(tmp_path) < TOLERANCE
 
 
@@ -105,13 +121,17 @@ def test_a_text_is_written_as_a_whole_pass_would(tmp_path: Path) -> None:
 
 
 def test_a_state_needs_no_more_memory_for_a_longer_text(tmp_path: Path) -> None:
-    """Four of five blocks keep a state; it cannot take a token back, and no padding of a divided prompt may be in it."""
+    """Four of five blocks keep a state; it cannot take a token back, and no padding
+    of a divided prompt may be in it.
+    """
     config = config_of(tmp_path)
     stage, cache, held = perturbed(config, 0.2).eval(), KeyValueCache(1, 16), []
     with torch.no_grad():
         for new in (3, 1, 12):
             stage({}, Microbatch(torch.zeros(1, new, dtype=torch.int64)), cache)
-            states = [cache.state(layer.attention) for layer in stage.inner if hasattr(layer.attention, "mix")]  # type: ignore[union-attr]
+            states = [
+                cache.state(layer.attention) for layer in stage.inner if hasattr(layer.attention, "mix")
+            ]  # type: ignore[union-attr]
             held.append([x.untyped_storage().nbytes() for state in states if state for x in state])
     assert held[0] == held[1] == held[2] == [4 * 3 * 24 * 8, 4 * 8 * 8 * 8] * 4  # heads of 8
     cache.length -= 1

@@ -14,7 +14,15 @@ from megacore.model.initial import BLOCKS, initialise
 from megacore.rng import key_of, normal_runs
 
 
-def piece(shape: tuple[int, ...], dim: int, box: TensorSlice | None = None, *, seed: int = 0, name: str = "w", std: float = 1.0) -> Tensor:
+def piece(
+    shape: tuple[int, ...],
+    dim: int,
+    box: TensorSlice | None = None,
+    *,
+    seed: int = 0,
+    name: str = "w",
+    std: float = 1.0,
+) -> Tensor:
     """What is drawn of a logical tensor whose blocks lie along `dim`; all of it without a box."""
     shard = Shard(shape, (split(SOLO, dim),), init_std=std)
     out = torch.full((box or shard).local_shape, torch.nan)
@@ -32,7 +40,8 @@ def at_once(shape: tuple[int, ...], dim: int) -> Tensor:
     return torch.cat(blocks, dim)
 
 
-# Around the number of blocks, where their size changes from one to two and the last block may be short or missing.
+# Around the number of blocks, where their size changes from one to two and the last block may be short or
+# missing.
 @pytest.mark.parametrize("size", [1, 2, 7, 63, 64, 65, 100, 127, 128, 129, 1000])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_box_is_that_part_of_the_whole(monkeypatch: pytest.MonkeyPatch, size: int, dim: int) -> None:
@@ -61,7 +70,9 @@ def test_threads_give_the_same_numbers_and_tell_of_each_block() -> None:
 
 
 def test_masters_start_as_the_rounded_weights() -> None:
-    """Masters with more bits than the weights that compute would be another model after a save and a resume."""
+    """Masters with more bits than the weights that compute would be another model after
+    a save and a resume.
+    """
     shard, out = Shard((8, 8), init_std=1.0), torch.empty(8, 8)
     initialise({"w": (out, shard)}, {"w": shard}, 0, torch.bfloat16)
     assert torch.equal(out, piece((8, 8), 0).bfloat16().float())
@@ -82,17 +93,26 @@ def numbers_drawn(shape: tuple[int, ...], dim: int, box: TensorSlice) -> int:
 
 
 def test_a_rank_draws_little_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the whole tensor on every rank would make start-up grow with the model instead of with its part."""
+    """Drawing the whole tensor on every rank would make start-up grow with the
+    model instead of with its part.
+    """
     monkeypatch.setattr("megacore.rng.RUN", 16)
     rows = 50304
-    assert numbers_drawn((rows, 2), 0, TensorSlice((rows, 2), (rows // 8, 0), (rows // 8, 2))) <= rows * 2 * (BLOCKS // 8 + 1) / BLOCKS
+    assert (
+        numbers_drawn((rows, 2), 0, TensorSlice((rows, 2), (rows // 8, 0), (rows // 8, 2)))
+        <= rows * 2 * (BLOCKS // 8 + 1) / BLOCKS
+    )
     # Rows of a tensor whose blocks are columns: no further than the last row.
-    assert numbers_drawn((800, 640), 1, TensorSlice((800, 640), (0, 0), (100, 640))) <= 100 * 640 + 16 * BLOCKS
+    assert (
+        numbers_drawn((800, 640), 1, TensorSlice((800, 640), (0, 0), (100, 640))) <= 100 * 640 + 16 * BLOCKS
+    )
     assert numbers_drawn((800, 640), 1, TensorSlice((800, 640), (300, 0), (0, 640))) == 0
 
 
 def test_numbers_are_normal() -> None:
-    """Mean, deviation and tails of a tensor, and no block like another: four standard errors of 600,000 numbers."""
+    """Mean, deviation and tails of a tensor, and no block like another: four
+    standard errors of 600,000 numbers.
+    """
     x = piece((1000, 600), 0, name="embedding.weight", std=0.02).double() / 0.02
     error = x.numel() ** -0.5
     assert abs(x.mean()) < 4 * error
@@ -105,7 +125,10 @@ def test_numbers_are_normal() -> None:
 
 def test_another_name_seed_or_block_is_another_stream() -> None:
     """Two layers with equal weights would stay equal for ever, where they see the same input."""
-    tensors = [piece((40, 8), 0, seed=seed, name=name) for seed, name in ((0, "blocks.0.w"), (0, "blocks.1.w"), (1, "blocks.0.w"))]
+    tensors = [
+        piece((40, 8), 0, seed=seed, name=name)
+        for seed, name in ((0, "blocks.0.w"), (0, "blocks.1.w"), (1, "blocks.0.w"))
+    ]
     for i, a in enumerate(tensors):
         assert all(not (a == b).any() for b in tensors[:i])
     assert torch.equal(tensors[0], piece((40, 8), 0, name="blocks.0.w"))

@@ -40,16 +40,31 @@ train:
   save_samples: 1000
 """
 OLDER: dict[str, Any] = {
-    "max_seq_len": 64, "num_gpus": 2, "num_epochs": 3, "learning_rate": "1e-4", "gradient_accumulation_steps": 4, "mixed_precision": "no",
-    "distributed": "deepspeed", "deepspeed": {"zero_stage": 3}, "gradient_checkpointing": False, "save_samples": 0,
-}  # fmt: skip
+    "max_seq_len": 64,
+    "num_gpus": 2,
+    "num_epochs": 3,
+    "learning_rate": "1e-4",
+    "gradient_accumulation_steps": 4,
+    "mixed_precision": "no",
+    "distributed": "deepspeed",
+    "deepspeed": {"zero_stage": 3},
+    "gradient_checkpointing": False,
+    "save_samples": 0,
+}
 
 
 @pytest.fixture
 def at(tmp_path: Path) -> tuple[str, str]:
     """The folder of an imported model, and 1,000 conversations of about 30 tokens."""
     (tmp_path / "run/tokenizer").mkdir(parents=True)
-    model = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 100, "max_positions": 256, "position": "rope"}
+    model = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "vocab_size": 100,
+        "max_positions": 256,
+        "position": "rope",
+    }
     (tmp_path / "run/config.json").write_text(json.dumps({"model": model, "train": {"steps": 9}}))
     (tmp_path / "run/tokenizer/tokenizer.json").write_text("{}")
     with IndexedWriter(str(tmp_path / "chat"), np.uint8) as writer:
@@ -62,25 +77,59 @@ def at(tmp_path: Path) -> tuple[str, str]:
 def test_a_current_recipe(at: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml", reason="PyYAML is not installed: pip install -e '.[datasets]'")
     (tmp_path / "config.yaml").write_text(CURRENT)
-    script.run([str(tmp_path / "config.yaml"), "--run", at[0], "--data", at[1], "--output", str(tmp_path / "mine.json")])
+    script.run(
+        [
+            str(tmp_path / "config.yaml"),
+            "--run",
+            at[0],
+            "--data",
+            at[1],
+            "--output",
+            str(tmp_path / "mine.json"),
+        ]
+    )
     found, said = json.loads((tmp_path / "mine.json").read_text()), capsys.readouterr().out
     held = 1000 / WholeDocuments(IndexedTokens(at[1]), 128).count  # conversations in a sequence
     sequences = 8 * round(128 / held / 8)
     epoch = round(1000 / held / sequences)
     assert 3 < held < 5 and sequences == 32
     assert found["train"] == {
-        "steps": 8 * epoch, "seq_len": 128, "micro_batch_size": 4, "global_batch_size": sequences, "precision": "bf16",
-        "recompute": "full", "seed": 42, "device": "cpu",
-    }  # fmt: skip
+        "steps": 8 * epoch,
+        "seq_len": 128,
+        "micro_batch_size": 4,
+        "global_batch_size": sequences,
+        "precision": "bf16",
+        "recompute": "full",
+        "seed": 42,
+        "device": "cpu",
+    }
     assert found["optim"] == {
-        "kind": "adamw", "lr": 2e-5, "warmup_steps": 25, "schedule": "cosine", "min_lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-        "weight_decay": 0.0, "grad_clip": 1.0,
-    }  # fmt: skip
-    assert found["data"]["tokenizer"] == f"{at[0]}/tokenizer/tokenizer.json" and found["data"]["packing"] == "best_fit"
+        "kind": "adamw",
+        "lr": 2e-5,
+        "warmup_steps": 25,
+        "schedule": "cosine",
+        "min_lr": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "grad_clip": 1.0,
+    }
+    assert (
+        found["data"]["tokenizer"] == f"{at[0]}/tokenizer/tokenizer.json"
+        and found["data"]["packing"] == "best_fit"
+    )
     assert found["checkpoint"] == {"weights": at[0], "every": round(1000 / (sequences * held))}
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     assert found["engine"] == {"kind": "deepspeed", "config": {"zero_optimization": zero}}
-    for key in ("model_path", "lora_alpha", "phased_mt_bench_judge", "checkpoint_at_epoch", "effective_batch_size", "nproc_per_node"):
+    for key in (
+        "model_path",
+        "lora_alpha",
+        "phased_mt_bench_judge",
+        "checkpoint_at_epoch",
+        "effective_batch_size",
+        "nproc_per_node",
+    ):
         assert f"train.{key}: " in said
     assert f"torchrun --nproc-per-node 2 launch/pretrain.py --config {tmp_path}/mine.json" in said
     assert load(str(tmp_path / "mine.json"), [], 2).config.num_microbatches == sequences // 8
@@ -88,7 +137,11 @@ def test_a_current_recipe(at: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
 
 def test_an_older_recipe(at: tuple[str, str]) -> None:
     found, _, processes = converted(OLDER, *at)
-    assert processes == 2 and found["train"]["global_batch_size"] == 2 * 4 and found["train"]["recompute"] == "none"
+    assert (
+        processes == 2
+        and found["train"]["global_batch_size"] == 2 * 4
+        and found["train"]["recompute"] == "none"
+    )
     assert (found["train"]["precision"], found["optim"]["lr"]) == ("fp32", 1e-4)
     assert found["engine"] == {"kind": "deepspeed", "config": {"zero_optimization": {"stage": 3}}}
     epoch = found["train"]["steps"] // 3
@@ -96,18 +149,37 @@ def test_an_older_recipe(at: tuple[str, str]) -> None:
 
 
 OTHER: dict[str, Any] = {  # values that are none of the defaults; the keys without one are numbers
-    "device": "cpu", "checkpoint_at_epoch": False, "keep_last_checkpoint_only": True, "distributed_backend": "deepspeed",
-    "distributed": "deepspeed", "deepspeed_cpu_offload_optimizer": True, "deepspeed_cpu_offload_optimizer_pin_memory": True,
-    "deepspeed_cpu_offload_optimizer_ratio": 0.5, "fsdp_cpu_offload_optimizer": True, "use_dolomite": True, "mock_data": True,
-    "mixed_precision": "fp16", "gradient_checkpointing": False, "adamw_betas": [0.8, 0.9], "lr_scheduler": "linear",
-    "deepspeed.config_path": "ds.json", "deepspeed.zero_stage": 1, "learning_rate": 1e-3, "adamw_weight_decay": 0.5, "adamw_eps": 1e-6,
-    "max_seq_len": 32, "max_batch_len": 8192,
-}  # fmt: skip
+    "device": "cpu",
+    "checkpoint_at_epoch": False,
+    "keep_last_checkpoint_only": True,
+    "distributed_backend": "deepspeed",
+    "distributed": "deepspeed",
+    "deepspeed_cpu_offload_optimizer": True,
+    "deepspeed_cpu_offload_optimizer_pin_memory": True,
+    "deepspeed_cpu_offload_optimizer_ratio": 0.5,
+    "fsdp_cpu_offload_optimizer": True,
+    "use_dolomite": True,
+    "mock_data": True,
+    "mixed_precision": "fp16",
+    "gradient_checkpointing": False,
+    "adamw_betas": [0.8, 0.9],
+    "lr_scheduler": "linear",
+    "deepspeed.config_path": "ds.json",
+    "deepspeed.zero_stage": 1,
+    "learning_rate": 1e-3,
+    "adamw_weight_decay": 0.5,
+    "adamw_eps": 1e-6,
+    "max_seq_len": 32,
+    "max_batch_len": 8192,
+}
 
 
 @pytest.mark.parametrize("key", [*READ, *TOLD])
 def test_no_key_is_passed_over(key: str, at: tuple[str, str]) -> None:
-    """Each changes a setting, or is told by its name, or is refused by it. With a planted key that nobody reads, this fails."""
+    """Each changes a setting, or is told by its name, or is refused by it.
+
+    With a planted key that nobody reads, this fails.
+    """
     plain: dict[str, Any] = {"max_seq_len": 64, "save_samples": 0}
     if key == "deepspeed_cpu_offload_optimizer_pin_memory":
         plain["deepspeed_cpu_offload_optimizer"] = True
@@ -119,7 +191,9 @@ def test_no_key_is_passed_over(key: str, at: tuple[str, str]) -> None:
         assert str(error).startswith(f"config error: train.{key}: ") and "\n" not in str(error)
     else:
         before = converted(plain, *at)
-        assert (found[0], found[2]) != (before[0], before[2]) or any(note.startswith(f"train.{key}: ") for note in found[1])
+        assert (found[0], found[2]) != (before[0], before[2]) or any(
+            note.startswith(f"train.{key}: ") for note in found[1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -134,10 +208,22 @@ def test_no_key_is_passed_over(key: str, at: tuple[str, str]) -> None:
         ({"random_seed": 10**400}, "train.random_seed: 1000"),
         ({"device": "hpu"}, "train.device: 'hpu' is not known here (cuda, cpu)"),
         ({"nproc_per_node": 2, "num_gpus": 4}, "train.num_gpus: differs from nproc_per_node 2"),
-        ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "train.gradient_accumulation_steps: and effective_batch_size both"),
-        ({"deepspeed": {"config_path": "a", "zero_stage": 2}}, "train.deepspeed.zero_stage: and deepspeed.config_path both say it"),
-        ({"distributed_backend": "fsdp", "deepspeed_cpu_offload_optimizer": True}, "does not go with distributed_backend fsdp"),
-        ({"learning_rate": 1e-4, "additional_args": {"learning_rate": 2e-5}}, "train.learning_rate: stands twice, as 0.0001 and as 2e-05"),
+        (
+            {"effective_batch_size": 8, "gradient_accumulation_steps": 2},
+            "train.gradient_accumulation_steps: and effective_batch_size both",
+        ),
+        (
+            {"deepspeed": {"config_path": "a", "zero_stage": 2}},
+            "train.deepspeed.zero_stage: and deepspeed.config_path both say it",
+        ),
+        (
+            {"distributed_backend": "fsdp", "deepspeed_cpu_offload_optimizer": True},
+            "does not go with distributed_backend fsdp",
+        ),
+        (
+            {"learning_rate": 1e-4, "additional_args": {"learning_rate": 2e-5}},
+            "train.learning_rate: stands twice, as 0.0001 and as 2e-05",
+        ),
         ({"additional_args": {"neftune_alpha": 5}}, "train.neftune_alpha: is not known"),
     ],
 )
@@ -149,13 +235,28 @@ def test_what_is_refused(change: dict[str, Any], complaint: str, at: tuple[str, 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b"a: [", "is no YAML"), (b"\xff", "is no YAML"), (b"a: 2024-99-01", "is no YAML"), (b"a: 1", "has no section train")],
+    [
+        (b"a: [", "is no YAML"),
+        (b"\xff", "is no YAML"),
+        (b"a: 2024-99-01", "is no YAML"),
+        (b"a: 1", "has no section train"),
+    ],
 )
 def test_what_is_no_recipe(content: bytes, complaint: str, at: tuple[str, str], tmp_path: Path) -> None:
     pytest.importorskip("yaml", reason="PyYAML is not installed: pip install -e '.[datasets]'")
     (tmp_path / "c.yaml").write_bytes(content)
     with pytest.raises(UserError, match=f"c.yaml: {complaint}"):
-        script.run([str(tmp_path / "c.yaml"), "--run", at[0], "--data", at[1], "--output", str(tmp_path / "mine.json")])
+        script.run(
+            [
+                str(tmp_path / "c.yaml"),
+                "--run",
+                at[0],
+                "--data",
+                at[1],
+                "--output",
+                str(tmp_path / "mine.json"),
+            ]
+        )
     assert not (tmp_path / "mine.json").exists()
 
 

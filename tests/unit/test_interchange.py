@@ -1,4 +1,6 @@
-"""Models to and from Hugging Face's format: nothing changes on the way, and a conversion that would change something is refused."""
+"""Models to and from Hugging Face's format: nothing changes on the way, and a conversion that
+would change something is refused.
+"""
 
 import dataclasses
 import json
@@ -23,29 +25,69 @@ from megacore.tools.interchange.folder import Folder
 from megacore.tools.interchange.mapped import Mapped
 from megacore.tools.settings.load import load
 from tests import peers
-from tests.conversion import assert_nothing_written, export, logits, model_of, random_run, relative, stored, take_in
+from tests.conversion import (
+    assert_nothing_written,
+    export,
+    logits,
+    model_of,
+    random_run,
+    relative,
+    stored,
+    take_in,
+)
 from tests.peers import PEERS
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install -e '.[test]'"
+)
 
-# fp32 rounds to 6e-8; a few blocks and sums over some ten features leave it below this. What a wrong mapping makes is tested below.
+# fp32 rounds to 6e-8; a few blocks and sums over some ten features leave it below this. What a wrong mapping
+# makes is tested below.
 TOLERANCE = 1e-5
 
 OWN: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2, exact gelu, untied": {"activation": "gelu_erf", "tie_embeddings": False, "ffn_size": 40},
     "llama, grouped queries": {
-        "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2,
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+        "num_kv_heads": 2,
     },
-    "qwen2": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "qkv_bias": True, "norm_eps": 1e-6},
-    "qwen3": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "qk_norm": True, "head_size": 8},
-    "granite": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "logit_scale": 0.25, "residual_scale": 0.5},
-}  # fmt: skip
+    "qwen2": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "qkv_bias": True,
+        "norm_eps": 1e-6,
+    },
+    "qwen3": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "qk_norm": True,
+        "head_size": 8,
+    },
+    "granite": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "logit_scale": 0.25,
+        "residual_scale": 0.5,
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensor]]:
-    """`theirs(name)`: the folder that transformers saved model `name` of tests/peers.py to, and its logits of `peers.tokens`."""
+    """`theirs(name)`: the folder that transformers saved model `name` of tests/peers.py to,
+    and its logits of `peers.tokens`.
+    """
     made: dict[str, tuple[Path, Tensor]] = {}
 
     def make(name: str) -> tuple[Path, Tensor]:
@@ -62,7 +104,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 
 def opened_by_transformers(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    ).eval()
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -73,24 +117,34 @@ def test_theirs_in_and_out_again(name, theirs, tmp_path):
     assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
     back = export(run, tmp_path / "back")
     before, after = stored(folder), stored(back)
-    moved = ("q_proj.weight", "kv_a_proj_with_mqa.weight") if name.endswith("half apart") else ()  # it goes out with them side by side
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before if not key.endswith(moved))
+    # it goes out with them side by side
+    moved = ("q_proj.weight", "kv_a_proj_with_mqa.weight") if name.endswith("half apart") else ()
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[key], after[key]) for key in before if not key.endswith(moved)
+    )
     with torch.no_grad():
         assert relative(opened_by_transformers(back)(peers.tokens()[0]).logits, expected) < TOLERANCE
 
 
 def test_experts_in_one_tensor(theirs, tmp_path):
-    """Files that transformers 5 wrote as it holds a model give the same run as files with a tensor for each expert."""
+    """Files that transformers 5 wrote as it holds a model give the same run as files
+    with a tensor for each expert.
+    """
     apart, _ = theirs("mixtral")
     peers.build("mixtral").save_pretrained(tmp_path / "held", save_original_format=False)
     assert any(name.endswith(".experts.gate_up_proj") for name in stored(tmp_path / "held"))
     runs = [take_in(folder, tmp_path / name) for folder, name in ((apart, "a"), (tmp_path / "held", "b"))]
     first, second = (Reader(locate(run)).manifest.tensors for run in runs)
-    assert {name: tensor.digest for name, tensor in first.items()} == {name: tensor.digest for name, tensor in second.items()}
+    assert {name: tensor.digest for name, tensor in first.items()} == {
+        name: tensor.digest for name, tensor in second.items()
+    }
 
 
 def test_layers_that_guess_further_ahead_are_left_out(theirs, tmp_path, capsys):
-    """DeepSeek's files have one behind the last block. Of two that its config does not count, one is another model's."""
+    """DeepSeek's files have one behind the last block.
+
+    Of two that its config does not count, one is another model's.
+    """
     folder = shutil.copytree(theirs("deepseek_v3")[0], tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
@@ -102,7 +156,10 @@ def test_layers_that_guess_further_ahead_are_left_out(theirs, tmp_path, capsys):
     save_file(weights | {"model.layers.4.eh_proj.weight": torch.ones(32, 64)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds the tensor model\.layers\.4\.eh_proj"):
         take_in(folder, tmp_path / "other")
-    for given, wrong in ((None, r"holds the tensor model\.layers\.4"), ("x", "num_nextn_predict_layers is 'x'")):
+    for given, wrong in (
+        (None, r"holds the tensor model\.layers\.4"),
+        ("x", "num_nextn_predict_layers is 'x'"),
+    ):
         (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": given}))
         with pytest.raises(CheckpointError, match=wrong):
             take_in(folder, tmp_path / "other")
@@ -112,22 +169,32 @@ def test_layers_that_guess_further_ahead_are_left_out(theirs, tmp_path, capsys):
 
 
 def test_a_bias_that_no_step_moves_comes_in_and_goes_out(theirs, tmp_path):
-    """Without a rate the files' bias was refused as a tensor of no such model. A run without one is told of its own setting."""
+    """Without a rate the files' bias was refused as a tensor of no such model.
+
+    A run without one is told of its own setting.
+    """
     folder, expected = theirs("deepseek_v3")
     run = take_in(folder, tmp_path / "run", "model.router_bias_rate=0")
     assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
     before, after = stored(folder), stored(export(run, tmp_path / "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    with pytest.raises(ConfigError, match=r"model\.router_bias: is false, and then .* holds the tensor .* without model\.router_bias\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.router_bias: is false, and then .* holds the tensor .* without model\.router_bias\)",
+    ):
         take_in(folder, tmp_path / "other", "model.router_bias_rate=0", "model.router_bias=false")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OWN)
 def test_ours_out(name, dtype, tmp_path, capsys):
-    """transformers computes what our model does, whose weights are rounded alike, from a checkpoint in slices."""
+    """transformers computes what our model does, whose weights are rounded alike,
+    from a checkpoint in slices.
+    """
     model = random_run(tmp_path / "run", **OWN[name])
-    folder = export(tmp_path / "run", tmp_path / "out", "--dtype", {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
+    folder = export(
+        tmp_path / "run", tmp_path / "out", "--dtype", {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    )
     assert {tensor.dtype for tensor in stored(folder).values()} == {dtype}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
@@ -135,7 +202,9 @@ def test_ours_out(name, dtype, tmp_path, capsys):
     with torch.no_grad():
         assert relative(logits(model, rows), opened_by_transformers(folder)(rows).logits) < TOLERANCE
     said = capsys.readouterr().out
-    assert re.findall(r"(\d+) tensors", said) == [str(len(stored(folder)))] * 2, "what is counted is what was written, twice alike"
+    assert re.findall(r"(\d+) tensors", said) == [str(len(stored(folder)))] * 2, (
+        "what is counted is what was written, twice alike"
+    )
     assert "read back: all" in said and "fp64, differ from" in said and "(at most 1e-05)" in said
 
 
@@ -144,7 +213,10 @@ def test_files_of_bounded_size(tmp_path, monkeypatch):
     random_run(tmp_path / "run", **OWN["qwen3"])
     folder = export(tmp_path / "run", tmp_path / "out", "--shard-gib", 8000 / 2**30)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {file.name for file in folder.glob("*.safetensors")} and len(list(folder.iterdir())) > 3
+    assert (
+        set(index["weight_map"].values()) == {file.name for file in folder.glob("*.safetensors")}
+        and len(list(folder.iterdir())) > 3
+    )
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(folder).values())
     monkeypatch.setattr(importer, "FILE_BYTES", 8000)
     again = take_in(folder, tmp_path / "again")
@@ -157,11 +229,20 @@ def test_an_import_is_a_run_to_start_from(theirs, tmp_path):
     """Its config fine-tunes it, with the overrides; its checkpoint holds weights alone, and says whose."""
     run = take_in(theirs("gpt2")[0], tmp_path / "run", "train.seq_len=8", "train.precision=bf16")
     config = json.loads((run / "config.json").read_text())
-    assert (config["train"]["seq_len"], config["train"]["precision"], config["log"]["dir"]) == (8, "bf16", f"{run}_finetuned")
+    assert (config["train"]["seq_len"], config["train"]["precision"], config["log"]["dir"]) == (
+        8,
+        "bf16",
+        f"{run}_finetuned",
+    )
     on_four = load(str(run / "config.json"), ["data.train=x", "train.steps=70"], 4).config
-    assert (on_four.parallel.data, on_four.optim.decay_steps) == (4, 70), "what follows from other values must follow them"
+    assert (on_four.parallel.data, on_four.optim.decay_steps) == (4, 70), (
+        "what follows from other values must follow them"
+    )
     reader = Reader(locate(run))
-    assert (reader.step, reader.state["weights_of"]["architecture"]) == (0, "GPT2LMHeadModel") and "engine" not in reader.state
+    assert (reader.step, reader.state["weights_of"]["architecture"]) == (
+        0,
+        "GPT2LMHeadModel",
+    ) and "engine" not in reader.state
     assert all(name.startswith("model/") for name in reader.names) and on_four.checkpoint.weights == str(run)
 
 
@@ -172,29 +253,39 @@ def test_other_dtypes_come_in(dtype, tmp_path):
     peers.build("qwen2").to(dtype).save_pretrained(folder)
     run = take_in(folder, tmp_path / "run", "train.precision=fp64")
     weights = stored(folder)
-    assert torch.equal(model_of(run).embedding.embedding.weight, weights["model.embed_tokens.weight"].double())
+    assert torch.equal(
+        model_of(run).embedding.embedding.weight, weights["model.embed_tokens.weight"].double()
+    )
 
 
 def test_tied_heads_may_be_stored_twice_if_they_agree(theirs, tmp_path):
     folder = shutil.copytree(theirs("gpt2")[0], tmp_path / "theirs")
     weights = stored(folder)
-    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"].clone()}, folder / "model.safetensors")
+    save_file(
+        weights | {"lm_head.weight": weights["transformer.wte.weight"].clone()}, folder / "model.safetensors"
+    )
     take_in(folder, tmp_path / "run")
-    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}, folder / "model.safetensors")
+    save_file(
+        weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}, folder / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"holds the tensor lm_head\.weight"):
         take_in(folder, tmp_path / "other")
 
 
 def test_files_of_old(theirs, tmp_path):
-    """As GPT-2 itself is published: names without their prefix, and attention's masks among the parameters."""
+    """As GPT-2 itself is published: names without their prefix, and attention's masks
+    among the parameters.
+    """
     folder = shutil.copytree(theirs("gpt2")[0], tmp_path / "theirs")
     old = {name.removeprefix("transformer."): tensor for name, tensor in stored(folder).items()}
-    save_file(old | {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}, folder / "model.safetensors")
+    save_file(
+        old | {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}, folder / "model.safetensors"
+    )
     run = take_in(folder, tmp_path / "run")
     assert relative(logits(model_of(run), peers.tokens()[0]), theirs("gpt2")[1]) < TOLERANCE
 
 
-# --- planted faults ---------------------------------------------------------------------------------------------------
+# --- planted faults -----------------------------------------------------------------------------------------
 
 
 def changed(mapped: list[Mapped], name: str, **functions: Callable[..., Any]) -> list[Mapped]:
@@ -214,33 +305,55 @@ def change_mapping(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Mappe
 
 @pytest.mark.parametrize("consistent", [False, True])
 def test_swapped_tensors_are_not_exported(consistent, tmp_path, monkeypatch):
-    """Gate and up have one shape. Swapped on the way out, they are not what was read; swapped both ways, logits alone tell."""
+    """Gate and up have one shape.
+
+    Swapped on the way out, they are not what was read; swapped both ways, logits alone tell.
+    """
     random_run(tmp_path / "run", **OWN["llama, grouped queries"])
     name = "blocks.1.feed_forward.up.weight"
 
     def wrong(mapped):
         (up,) = (tensor for tensor in mapped if tensor.name == name)
         functions = {"split": lambda ours: up.split(ours.flip(0))}
-        return changed(mapped, name, **functions, **({"join": lambda theirs: up.join(theirs).flip(0)} if consistent else {}))
+        return changed(
+            mapped,
+            name,
+            **functions,
+            **({"join": lambda theirs: up.join(theirs).flip(0)} if consistent else {}),
+        )
 
     change_mapping(monkeypatch, wrong)
-    message = r"logits of .* differ from LlamaForCausalLM's by" if consistent else r"tensor blocks\.1\.feed_forward\.up\.weight, read back,"
+    message = (
+        r"logits of .* differ from LlamaForCausalLM's by"
+        if consistent
+        else r"tensor blocks\.1\.feed_forward\.up\.weight, read back,"
+    )
     with pytest.raises(CheckpointError, match=message):
         export(tmp_path / "run", tmp_path / "out")
     assert_nothing_written(tmp_path / "out")
 
 
-SMALL_MISTAKES = [("layer_norm_epsilon", 1e-6), ("activation_function", "gelu"), ("scale_attn_weights", False), ("n_head", 2)]
+SMALL_MISTAKES = [
+    ("layer_norm_epsilon", 1e-6),
+    ("activation_function", "gelu"),
+    ("scale_attn_weights", False),
+    ("n_head", 2),
+]
 
 
 def test_no_tolerance_passes_what_a_small_mistake_makes() -> None:
-    """Another epsilon of a norm, or the other form of gelu, moves logits by 1e-4. Large models are compared in fp32; no test has one."""
+    """Another epsilon of a norm, or the other form of gelu, moves logits by 1e-4.
+
+    Large models are compared in fp32; no test has one.
+    """
     assert max(compare.TOLERANCE.values()) < 1e-4
 
 
 @pytest.mark.parametrize("key, value", SMALL_MISTAKES)
 def test_a_wrong_setting_is_not_exported(key, value, tmp_path, monkeypatch):
-    """All tensors are right, and the model is another: the least of these still stands out of the tolerance."""
+    """All tensors are right, and the model is another: the least of these still stands
+    out of the tolerance.
+    """
     random_run(tmp_path / "run")
     right = exporter.family_for_config
 
@@ -269,7 +382,9 @@ def test_a_setting_read_wrongly_is_not_imported(theirs, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layer, refused", [(0, True), (1, False)])
 def test_compare_layers_compares_the_first(layer, refused, tmp_path, monkeypatch):
-    """`--compare-layers 1` sees a fault of the first block, from the written files; of the second it cannot."""
+    """`--compare-layers 1` sees a fault of the first block, from the written files; of
+    the second it cannot.
+    """
     random_run(tmp_path / "run", **OWN["llama, grouped queries"])
     name = f"blocks.{layer}.norm1.weight"
     peer = f"model.layers.{layer}.input_layernorm.weight"
@@ -282,11 +397,13 @@ def test_compare_layers_compares_the_first(layer, refused, tmp_path, monkeypatch
         export(tmp_path / "run", tmp_path / "out", "--compare-layers", 1)
 
 
-# --- around it --------------------------------------------------------------------------------------------------------
+# --- around it ----------------------------------------------------------------------------------------------
 
 
 def test_without_transformers(theirs, tmp_path, monkeypatch, capsys):
-    """Exports, which are compared with it, say what to install; imports do with their round trip, and say so."""
+    """Exports, which are compared with it, say what to install; imports do with their
+    round trip, and say so.
+    """
     folder, expected = theirs("llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
     run = take_in(folder, tmp_path / "run")
@@ -307,7 +424,9 @@ def test_what_is_there_is_not_touched(tmp_path):
     (tmp_path / "other.partial").mkdir()
     with pytest.raises(ConfigError, match=r"--output: .*/other\.partial is there"):
         export(tmp_path / "run", tmp_path / "other")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"] and list((tmp_path / "other.partial").iterdir()) == []
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"] and list(
+        (tmp_path / "other.partial").iterdir()
+    ) == []
 
 
 STOPS = [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "No space left on device"), CheckpointError)]
@@ -329,7 +448,10 @@ def test_nothing_half_written(error, raised, theirs, tmp_path, monkeypatch):
         return stop
 
     for kind, convert, source in ((Reader, export, tmp_path / "run"), (Folder, take_in, theirs("gpt2")[0])):
-        with monkeypatch.context() as patch, pytest.raises(raised, match="No space left" if raised is CheckpointError else None):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(raised, match="No space left" if raised is CheckpointError else None),
+        ):
             patch.setattr(kind, "read", stopping(kind.read))
             convert(source, tmp_path / "out")
         assert_nothing_written(tmp_path / "out")

@@ -42,7 +42,9 @@ def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     meters = []
     for kind in (Reader, Folder):
         meter, read = Meter(), kind.read
-        monkeypatch.setattr(kind, "read", lambda self, *args, meter=meter, read=read: meter.watch(read(self, *args).clone()))
+        monkeypatch.setattr(
+            kind, "read", lambda self, *args, meter=meter, read=read: meter.watch(read(self, *args).clone())
+        )
         meters.append(meter)
     export(tmp_path / "run", tmp_path / "out")
     take_in(tmp_path / "out", tmp_path / "again")

@@ -13,7 +13,9 @@ from tests.kernel_checks import needs_triton
 
 pytestmark = needs_triton
 ROOT = Path(__file__).resolve().parents[2]
-bench = pytest.importorskip("benchmarks.kernel_compile", reason="Triton is not installed", exc_type=ImportError)
+bench = pytest.importorskip(
+    "benchmarks.kernel_compile", reason="Triton is not installed", exc_type=ImportError
+)
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -76,12 +78,24 @@ def test_narrow_loads_are_found(target):
     "assembly, load, store",
     [
         ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128, 0),
-        ("ld.global.L1::evict_last.L2::cache_hint.v2.b32 {%r1, %r2}, [%rd1], %rd2; ld.global.b16 {%rs1}, [%rd2];", 64, 0),
-        ("st.global.v2.b64 [ %rd1 + 0 ], { %rd2, %rd3 }; ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];", 0, 128),
+        (
+            "ld.global.L1::evict_last.L2::cache_hint.v2.b32 {%r1, %r2}, [%rd1], %rd2; ld.global.b16 {%rs1}, [%rd2];",
+            64,
+            0,
+        ),
+        (
+            "st.global.v2.b64 [ %rd1 + 0 ], { %rd2, %rd3 }; ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];",
+            0,
+            128,
+        ),
         ("ld.global.nc.f32 %f1, [%rd1]; st.global.u8 [%rd1], %rs1;", 32, 8),
         ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128, 0),
         ("global_load_dwordx4 v[0:3], v4, s[0:1]\nbuffer_store_short v0, v1, s[0:3], 0 offen", 128, 16),
-        ("global_load_dword v0, v1, s[0:1]\nglobal_store_b128 v0, v[1:4], s[0:1]\nds_read_b128 v[0:3], v4", 32, 128),
+        (
+            "global_load_dword v0, v1, s[0:1]\nglobal_store_b128 v0, v[1:4], s[0:1]\nds_read_b128 v[0:3], v4",
+            32,
+            128,
+        ),
         ("global_load_ushort v0, v1, s[0:1]\nglobal_load_ubyte v0, v1, s[0:1]", 16, 0),
     ],
 )
@@ -97,7 +111,11 @@ def test_launches_are_captured_as_triton_would_specialise_them():
     named = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
     assert named["HAS_BIAS"] is True and named["BLOCK"] == 1024 and options["num_warps"] == 4
     assert source.signature["x"] == "*bf16" and source.signature["features"] == "i32"
-    divisible = {source.fn.arg_names[place[0]] for place, hints in source.attrs.items() if ["tt.divisibility", 16] in hints}
+    divisible = {
+        source.fn.arg_names[place[0]]
+        for place, hints in source.attrs.items()
+        if ["tt.divisibility", 16] in hints
+    }
     assert {"x", "bias", "y", "features", "x_stride"} <= divisible
     odd, _ = bench.launches_of("bias_gelu", Size(64, 3071), torch.bfloat16)
     source, _ = odd.source(bench.TARGETS["sm_90"])
@@ -107,7 +125,9 @@ def test_launches_are_captured_as_triton_would_specialise_them():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_captured(name):
     """Forward, and backward where there is one, reach Triton, at the size of some model."""
-    assert bench.launches_of(name, next(size for found, size in model_sizes() if found == name), torch.bfloat16)
+    assert bench.launches_of(
+        name, next(size for found, size in model_sizes() if found == name), torch.bfloat16
+    )
 
 
 def test_a_new_key_compiles_nothing():
@@ -116,13 +136,19 @@ def test_a_new_key_compiles_nothing():
     found = set()
     for key, first in ((0, 0), (1, 768), (16, 2**40), (2**62 + 1, 64)):
         with bench.recorded_launches() as launches:
-            bias_dropout_residual(x, None, x, 0.3, key, first=first, implementation="triton").backward(torch.empty_like(x))
+            bias_dropout_residual(x, None, x, 0.3, key, first=first, implementation="triton").backward(
+                torch.empty_like(x)
+            )
         found.add(tuple(launch.identity for launch in launches))
     assert len(found) == 1
 
 
 def test_what_compiles_to_the_same_code_is_compiled_once():
-    found = bench.variants([("gelu", Size(64, 3072)), ("gelu", Size(128, 4096)), ("gelu", Size(64, 512))], [torch.bfloat16], ["sm_90"])
+    found = bench.variants(
+        [("gelu", Size(64, 3072)), ("gelu", Size(128, 4096)), ("gelu", Size(64, 512))],
+        [torch.bfloat16],
+        ["sm_90"],
+    )
     assert [(v.size.width, v.index) for v in found] == [(3072, 0), (3072, 1), (512, 0), (512, 1)]
 
 
@@ -135,31 +161,73 @@ def test_tuned_kernels_do_not_spill():
 
 
 def test_compile_table(capsys):
-    arguments = ["--compile-only", "--only", "swiglu", "--models", "gpt_7b", "--dtypes", "bf16", "--processes", "1"]
+    arguments = [
+        "--compile-only",
+        "--only",
+        "swiglu",
+        "--models",
+        "gpt_7b",
+        "--dtypes",
+        "bf16",
+        "--processes",
+        "1",
+    ]
     assert kernels.main(arguments) == 0
     shown = capsys.readouterr().out
-    assert all(target in shown for target in bench.TARGETS) and "8 kernels" in shown and "none with a fault" in shown
+    assert (
+        all(target in shown for target in bench.TARGETS)
+        and "8 kernels" in shown
+        and "none with a fault" in shown
+    )
 
 
 def test_a_fault_in_the_table_is_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(bench, "WIDE", 256)
-    arguments = ["--compile-only", "--only", "swiglu", "--models", "gpt_7b", "--dtypes", "bf16", "--processes", "1"]
+    arguments = [
+        "--compile-only",
+        "--only",
+        "swiglu",
+        "--models",
+        "gpt_7b",
+        "--dtypes",
+        "bf16",
+        "--processes",
+        "1",
+    ]
     assert kernels.main(arguments) == 1
-    assert "swiglu, _forward_kernel at 8192 × 11008 for sm_80: loads 128 bits at most" in capsys.readouterr().out
+    assert (
+        "swiglu, _forward_kernel at 8192 × 11008 for sm_80: loads 128 bits at most" in capsys.readouterr().out
+    )
 
 
 def test_shares_and_goals():
     """A share is the copy's time over the kernel's; rows of 1K have a lower goal."""
-    found = Measured("gelu", Size(4, 4096), "torch.bfloat16", "forward", 8, 0.95, {"triton": 2.0, "copy": 1.0, "eager": 4.0}, {})
+    found = Measured(
+        "gelu",
+        Size(4, 4096),
+        "torch.bfloat16",
+        "forward",
+        8,
+        0.95,
+        {"triton": 2.0, "copy": 1.0, "eager": 4.0},
+        {},
+    )
     assert found.share("triton") == 0.5 and found.share("liger") is None and not found.slower_than_eager
     norm = OPERATIONS["layer_norm"]
-    assert [norm.goal(backward, width) for backward in (False, True) for width in (1024, 4096)] == [0.85, 0.95, 0.85, 0.85]
+    assert [norm.goal(backward, width) for backward in (False, True) for width in (1024, 4096)] == [
+        0.85,
+        0.95,
+        0.85,
+        0.85,
+    ]
 
 
 def test_bytes_that_must_be_moved():
     """Of 2 heads of 4 queries and 4 keys a causal mask shows 20 scores of 32; AdamW's are those that its formula names."""
     assert OPERATIONS["causal_softmax"].moved(Size(8, 4), 2) == ((20 + 32) * 2, (40 + 32) * 2)
-    assert OPERATIONS["adamw"].moved(Size(16, 1), 2)[0] == 16 * (4 * 4 + 3 * 4 + 2)  # reads g, p, m, v; writes p, m, v and a copy
+    assert OPERATIONS["adamw"].moved(Size(16, 1), 2)[0] == 16 * (
+        4 * 4 + 3 * 4 + 2
+    )  # reads g, p, m, v; writes p, m, v and a copy
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -173,7 +241,9 @@ def test_dry_run(tmp_path):
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("kernels_dry_run_*.json")
     report = json.loads(path.read_text(encoding="utf-8"))
-    assert {found["direction"] for found in report["measured"]} == {"forward", "backward"} and len(report["errors"]) == 4
+    assert {found["direction"] for found in report["measured"]} == {"forward", "backward"} and len(
+        report["errors"]
+    ) == 4
     assert all(found["seconds"].keys() == {"triton", "eager", "copy"} for found in report["measured"])
     assert report["versions"]["triton"] and report["date"] and path.with_suffix(".svg").stat().st_size
 

@@ -13,7 +13,9 @@ from tests.compiling import graphs_counted
 
 
 def test_missing_triton_on_a_gpu_is_said_once():
-    """A silently unfused operation would be a slow run nobody can explain; a line per call would bury the log."""
+    """A silently unfused operation would be a slow run nobody can explain; a line
+    per call would bury the log.
+    """
     dispatch.notice_missing_triton.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -34,14 +36,24 @@ def test_asking_for_missing_triton_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model", [[], ["model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.attention=fused"]], ids=str
+    "model",
+    [[], ["model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.attention=fused"]],
+    ids=str,
 )
 def test_auto_leaves_fusing_to_the_compiler(monkeypatch, model):
-    """As on a GPU, where a launch would end a compiled block's graph; Triton has no launches for a CPU, so that any would fail too."""
+    """As on a GPU, where a launch would end a compiled block's graph; Triton has no launches for a
+    CPU, so that any would fail too.
+    """
     monkeypatch.setattr(dispatch, "FUSED_ON", ("cpu",))
     sections = {
         "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 65},
-        "train": {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 2, "precision": "fp32", "compile": True},
+        "train": {
+            "seq_len": 16,
+            "micro_batch_size": 2,
+            "global_batch_size": 2,
+            "precision": "fp32",
+            "compile": True,
+        },
     }
     x = torch.randn(32, 32, requires_grad=True)
     with graphs_counted() as found:

@@ -31,11 +31,18 @@ def config_of(folder: Path, **model: object) -> Config:
 
 
 def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
-    """transformers' attention with these weights, cos and sin of its positions. It pairs features that stand side by side, as DeepSeek's
-    weights do, and megacore those a half apart: so the features that turn stand in another order."""
+    """transformers' attention with these weights, cos and sin of its positions.
+
+    It pairs features that stand side by side, as DeepSeek's weights do, and megacore those a half apart: so
+    the features that turn stand in another order.
+    """
     deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     model, turned, plain = config.model, LATENT["head_size"], LATENT["plain_size"]
-    sizes = {"hidden_size": model.hidden_size, "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_heads}
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_heads,
+    }
     latent = {"q_lora_rank": model.q_rank, "kv_lora_rank": model.kv_rank, "v_head_dim": model.value_size}
     heads = {"qk_nope_head_dim": plain, "qk_rope_head_dim": turned, "attn_implementation": "eager"}
     settings = deepseek.DeepseekV3Config(**sizes, **latent, **heads)
@@ -45,7 +52,9 @@ def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Te
     q = torch.cat((q[:, :plain], q[:, plain:][:, side_by_side]), 1).flatten(0, 1)
     rank = LATENT["kv_rank"]
     named = {
-        "kv_a_proj_with_mqa": torch.cat((weights["latent.weight"][:rank], weights["latent.weight"][rank:][side_by_side])),
+        "kv_a_proj_with_mqa": torch.cat(
+            (weights["latent.weight"][:rank], weights["latent.weight"][rank:][side_by_side])
+        ),
         "kv_a_layernorm": weights["latent.norm"],
         "kv_b_proj": weights["key_value.weight"].flatten(0, 1),
         "o_proj": weights["output.weight"],
@@ -69,13 +78,21 @@ def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Te
 
 @pytest.mark.parametrize("q_rank", [20, None])
 def test_attention_and_gradients_are_those_of_transformers(tmp_path: Path, q_rank: int | None) -> None:
-    """A head's features in another order, a norm on the wrong latent, a key that each head has of its own, a scale without the part that
-    turns."""
-    pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")  # what it imports must not see `widened`'s types
+    """A head's features in another order, a norm on the wrong latent, a key that each head has of its own, a
+    scale without the part that turns.
+    """
+    # what it imports must not see `widened`'s types
+    pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     config = config_of(tmp_path, q_rank=q_rank)
     stage = perturbed(config, 0.2)
     attention: Any = stage.inner[0].attention
-    x = torch.randn(BATCH, TOKENS, config.model.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        BATCH,
+        TOKENS,
+        config.model.hidden_size,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+    )
     ours = x.flatten(0, 1).requires_grad_()
     y = attention(ours, stage.context(Microbatch(torch.zeros(BATCH, TOKENS, dtype=torch.int64))))
     weight = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
@@ -93,7 +110,9 @@ def test_attention_and_gradients_are_those_of_transformers(tmp_path: Path, q_ran
 
 @pytest.mark.parametrize("q_rank", [20, None])
 def test_a_text_is_written_as_a_whole_pass_would(tmp_path: Path, q_rank: int | None) -> None:
-    """Absorbed matrices give what keys and values of their own do: behind a prompt single tokens, and several at once."""
+    """Absorbed matrices give what keys and values of their own do: behind a prompt
+    single tokens, and several at once.
+    """
     assert worst_logits(config_of(tmp_path, q_rank=q_rank, init_std=0.2), (5, 1, 1, 3, 1, 1)) < 1e-12
 
 
@@ -112,16 +131,27 @@ def test_operations_are_counted(tmp_path: Path, q_rank: int | None) -> None:
     config = config_of(tmp_path, q_rank=q_rank)
     attention: Any = whole_model(config, "meta").inner[0].attention
     assert projection_weights(config) == sum(p.numel() for p in attention.parameters() if p.dim() > 1)
-    assert attention_flops(config, causal=False) == 2 * config.train.seq_len * config.model.num_heads * (16 + 7)
+    assert attention_flops(config, causal=False) == 2 * config.train.seq_len * config.model.num_heads * (
+        16 + 7
+    )
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"kv_rank": None}, "model.q_rank: keys and values have no latent (null, or model.kv_rank=512)"),
-    ({"kv_rank": None, "q_rank": None, "value_size": 128}, "model.plain_size: keys and values have no latent (128, or model.kv_rank=512)"),
-    ({"num_kv_heads": 2}, "model.num_kv_heads: with model.kv_rank each of 4 heads has a key of its own (4 or null)"),
+    (
+        {"kv_rank": None, "q_rank": None, "value_size": 128},
+        "model.plain_size: keys and values have no latent (128, or model.kv_rank=512)",
+    ),
+    (
+        {"num_kv_heads": 2},
+        "model.num_kv_heads: with model.kv_rank each of 4 heads has a key of its own (4 or null)",
+    ),
     ({"window": 4}, "model.window: latent attention does not go with 4 (null, or model.kv_rank=null)"),
     ({"bias": True}, "model.bias: latent attention does not go with true (false, or model.kv_rank=null)"),
-    ({"position": "learned"}, "model.position: latent attention does not go with learned (rope, or model.kv_rank=null)"),
+    (
+        {"position": "learned"},
+        "model.position: latent attention does not go with learned (rope, or model.kv_rank=null)",
+    ),
     ({"value_size": 2**44}, "model.value_size: with model.hidden_size 32 makes a tensor of"),
 ]
 

@@ -11,10 +11,21 @@ import torch
 from torch import Tensor
 
 from megacore.kernels import layernorm
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, launches, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    launches,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
 EPS = 0.1  # large, so that a wrong one shows
-LONG = {"MAX_BLOCK": 16, "MAX_BACKWARD_BLOCK": 8}  # what makes rows of 17 and 9 as long as ones of 16385 and 8193
+LONG = {
+    "MAX_BLOCK": 16,
+    "MAX_BACKWARD_BLOCK": 8,
+}  # what makes rows of 17 and 9 as long as ones of 16385 and 8193
 CASES: list[tuple[tuple[int, ...], dict[str, int]]] = [
     ((1, 7), {}),  # one row
     ((2, 3, 13), {}),
@@ -25,7 +36,9 @@ CASES: list[tuple[tuple[int, ...], dict[str, int]]] = [
     ((19, 17), {"MAX_BACKWARD_BLOCK": 8}),  # forward in one block, backward not, several turns
 ]
 FAULT = 1e-5
-TRITON_TOLERANCE = INTERPRETED_TOLERANCE | {torch.float32: 4e-6}  # rsqrt's own error counts twice in the gradient
+TRITON_TOLERANCE = INTERPRETED_TOLERANCE | {
+    torch.float32: 4e-6
+}  # rsqrt's own error counts twice in the gradient
 
 
 def expected(rms: bool, s: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -36,7 +49,9 @@ def expected(rms: bool, s: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return y if bias is None else y + bias
 
 
-def fused(rms: bool, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, implementation: Any) -> tuple[Tensor, ...]:
+def fused(
+    rms: bool, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, implementation: Any
+) -> tuple[Tensor, ...]:
     if rms:
         result = layernorm.rms_norm(x, weight, EPS, residual=residual, implementation=implementation)
     else:
@@ -77,7 +92,10 @@ def kernels_run(device: str, features: int, rms: bool, sizes: dict[str, int]) ->
     """Each kernel launched: its name, whether a row is one block, whether a program takes several rows at once."""
     with launches() as log:
         error_against_fp64(rms, True, "triton", device, (3, features), torch.float32, sizes)
-    return [(name, options.get("ONE_BLOCK"), options["ROWS"] > 1 if "ROWS" in options else None) for name, options in log]
+    return [
+        (name, options.get("ONE_BLOCK"), options["ROWS"] > 1 if "ROWS" in options else None)
+        for name, options in log
+    ]
 
 
 def check_corner_cases(device: str) -> None:
@@ -97,7 +115,9 @@ def check_corner_cases(device: str) -> None:
         # Only the sum is used, or only the norm.
         x, residual = (seeded((3, 8), device, seed=i).requires_grad_() for i in range(2))
         y, total = fused(rms, x, weight, bias, residual, "triton")
-        assert torch.equal(torch.autograd.grad(total.sum(), residual, retain_graph=True)[0], torch.ones_like(x))
+        assert torch.equal(
+            torch.autograd.grad(total.sum(), residual, retain_graph=True)[0], torch.ones_like(x)
+        )
         of_norm = torch.autograd.grad((y * x.detach()).sum(), (x, residual))
         assert torch.equal(*of_norm) and of_norm[0].any()
         # No rows.
@@ -111,7 +131,9 @@ def check_corner_cases(device: str) -> None:
                 # A variance from the mean of squares would be lost here: 3000² has no room for ones in fp32.
                 far = (seeded((2, 8), device) + 3000.0) if not rms else seeded((2, 8), device, spread=1e-6)
                 exact = expected(rms, far.double(), weight, bias).float()
-                torch.testing.assert_close(fused(rms, far, weight, bias, None, "triton")[0], exact, rtol=2e-3, atol=2e-3)
+                torch.testing.assert_close(
+                    fused(rms, far, weight, bias, None, "triton")[0], exact, rtol=2e-3, atol=2e-3
+                )
                 bad = seeded((3, 8), device)
                 bad[1, 5] = float("nan")
                 y = fused(rms, bad, weight, bias, None, "triton")[0]
@@ -131,7 +153,10 @@ def check_many_shares(device: str) -> None:
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("shape, sizes", CASES, ids=str)
 def test_triton_equals_fp64(interpreted, shape, sizes, rms, adds):
-    assert interpreted(error_against_fp64, rms, adds, "triton", "cpu", shape, torch.float32, sizes) < TRITON_TOLERANCE[torch.float32]
+    assert (
+        interpreted(error_against_fp64, rms, adds, "triton", "cpu", shape, torch.float32, sizes)
+        < TRITON_TOLERANCE[torch.float32]
+    )
 
 
 @needs_triton
@@ -141,7 +166,10 @@ def test_triton_in_16_bits(interpreted, rms, dtype):
     """With weights of the same type and of fp32; statistics in 16 bits would show as an error of a few percent."""
     for shape, sizes, parameters in (((5, 53), {}, dtype), ((5, 53), LONG, torch.float32)):
         error = interpreted(error_against_fp64, rms, True, "triton", "cpu", shape, dtype, sizes, parameters)
-        assert error < 2 * INTERPRETED_TOLERANCE[dtype], (shape, sizes)  # the sum is rounded before the norm, which is again
+        assert error < 2 * INTERPRETED_TOLERANCE[dtype], (
+            shape,
+            sizes,
+        )  # the sum is rounded before the norm, which is again
 
 
 @needs_triton
@@ -149,11 +177,24 @@ def test_triton_in_16_bits(interpreted, rms, dtype):
 def test_every_path_runs(interpreted, rms):
     """Short, whole and long rows are different code: the cases above must reach each."""
     forward, backward, last = "_forward_kernel", "_backward_kernel", ("_add_parts_kernel", None, True)
-    assert interpreted(kernels_run, "cpu", 17, rms, {}) == [(forward, True, True), (backward, True, True), last]
+    assert interpreted(kernels_run, "cpu", 17, rms, {}) == [
+        (forward, True, True),
+        (backward, True, True),
+        last,
+    ]
     one = {"THREADS": 1}
-    assert interpreted(kernels_run, "cpu", 17, rms, one) == [(forward, True, False), (backward, True, False), last]
+    assert interpreted(kernels_run, "cpu", 17, rms, one) == [
+        (forward, True, False),
+        (backward, True, False),
+        last,
+    ]
     means = ("_means_kernel", None, None)
-    assert interpreted(kernels_run, "cpu", 17, rms, LONG) == [(forward, False, False), means, (backward, False, False), last]
+    assert interpreted(kernels_run, "cpu", 17, rms, LONG) == [
+        (forward, False, False),
+        means,
+        (backward, False, False),
+        last,
+    ]
 
 
 @needs_triton
@@ -167,7 +208,10 @@ def test_triton_corner_cases(interpreted, check):
 def test_eager_equals_fp64(rms, dtype):
     for adds in (False, True):
         for shape, _ in CASES:
-            assert error_against_fp64(rms, adds, "eager", "cpu", shape, dtype) < 2 * TOLERANCE[dtype], (adds, shape)
+            assert error_against_fp64(rms, adds, "eager", "cpu", shape, dtype) < 2 * TOLERANCE[dtype], (
+                adds,
+                shape,
+            )
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
@@ -215,7 +259,9 @@ def test_the_check_catches_planted_faults(interpreted, right, wrong):
     assert fault > FAULT > TRITON_TOLERANCE[torch.float32] > interpreted(sound_error, "cpu")
 
 
-@pytest.mark.parametrize("module, norm", [(layernorm.LayerNorm, torch.nn.LayerNorm), (layernorm.RMSNorm, torch.nn.RMSNorm)])
+@pytest.mark.parametrize(
+    "module, norm", [(layernorm.LayerNorm, torch.nn.LayerNorm), (layernorm.RMSNorm, torch.nn.RMSNorm)]
+)
 def test_modules_are_those_of_torch(module, norm):
     """The same parameters under the same names, so that one's checkpoint loads into the other; the same result."""
     ours, theirs = module(12, eps=EPS), norm(12, eps=EPS)

@@ -28,10 +28,14 @@ class Called(TorchDispatchMode):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_one_rank_adds_a_row_bias_within_the_product(recompute: bool) -> None:
-    """It has no sum over ranks to wait for: a pass over the output for the bias alone would cost as much as the residual's."""
+    """It has no sum over ranks to wait for: a pass over the output for the bias alone would
+    cost as much as the residual's.
+    """
     device, dtype = torch.device("cpu"), torch.float64
     options: Any = {"activation": F.gelu, "recompute": recompute}
-    layer = RowLinear(8, 6, bias=True, init_std=0.1, group=SOLO, sequence=False, dtype=dtype, device=device, **options)
+    layer = RowLinear(
+        8, 6, bias=True, init_std=0.1, group=SOLO, sequence=False, dtype=dtype, device=device, **options
+    )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(5, 8, dtype=dtype)
@@ -46,7 +50,9 @@ def test_one_rank_adds_a_row_bias_within_the_product(recompute: bool) -> None:
 
 
 def test_one_of_two_joined_weights_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other's gradient, which a schedule leaves for later, takes all ranks' tokens; this one has no product."""
+    """The other's gradient, which a schedule leaves for later, takes all ranks'
+    tokens; this one has no product.
+    """
 
     def gathered(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Done]:
         return (x if group is SOLO else torch.cat((x, x))), Done()
@@ -54,7 +60,11 @@ def test_one_of_two_joined_weights_is_frozen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(joined, "all_gather", lambda x, group: gathered(x, group)[0])
     monkeypatch.setattr(joined, "all_gather_start", gathered)
     monkeypatch.setattr(joined, "reduce_scatter_start", lambda x, group: (x[: len(x) // 2], Done()))
-    x, weight, gate = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4), torch.randn(2, 4, requires_grad=True)
+    x, weight, gate = (
+        torch.randn(3, 4, requires_grad=True),
+        torch.randn(6, 4),
+        torch.randn(2, 4, requires_grad=True),
+    )
     main = MainGradient(torch.zeros(2, 4), WeightGradQueue())
     y, gates = joined._JoinedLinear.apply(x, weight, None, gate, Group("tp", (0, 1), 0), True, (None, main))
     with main.deferral.collect() as parts, Called() as called:

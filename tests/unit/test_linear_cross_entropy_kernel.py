@@ -1,4 +1,6 @@
-"""Fused linear and cross entropy against fp64 autograd, through Triton's interpreter; tests/gpu runs the same checks on a GPU."""
+"""Fused linear and cross entropy against fp64 autograd, through Triton's interpreter; tests/gpu
+runs the same checks on a GPU.
+"""
 
 from typing import Any
 
@@ -12,8 +14,8 @@ from tests.kernel_checks import TOLERANCE, needs_triton, relative_error, seeded,
 from tests.unit.test_cross_entropy_kernel import ALL, PLAIN, exact_losses, seeded_targets
 
 TOKENS, FEATURES, ROWS = 7, 5, 37
-# On a CPU products are in fp32 whatever the dtype, so 16 bits round less often there than on a GPU, where logits and their
-# gradient are rounded too: that is averaged over many logits.
+# On a CPU products are in fp32 whatever the dtype, so 16 bits round less often there than on a GPU, where
+# logits and their gradient are rounded too: that is averaged over many logits.
 GRAD = 0.37
 
 
@@ -23,22 +25,30 @@ def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, seeded_targets(TOKENS, ROWS, device)
 
 
-def error_against_fp64(implementation: str, device: str, dtype: torch.dtype, options: dict[str, Any], chunk: int | None) -> float:
+def error_against_fp64(
+    implementation: str, device: str, dtype: torch.dtype, options: dict[str, Any], chunk: int | None
+) -> float:
     """Largest error of the loss and of both gradients, relative to the largest value of each."""
     hidden, weight, targets = inputs(device, dtype)
-    fused = linear_cross_entropy.linear_cross_entropy(hidden, weight, targets, chunk=chunk, implementation=implementation, **options)
+    fused = linear_cross_entropy.linear_cross_entropy(
+        hidden, weight, targets, chunk=chunk, implementation=implementation, **options
+    )
     assert fused.dtype == torch.promote_types(dtype, torch.float32) and fused.shape == ()
     exact = exact_losses(hidden.double() @ weight.double().T, targets, **options).sum()
     got, right = (torch.autograd.grad(loss * GRAD, (hidden, weight)) for loss in (fused, exact))
     assert all(grad.dtype == dtype for grad in got)
     with torch.no_grad():
-        alone = linear_cross_entropy.linear_cross_entropy(hidden, weight, targets, chunk=chunk, implementation=implementation, **options)
+        alone = linear_cross_entropy.linear_cross_entropy(
+            hidden, weight, targets, chunk=chunk, implementation=implementation, **options
+        )
     pairs = [(fused, exact), (alone, exact), *zip(got, right, strict=True)]
     return max(relative_error(*pair) for pair in pairs)
 
 
 def error_on_split_vocabulary(implementation: str, device: str, options: dict[str, float]) -> float:
-    """Three ranks with uneven pieces, their collective played through as in the test of cross entropy, here once a chunk."""
+    """Three ranks with uneven pieces, their collective played through as in the test of
+    cross entropy, here once a chunk.
+    """
     hidden, weight, targets = inputs(device, torch.float32)
     exact = exact_losses(hidden.double() @ weight.double().T, targets, **options).sum()
     parts, chunk = [part.detach().requires_grad_() for part in weight.tensor_split(3)], 3
@@ -49,7 +59,8 @@ def error_on_split_vocabulary(implementation: str, device: str, options: dict[st
         more |= options | {"vocab_size": ROWS, "chunk": chunk, "implementation": implementation}
         operation = linear_cross_entropy.linear_cross_entropy
         return [
-            operation(hidden, part, targets, first_row=first, gather=gather(), **more) for part, first in zip(parts, firsts, strict=True)
+            operation(hidden, part, targets, first_row=first, gather=gather(), **more)
+            for part, first in zip(parts, firsts, strict=True)
         ]
 
     def collect() -> Any:
@@ -65,20 +76,32 @@ def error_on_split_vocabulary(implementation: str, device: str, options: dict[st
     found = losses(hand_out, reduce=lambda grad: 2 * grad)
     right = torch.autograd.grad(exact * GRAD, (hidden, weight))
     grad_hidden, *grad_parts = torch.autograd.grad([loss * GRAD for loss in found], (hidden, *parts))
-    pairs = [*((loss, exact) for loss in found), (grad_hidden, 2 * right[0]), (torch.cat(grad_parts), right[1])]
+    pairs = [
+        *((loss, exact) for loss in found),
+        (grad_hidden, 2 * right[0]),
+        (torch.cat(grad_parts), right[1]),
+    ]
     return max(relative_error(*pair) for pair in pairs)
 
 
 def check_corners(device: str) -> None:
-    """A frozen weight or hidden costs no gradient; no tokens are no error and leave the weight a gradient of zeros."""
+    """A frozen weight or hidden costs no gradient; no tokens are no error and leave
+    the weight a gradient of zeros.
+    """
     hidden, weight, targets = inputs(device, torch.float32)
     for implementation in ("triton", "eager"):
-        both = linear_cross_entropy.linear_cross_entropy(hidden, weight, targets, chunk=3, implementation=implementation)
+        both = linear_cross_entropy.linear_cross_entropy(
+            hidden, weight, targets, chunk=3, implementation=implementation
+        )
         expected = torch.autograd.grad(both, (hidden, weight))
         for i, (h, w) in enumerate(((hidden, weight.detach()), (hidden.detach(), weight))):
-            loss = linear_cross_entropy.linear_cross_entropy(h, w, targets, chunk=3, implementation=implementation)
+            loss = linear_cross_entropy.linear_cross_entropy(
+                h, w, targets, chunk=3, implementation=implementation
+            )
             assert torch.equal(torch.autograd.grad(loss, (h, w)[i])[0], expected[i])
-        loss = linear_cross_entropy.linear_cross_entropy(hidden[:0], weight, targets[:0], implementation=implementation)
+        loss = linear_cross_entropy.linear_cross_entropy(
+            hidden[:0], weight, targets[:0], implementation=implementation
+        )
         assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
 
 
@@ -86,7 +109,10 @@ def check_corners(device: str) -> None:
 @pytest.mark.parametrize("chunk", [3, TOKENS, None])
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "smoothed"])
 def test_triton_equals_fp64(interpreted, options, chunk):
-    assert interpreted(error_against_fp64, "triton", "cpu", torch.float32, options, chunk) < TOLERANCE[torch.float32]
+    assert (
+        interpreted(error_against_fp64, "triton", "cpu", torch.float32, options, chunk)
+        < TOLERANCE[torch.float32]
+    )
 
 
 @needs_triton
@@ -112,8 +138,12 @@ def test_eager_keeps_fp64_and_splits():
 
 
 def test_chunks_add_up_in_fp32():
-    """256 chunks of a token each: where their sum is rounded to bf16 in between, most of the later ones are rounded away."""
-    hidden, weight = (seeded(shape, "cpu", torch.bfloat16, seed=3).abs().requires_grad_() for shape in ((256, 4), (8, 4)))
+    """256 chunks of a token each: where their sum is rounded to bf16 in between, most of
+    the later ones are rounded away.
+    """
+    hidden, weight = (
+        seeded(shape, "cpu", torch.bfloat16, seed=3).abs().requires_grad_() for shape in ((256, 4), (8, 4))
+    )
     targets = torch.zeros(256, dtype=torch.int64)
     loss = linear_cross_entropy.linear_cross_entropy(hidden, weight, targets, chunk=1)
     exact = exact_losses(hidden.double() @ weight.double().T, targets).sum()
@@ -126,7 +156,9 @@ def check_fp16(device: str) -> float:
     hidden = torch.zeros(1, 1, dtype=torch.float16, device=device, requires_grad=True)
     weight = torch.full((2, 1), 2.0**-19, dtype=torch.float16, device=device)
     weight[1] *= 2.03125  # the gradient of hidden, half their difference, is 16.5 of fp16's smallest steps
-    loss = linear_cross_entropy.linear_cross_entropy(hidden, weight.requires_grad_(), torch.tensor([0], device=device))
+    loss = linear_cross_entropy.linear_cross_entropy(
+        hidden, weight.requires_grad_(), torch.tensor([0], device=device)
+    )
     (grad,) = torch.autograd.grad(loss * 2.0**16, hidden)
     return relative_error(grad, (weight[1:] - weight[:1]).detach().double() / 2 * 2.0**16)
 
@@ -149,10 +181,14 @@ class _Largest(TorchDispatchMode):
 
 
 def test_memory_is_a_quarter_of_the_logits():
-    """The claim itself: no tensor, forward or backward, above a quarter of what the whole logits would take."""
+    """The claim itself: no tensor, forward or backward, above a quarter of what the
+    whole logits would take.
+    """
     hidden, weight = seeded((1024, 8), "cpu").requires_grad_(), seeded((512, 8), "cpu").requires_grad_()
     with _Largest() as largest:
-        linear_cross_entropy.linear_cross_entropy(hidden, weight, torch.zeros(1024, dtype=torch.int64)).backward()
+        linear_cross_entropy.linear_cross_entropy(
+            hidden, weight, torch.zeros(1024, dtype=torch.int64)
+        ).backward()
     assert largest.bytes == 1024 * 512 * 4 // 4
 
 
@@ -167,7 +203,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
-    check = (check_fp16, "cpu") if "fp16" in fault else (error_against_fp64, "eager", "cpu", torch.float32, PLAIN, 3)
+    check = (
+        (check_fp16, "cpu")
+        if "fp16" in fault
+        else (error_against_fp64, "eager", "cpu", torch.float32, PLAIN, 3)
+    )
     assert with_fault("linear_cross_entropy", *FAULTS[fault], *check) > 2**-10
 
 

@@ -17,8 +17,15 @@ def matrices_of(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_queries_keys_and_values_are_matrices(tmp_path: Path, kv_heads: int) -> None:
-    """Taken for one matrix, or cut elsewhere, a rule over whole matrices would mix heads that have nothing to do with each other."""
-    overrides = [f"model.num_kv_heads={kv_heads}", "train.precision=fp64", "model.position=learned", "model.qkv_bias=false"]
+    """Taken for one matrix, or cut elsewhere, a rule over whole matrices would mix heads that have
+    nothing to do with each other.
+    """
+    overrides = [
+        f"model.num_kv_heads={kv_heads}",
+        "train.precision=fp64",
+        "model.position=learned",
+        "model.qkv_bias=false",
+    ]
     config = load(training.write_config(tmp_path, "unused"), overrides, 1).config
     attention = whole_model(config).blocks["0"].attention
     found = matrices_of(attention.qkv.weight)
@@ -28,7 +35,9 @@ def test_queries_keys_and_values_are_matrices(tmp_path: Path, kv_heads: int) -> 
     x = torch.randn(6, 32, dtype=torch.float64)
     made = attention.heads(attention.qkv(x).view(1, 6, kv_heads, -1, size), None)
     for name, right in zip("qkv", made, strict=True):  # [1, heads, 6, size]
-        assert float((torch.einsum("ti,hoi->hto", x, found[name]) - right[0]).detach().abs().max()) < 1e-12, name
+        assert float((torch.einsum("ti,hoi->hto", x, found[name]) - right[0]).detach().abs().max()) < 1e-12, (
+            name
+        )
 
 
 def test_gate_and_up_are_matrices(tmp_path: Path) -> None:
@@ -40,7 +49,9 @@ def test_gate_and_up_are_matrices(tmp_path: Path) -> None:
 
 
 def test_every_weight_says_what_its_matrices_are(tmp_path: Path) -> None:
-    """A weight of more dims that states none would have no matrix at all; stated ones must tile the weight."""
+    """A weight of more dims that states none would have no matrix at all; stated ones
+    must tile the weight.
+    """
     for activation in ("gelu", "swiglu"):
         config = load(training.write_config(tmp_path, "unused"), [f"model.activation={activation}"], 1).config
         for name, weight in whole_model(config).named_parameters():

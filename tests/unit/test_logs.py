@@ -1,4 +1,6 @@
-"""What is said while a run goes on: the time that is left, who holds up the others, and TensorBoard behind a resume."""
+"""What is said while a run goes on: the time that is left, who holds up the others,
+and TensorBoard behind a resume.
+"""
 
 import math
 from pathlib import Path
@@ -40,7 +42,10 @@ def figures(step: int, **others: Any) -> dict[str, Any]:
 
 
 def test_a_line_says_what_people_look_for(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that diverges, warms up or is slow would look like any other. Where no peak is known, no utilisation is said."""
+    """A run that diverges, warms up or is slow would look like any other.
+
+    Where no peak is known, no utilisation is said.
+    """
     for mfu, said in ((0.4126, "  MFU 41.3%"), (None, "")):
         logs = console(config, 1)
         logs.report(report(1, {}, mfu))
@@ -49,9 +54,14 @@ def test_a_line_says_what_people_look_for(config: Config, capsys: pytest.Capture
 
 
 def test_figures_are_arranged_by_theme_and_chosen_by_pattern() -> None:
-    """Thirty charts in one heap; or a figure of the user's own that has a theme would get another before it."""
+    """Thirty charts in one heap; or a figure of the user's own that has a theme would
+    get another before it.
+    """
     line = figures(1, valid_loss=3.0, name="x", mfu=0.5) | {"rms/head": 1.0, "balance": 2}
-    tags = "train/loss train/grad_norm train/lr speed/tokens_per_second speed/step_seconds speed/mfu memory/memory_bytes eval/valid_loss"
+    tags = (
+        "train/loss train/grad_norm train/lr speed/tokens_per_second speed/step_seconds speed/mfu "
+        "memory/memory_bytes eval/valid_loss"
+    )
     assert list(tagged(line, ["*"])) == [*tags.split(), "rms/head", "train/balance"]
     assert tagged(line, ["eval/*", "*/mfu"]) == {"speed/mfu": 0.5, "eval/valid_loss": 3.0}
     assert {name for names in THEMES.values() for name in names} < FIGURES, "a figure has another name by now"
@@ -70,7 +80,9 @@ def report(step: int, stragglers: dict[int, Slow], mfu: float | None = None) -> 
 def test_the_time_left_is_that_of_the_steps_since_the_start(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that went on from step 100 has done ten steps in twenty seconds, not 110: 90 are left, of two seconds each."""
+    """A run that went on from step 100 has done ten steps in twenty seconds, not 110: 90
+    are left, of two seconds each.
+    """
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     logs = console(config, 101)
@@ -82,7 +94,9 @@ def test_the_time_left_is_that_of_the_steps_since_the_start(
 def test_the_time_left_behind_a_rollback_to_before_the_start(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that resumed step 100 and went back to 90, because 100 is damaged: counted from 101 it has done -10, and then 0 steps."""
+    """A run that resumed step 100 and went back to 90, because 100 is damaged: counted from 101 it
+    has done -10, and then 0 steps.
+    """
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     logs = console(config, 101)
@@ -94,7 +108,9 @@ def test_the_time_left_behind_a_rollback_to_before_the_start(
     assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["1090", "1000", "990"]
 
 
-def test_a_long_first_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_first_step_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Minutes without a word: nobody could tell a slow machine from one that hangs."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -111,8 +127,12 @@ def test_a_long_first_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, c
     assert said[3:] == [line.replace("done", "launched") for line in said[:3]]
 
 
-def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
+def test_who_holds_up_the_others_again_is_said_again(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once while it lasts; but a machine that is slow every night would otherwise
+    be named on the first alone.
+    """
     logs = SlowRanks()
     logs.start(config, SimpleNamespace(device=torch.device("cpu"), world=SOLO))  # type: ignore[arg-type]
     logs.hosts *= 4
@@ -125,26 +145,35 @@ def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pyt
 
 
 def test_rows_explain_a_rank_that_is_no_slower_than_they_are_many() -> None:
-    """A device that is three times as slow as others, with a third more rows, would be called the router's; or one that has few rows,
-    because most others have none. Of many blocks the fullest are named."""
+    """A device that is three times as slow as others, with a third more rows, would be called the router's;
+    or one that has few rows, because most others have none. Of many blocks the fullest are named.
+    """
     own = {block: 1.0 + block / 10 for block in range(11)}  # 1.5 in the mean
     for seconds, usual, rows, said in (
         (
             1.8,
             0.75,
             own,
-            "slow by routing: rank 3 got 1.55 times the mean of rows in blocks 3, 4, 5, 6, 7, 8, 9, 10 and 2 more and holds up the others",
+            "slow by routing: rank 3 got 1.55 times the mean of rows in blocks 3, 4, 5, 6, 7, 8, 9, 10 "
+            "and 2 more and holds up the others",
         ),
         (2.2, 0.75, own, "slow host: rank 3 holds up the others with 1.50 times the mean of rows"),
         (2.2, 0.0, {1: 0.9}, "slow host: rank 3 holds up the others with 0.90 times the mean of rows"),
-        (2.2, 0.0, {1: 2.0, 2: 0.5}, "slow by routing: rank 3 got 2.00 times the mean of rows in block 1 and holds up the others"),
+        (
+            2.2,
+            0.0,
+            {1: 2.0, 2: 0.5},
+            "slow by routing: rank 3 got 2.00 times the mean of rows in block 1 and holds up the others",
+        ),
     ):
         assert reason("rank 3", Slow(seconds, 1.0), Rows(rows, usual)) == said
     assert reason("rank 3", Slow(2.0, 1.0, "device"), None) == "slow device: rank 3 holds up the others"
 
 
 def test_on_gpus_rows_explain_devices_alone(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """A host whose data or Python is slow would be called the router's, or its device, and a good GPU would be taken out."""
+    """A host whose data or Python is slow would be called the router's, or its device,
+    and a good GPU would be taken out.
+    """
     stragglers = Stragglers()
     for _ in range(REPORTS):
         found = stragglers.named([0.1, 0.1, 0.9, 0.1], [0.5, 0.5, 0.5, 0.9], 1.0)
@@ -154,11 +183,16 @@ def test_on_gpus_rows_explain_devices_alone(config: Config, capsys: pytest.Captu
     logs.hosts, logs.computes = ["a"] * 4, "device"
     logs.open(config, Path("unused"), 1, print)
     logs.report(report(1, found))
-    assert [line.split(":")[1] for line in capsys.readouterr().out.splitlines()] == [" slow host", " slow by routing"]
+    assert [line.split(":")[1] for line in capsys.readouterr().out.splitlines()] == [
+        " slow host",
+        " slow by routing",
+    ]
 
 
 def test_a_list_of_figures_is_of_numbers(tmp_path: Path) -> None:
-    """Else the run's records would end at what JSON does not have, and their own file be blamed for a monitor of the user's."""
+    """Else the run's records would end at what JSON does not have, and their own file be
+    blamed for a monitor of the user's.
+    """
     said: list[str] = []
     monitor = Monitor()
     figures: dict[str, Any] = {"step": 1}
@@ -196,17 +230,32 @@ def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> N
 def test_lines_that_are_no_records_do_not_end_a_resume(tmp_path: Path) -> None:
     """A run that cannot be resumed because of a line in its log: a disk that was full left half of one."""
     file = tmp_path / "metrics.jsonl"
-    damage = ["[1]", "3", "null", '"x"', '{"step": "2"}', '{"step": [1]}', '{"broken": }', '{"step": ' + "9" * 5000 + "}", "", "\ufffd"]
+    damage = [
+        "[1]",
+        "3",
+        "null",
+        '"x"',
+        '{"step": "2"}',
+        '{"step": [1]}',
+        '{"broken": }',
+        '{"step": ' + "9" * 5000 + "}",
+        "",
+        "\ufffd",
+    ]
     file.write_text("\n".join(['{"step": 1}', *damage, '{"step": 2}', '{"step": 3}', '{"ste']))
     open_metrics(file, 3).close()
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_run_ends_with_the_records_that_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: bool) -> None:
+def test_a_run_ends_with_the_records_that_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: bool
+) -> None:
     """Whoever follows the last line would find TensorBoard empty."""
     path = write_config(tmp_path, write_corpus(tmp_path), train={"steps": 1})
     run_rank(path, [f"log.tensorboard={str(shown).lower()}"], str(tmp_path / "run"))
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == f"records: {tmp_path}/run/metrics.jsonl" + (f", and tensorboard --logdir {tmp_path}/run" if shown else "")
+    assert said == f"records: {tmp_path}/run/metrics.jsonl" + (
+        f", and tensorboard --logdir {tmp_path}/run" if shown else ""
+    )
     assert (tmp_path / "run/tensorboard").exists() == shown

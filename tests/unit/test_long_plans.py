@@ -44,7 +44,9 @@ def sends(plan: Plan) -> list[int]:
 
 @pytest.mark.parametrize("schedule", GENERATORS)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 40), (3, 50), (4, 64), (5, 81)])
-def test_counts_are_those_of_the_whole_plan(schedule: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
+def test_counts_are_those_of_the_whole_plan(
+    schedule: str, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
     """Memory of a long step would be that of a short one, or messages would be lost with every round."""
     config = config_of(tmp_path, schedule, ranks, microbatches)
     whole = plan_of(config)
@@ -66,8 +68,9 @@ def test_times_are_those_of_the_whole_plan(schedule: str, tmp_path: Path) -> Non
 
 
 def test_no_long_plan_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built action by action, a quarter of a million microbatches take seconds and a gigabyte, and a search asks for thousands of plans.
-    Messages need no plan at all."""
+    """Built action by action, a quarter of a million microbatches take seconds and a gigabyte, and a search
+    asks for thousands of plans. Messages need no plan at all.
+    """
     built = []
 
     def noted(make: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -97,8 +100,13 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator
 
 
 @pytest.mark.parametrize("engine", ["native", "fsdp"])
-def test_ranks_that_hold_alike_layers_are_laid_out_once(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 ranks each was laid out by itself, twice, for minutes. A rank whose names choose another optimizer is not alike."""
+def test_ranks_that_hold_alike_layers_are_laid_out_once(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,024 ranks each was laid out by itself, twice, for minutes.
+
+    A rank whose names choose another optimizer is not alike.
+    """
     layout = ["parallel.pipeline=40", "parallel.data=2", "model.num_layers=80", f"engine.kind={engine}"]
     config = load(training.write_config(tmp_path, "nothing"), layout, 80).config
     parameters._MEASURED.clear()
@@ -109,19 +117,36 @@ def test_ranks_that_hold_alike_layers_are_laid_out_once(engine: str, tmp_path: P
     groups = '[{"match": ["blocks.7.*"], "kind": "sgd"}]'
     config = load(training.write_config(tmp_path, "nothing"), [*layout, f"optim.groups={groups}"], 80).config
     state = [rank.optimizer for rank in rank_memory(config)]
-    assert sum(own < max(state[5:-5]) for own in state[1:-1]) == 1, "one rank has SGD, with half the state, in one block"
+    assert sum(own < max(state[5:-5]) for own in state[1:-1]) == 1, (
+        "one rank has SGD, with half the state, in one block"
+    )
 
 
 def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of each of 16,384 layers' parameters were made for every question."""
     config = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=500"]).config
-    with calls_of(monkeypatch, parameters.Parameter, "named") as named, calls_of(monkeypatch, LayerSpec, "build") as built:
-        assert parameters.parameters(config) == sum(prod(shard.global_shape) for shard in parameter_shards(config).values()) and not named
+    with (
+        calls_of(monkeypatch, parameters.Parameter, "named") as named,
+        calls_of(monkeypatch, LayerSpec, "build") as built,
+    ):
+        assert (
+            parameters.parameters(config)
+            == sum(prod(shard.global_shape) for shard in parameter_shards(config).values())
+            and not named
+        )
     assert len(built) <= 6, "three layers for each"
-    for more in ([], ["model.num_experts=4", "model.bias=false", "model.first_dense=2", "model.experts_every=3"]):
+    for more in (
+        [],
+        ["model.num_experts=4", "model.bias=false", "model.first_dense=2", "model.experts_every=3"],
+    ):
         few = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=12", *more]).config
-        whole = [(name, shard_of(parameter).global_shape) for name, parameter in whole_model(few, "meta").named_parameters()]
-        assert [(name, shard.global_shape) for name, shard in parameter_shards(few).items()] == whole, "with experts in some blocks"
+        whole = [
+            (name, shard_of(parameter).global_shape)
+            for name, parameter in whole_model(few, "meta").named_parameters()
+        ]
+        assert [(name, shard.global_shape) for name, shard in parameter_shards(few).items()] == whole, (
+            "with experts in some blocks"
+        )
 
 
 def test_the_fullest_states_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +155,10 @@ def test_the_fullest_states_are_not_compared_each_with_each(monkeypatch: pytest.
         plan = generated(schedule, ranks, microbatches)
         with calls_of(monkeypatch, activations.State, "holds_no_more_than") as compared:
             found = activations.states_of(plan)
-        states = [activations.states_of(Plan((own,), (stages,)))[0] for own, stages in zip(plan.actions, plan.placement, strict=True)]
+        states = [
+            activations.states_of(Plan((own,), (stages,)))[0]
+            for own, stages in zip(plan.actions, plan.placement, strict=True)
+        ]
         assert found == states and len(compared) <= 2 * sum(map(len, plan.actions))
         for own in found:
             assert not any(a is not b and a.holds_no_more_than(b) for a in own for b in own)

@@ -1,4 +1,6 @@
-"""An index that lies, anywhere in it, is one line; and no reader meets anything else, also in a part that no scan has read."""
+"""An index that lies, anywhere in it, is one line; and no reader meets anything else,
+also in a part that no scan has read.
+"""
 
 import struct
 from pathlib import Path
@@ -36,15 +38,25 @@ def lied(prefix: str, offset: int, form: str, value: int) -> None:
 
 POINTERS, BOUNDARIES = 4 * DOCUMENTS, 12 * DOCUMENTS
 LIES = [
-    *((POINTERS + 8 * number, "<q", value) for number in (0, 1, 5, DOCUMENTS - 2) for value in (-2, 2, 1, 10**12, -(2**63), 2**63 - 1)),
-    *((BOUNDARIES + 8 * number, "<q", value) for number in (1, 5, DOCUMENTS - 1) for value in (-1, 13, 10**12, -(2**63))),
+    *(
+        (POINTERS + 8 * number, "<q", value)
+        for number in (0, 1, 5, DOCUMENTS - 2)
+        for value in (-2, 2, 1, 10**12, -(2**63), 2**63 - 1)
+    ),
+    *(
+        (BOUNDARIES + 8 * number, "<q", value)
+        for number in (1, 5, DOCUMENTS - 1)
+        for value in (-1, 13, 10**12, -(2**63))
+    ),
     *((4 * number, "<i", value) for number in (0, 4, DOCUMENTS - 2) for value in (-1, 0, 2**31 - 1)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("offset", "form", "value"), LIES)
 def test_a_lie_is_refused_at_the_start(prefix: str, offset: int, form: str, value: int) -> None:
-    """A pointer in the middle was believed: with data.document_mask=true it was an IndexError, long after the start."""
+    """A pointer in the middle was believed: with data.document_mask=true it was an
+    IndexError, long after the start.
+    """
     lied(prefix, offset, form, value)
     for opened in (lambda: SampleStream(prefix, 8, 0, 64), lambda: EvalSamples(prefix, 8, 64)):
         with pytest.raises(DataError, match=r"c\.idx: its documents do not follow one another"):
@@ -53,8 +65,12 @@ def test_a_lie_is_refused_at_the_start(prefix: str, offset: int, form: str, valu
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 @pytest.mark.parametrize(("offset", "form", "value"), LIES)
-def test_no_reader_meets_more_than_one_line(prefix: str, offset: int, form: str, value: int, packing: str) -> None:
-    """Of a machine's ranks one scans, and of a large index it scans a part: the others' readers look for themselves."""
+def test_no_reader_meets_more_than_one_line(
+    prefix: str, offset: int, form: str, value: int, packing: str
+) -> None:
+    """Of a machine's ranks one scans, and of a large index it scans a part: the
+    others' readers look for themselves.
+    """
     lied(prefix, offset, form, value)
     refused = 0
     try:

@@ -36,7 +36,10 @@ def error_of_two_products(dtype: torch.dtype, device: str = "cpu") -> float:
     main = MainGradient(torch.full((2, OUTPUTS // 2, INPUTS), torch.nan, dtype=wide, device=device))
     exact = torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)
     for _ in range(2):
-        grad, x = (torch.randn(TOKENS, n, generator=generator, dtype=torch.float64).to(dtype) for n in (OUTPUTS, INPUTS))
+        grad, x = (
+            torch.randn(TOKENS, n, generator=generator, dtype=torch.float64).to(dtype)
+            for n in (OUTPUTS, INPUTS)
+        )
         main.add_product(grad.to(device), x.to(device))
         exact += grad.double().t() @ x.double()
     return float((main.total.flatten(0, 1).cpu() - exact).norm() / exact.norm())
@@ -117,7 +120,9 @@ def gradients(path: str, overrides: str, plan: Plan | None = None) -> tuple[dict
         return {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}, given
     found = {name: tensor.clone() for name, (tensor, _) in native.gradients().items()}
     native.close()
-    assert not any(hasattr(p, "main_gradient") for p in stage.parameters()), "a closed engine's sums must not be added to"
+    assert not any(hasattr(p, "main_gradient") for p in stage.parameters()), (
+        "a closed engine's sums must not be added to"
+    )
     return found, given
 
 
@@ -139,12 +144,16 @@ def test_a_step_equals_plain_autograd(tmp_path: Path, overrides: str, plan: Plan
     found, given = gradients(path, overrides, plan)
     assert found.keys() == right.keys()
     assert max(float((found[name] - right[name]).abs().max()) for name in right) < 1e-12
-    assert {name for name in given if "norm" not in name and not name.endswith("bias")} == {"position"} & right.keys()
+    assert {name for name in given if "norm" not in name and not name.endswith("bias")} == {
+        "position"
+    } & right.keys()
 
 
 def test_a_compiled_graph_leaves_the_gradient_to_autograd() -> None:
     """A graph may not change what is outside it: the sum must get the gradient once, from autograd."""
-    layer = ColumnLinear(INPUTS, (2, 4), bias=True, init_std=0.1, group=SOLO, sequence=False, dtype=torch.float64, device=CPU)
+    layer = ColumnLinear(
+        INPUTS, (2, 4), bias=True, init_std=0.1, group=SOLO, sequence=False, dtype=torch.float64, device=CPU
+    )
     nn.init.normal_(layer.weight)
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     main = MainGradient(torch.zeros_like(layer.weight, requires_grad=False))

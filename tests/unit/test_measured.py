@@ -1,4 +1,6 @@
-"""What planning takes from the layers themselves, on `meta`: without Triton, of a model of the user's own, and of every layer alike."""
+"""What planning takes from the layers themselves, on `meta`: without Triton, of a model of the user's
+own, and of every layer alike.
+"""
 
 import subprocess
 import sys
@@ -29,17 +31,34 @@ print([cost_of(config, layer).kept for layer in (0, 1, config.model.num_layers +
 
 
 def test_without_triton_a_gpu_is_planned_the_same() -> None:
-    """A laptop's PyTorch has no Triton: its plans would be of a GPU that runs everything unfused, and keeps more."""
-    sizes = [*GPU, "model.activation=swiglu", "model.norm=rmsnorm", "model.position=rope", "model.dropout=0.1"]
+    """A laptop's PyTorch has no Triton: its plans would be of a GPU that runs
+    everything unfused, and keeps more.
+    """
+    sizes = [
+        *GPU,
+        "model.activation=swiglu",
+        "model.norm=rmsnorm",
+        "model.position=rope",
+        "model.dropout=0.1",
+    ]
     config = load(TINY, sizes, 1).config
     here = [cost_of(config, layer).kept for layer in (0, 1, config.model.num_layers + 1)]
-    there = subprocess.run([sys.executable, "-c", WITHOUT_TRITON, TINY, *sizes], cwd=forks.ROOT, capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON, TINY, *sizes],
+        cwd=forks.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert there.stdout.strip() == str(here)
     eager = config.model_copy(update={"model": config.model.model_copy(update={"kernels": "eager"})})
     assert cost_of(eager, 1).kept > here[1], "what could fail"
 
 
-@pytest.mark.parametrize("layout", [["parallel.tensor=2", "parallel.sequence=true"], ["parallel.pipeline=2", "train.recompute=full"]])
+@pytest.mark.parametrize(
+    "layout",
+    [["parallel.tensor=2", "parallel.sequence=true"], ["parallel.pipeline=2", "train.recompute=full"]],
+)
 def test_a_model_of_ones_own_is_planned_as_it_runs(layout: list[str], tmp_path: Path) -> None:
     """Formulas would be of the GPT's block: this one has no gate, and keeps its scores."""
     forks.written(tmp_path)
@@ -49,14 +68,21 @@ def test_a_model_of_ones_own_is_planned_as_it_runs(layout: list[str], tmp_path: 
     assert [line for dry in ranks for line in against_formulas(config, dry)] == []
     for dry in ranks:
         peak, counted = rank_activations(config)[dry.stage], dry.peak - sum(dry.held.values())
-        assert peak.total - peak.transfers <= counted <= 1.01 * peak.total, "but for how many messages are under way"
+        assert peak.total - peak.transfers <= counted <= 1.01 * peak.total, (
+            "but for how many messages are under way"
+        )
     plain = load(TINY, sizes, 2).config
-    assert cost_of(config, 1).kept != cost_of(plain, 1).kept or "train.recompute=full" in layout, "what could fail"
+    assert cost_of(config, 1).kept != cost_of(plain, 1).kept or "train.recompute=full" in layout, (
+        "what could fail"
+    )
 
 
 def test_equal_layers_are_measured_once() -> None:
     """Data ranks, stages and schedules change nothing of a layer: a search would measure thousands."""
-    one, other = (load(TINY, [*GPU, *layout], 4).config for layout in ([], ["parallel.pipeline=2", "parallel.schedule=gpipe"]))
+    one, other = (
+        load(TINY, [*GPU, *layout], 4).config
+        for layout in ([], ["parallel.pipeline=2", "parallel.schedule=gpipe"])
+    )
     assert by_itself(one) == by_itself(other) and cost_of(one, 1) is cost_of(other, 2)
     assert by_itself(one) != by_itself(load(TINY, [*GPU, "parallel.tensor=2"], 4).config)
 

@@ -1,4 +1,6 @@
-"""The GPT on one device: against a plain one written here, and by the properties that a causal language model must have."""
+"""The GPT on one device: against a plain one written here, and by the properties that a
+causal language model must have.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,10 @@ from tests.pieces import dim_of
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
-LLAMA = "model.position=rope model.norm=rmsnorm model.activation=swiglu model.bias=false model.tie_embeddings=false"
+LLAMA = (
+    "model.position=rope model.norm=rmsnorm model.activation=swiglu model.bias=false "
+    "model.tie_embeddings=false"
+)
 VARIANTS = {
     "gpt2": "",
     "llama": LLAMA,
@@ -42,7 +47,8 @@ VARIANTS = {
     "swiglu with biases": "model.activation=swiglu model.norm=rmsnorm",
     "query-key norm, wide heads": f"{LLAMA} model.qk_norm=true model.head_size=12 model.num_kv_heads=2",
     "biases on queries, keys, values": f"{LLAMA} model.qkv_bias=true",
-    "scales, more positions": "model.embedding_scale=3 model.attention_scale=0.2 model.residual_scale=0.4 model.logit_scale=0.3 "
+    "scales, more positions": "model.embedding_scale=3 model.attention_scale=0.2 model.residual_scale=0.4 "
+    "model.logit_scale=0.3 "
     "model.max_positions=20",
 }
 Configure = Callable[..., Config]
@@ -57,15 +63,22 @@ def configure(tmp_path: Path) -> Configure:
 
 def tokens_of(config: Config, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE, (config.train.micro_batch_size, config.train.seq_len), generator=generator)
+    return torch.randint(
+        VOCAB_SIZE, (config.train.micro_batch_size, config.train.seq_len), generator=generator
+    )
 
 
 def shake(stage: Stage) -> Stage:
-    """Moves every parameter off its initial value: zero biases and unit norms would hide what is done with them."""
+    """Moves every parameter off its initial value: zero biases and unit norms
+    would hide what is done with them.
+    """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in stage.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype))
+            parameter.add_(
+                0.1
+                * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+            )
     return stage
 
 
@@ -83,7 +96,9 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """Logits ``[batch, seq, vocab]`` of `tokens` ``[batch, seq]``: a head at a time, rotary positions as complex numbers."""
+    """Logits ``[batch, seq, vocab]`` of `tokens` ``[batch, seq]``: a head at a time,
+    rotary positions as complex numbers.
+    """
     model, seq = config.model, tokens.shape[1]
     head, group = config.head_size, model.num_heads // config.kv_heads
 
@@ -107,7 +122,9 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
         if model.position != "rope":
             return x
         pairs = torch.complex(x[..., : head // 2], x[..., head // 2 :])
-        frequency = torch.tensor([model.rope_theta ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64)
+        frequency = torch.tensor(
+            [model.rope_theta ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64
+        )
         pairs = pairs * torch.exp(1j * torch.arange(seq)[:, None] * frequency)
         return torch.cat((pairs.real, pairs.imag), -1)
 
@@ -115,7 +132,8 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
     if model.position == "learned":
         x = x + p["position"][:seq]
     for i in range(model.num_layers):
-        qkv = linear(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention.qkv")  # [batch, seq, kv heads, group + 2, head]
+        # [batch, seq, kv heads, group + 2, head]
+        qkv = linear(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention.qkv")
         heads = []
         for h in range(model.num_heads):
             q, k, v = (qkv[:, :, h // group, j] for j in (h % group, group, group + 1))
@@ -130,7 +148,11 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
         else:
             up = 0.5 * up * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
         x = x + linear(up, f"blocks.{i}.feed_forward.down") * model.residual_scale
-    return norm(x, "norm") @ p["embedding.weight" if model.tie_embeddings else "head.weight"].T * model.logit_scale
+    return (
+        norm(x, "norm")
+        @ p["embedding.weight" if model.tie_embeddings else "head.weight"].T
+        * model.logit_scale
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -145,12 +167,18 @@ def test_equals_a_plain_gpt(configure: Configure, variant: str) -> None:
     loss, gradients = loss_and_gradients(stage)
     assert torch.equal(loss, stage.loss(stage.hidden(tokens_of(config)), tokens_of(config, 1)).detach())
     assert float((loss - right.detach()).abs() / right.detach()) < 1e-12
-    assert largest_difference(gradients, {name: q.grad for name, q in p.items() if q.grad is not None}) < 1e-12
+    assert (
+        largest_difference(gradients, {name: q.grad for name, q in p.items() if q.grad is not None}) < 1e-12
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, 8191])
-def test_padding_between_logits_is_never_counted(configure: Configure, monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
-    """In 16 bits on a GPU the rows of logits are apart, and what is between them is of no use: here it is NaN."""
+def test_padding_between_logits_is_never_counted(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    """In 16 bits on a GPU the rows of logits are apart, and what is between them
+    is of no use: here it is NaN.
+    """
 
     def poisoned(size: tuple[int, int], stride: tuple[int, int], **options: Any) -> Tensor:
         room = torch.full((size[0] * stride[0],), torch.nan, **options)
@@ -170,7 +198,9 @@ def test_padding_between_logits_is_never_counted(configure: Configure, monkeypat
     assert next(p for n, p in stage.named_parameters() if n == "embedding.weight").shape[0] == vocab_size
 
 
-@pytest.mark.parametrize(("device", "dtype", "stride"), [("cuda", "bf16", 128), ("cuda", "fp32", 65), ("cpu", "bf16", 65)])
+@pytest.mark.parametrize(
+    ("device", "dtype", "stride"), [("cuda", "bf16", 128), ("cuda", "fp32", 65), ("cpu", "bf16", 65)]
+)
 def test_where_logits_are_padded(device: str, dtype: str, stride: int) -> None:
     """On CPUs and in 32 bits nothing is gained."""
     x: Any = SimpleNamespace(device=torch.device(device), element_size=lambda: DTYPES[dtype].itemsize)
@@ -179,19 +209,31 @@ def test_where_logits_are_padded(device: str, dtype: str, stride: int) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
-def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: str, tp: int, pp: int) -> None:
+def test_layouts_cut_the_same_initial_parameters(
+    configure: Configure, variant: str, tp: int, pp: int
+) -> None:
     """Counted once each, they are as many as planned; and put together, bitwise those of one device."""
     alone = whole_model(configure(VARIANTS[variant]))
     whole = dict(alone.named_parameters())
     tp = min(tp, alone.config.kv_heads)  # a key head is not cut
-    config = configure(f"{VARIANTS[variant]} parallel.tensor={tp} parallel.pipeline={pp} parallel.sequence=true", world=tp * pp)
+    config = configure(
+        f"{VARIANTS[variant]} parallel.tensor={tp} parallel.pipeline={pp} parallel.sequence=true",
+        world=tp * pp,
+    )
     counted = 0
     for stage in range(pp):
-        layers = range(7 * stage // pp, 7 * (stage + 1) // pp)  # anywhere, also between the ends and their neighbours
+        # anywhere, also between the ends and their neighbours
+        layers = range(7 * stage // pp, 7 * (stage + 1) // pp)
         topologies = [Topology(config, stage * tp + rank) for rank in range(tp)]
         ranks = [Stage(config, layers, topology, CPU) for topology in topologies]
-        held_by = [(topology, *named) for topology, rank in zip(topologies, ranks, strict=True) for named in rank.named_parameters()]
-        counted += sum(p.numel() for topology, name, p in held_by if topology.placed(shard_of(p), name).counted)
+        held_by = [
+            (topology, *named)
+            for topology, rank in zip(topologies, ranks, strict=True)
+            for named in rank.named_parameters()
+        ]
+        counted += sum(
+            p.numel() for topology, name, p in held_by if topology.placed(shard_of(p), name).counted
+        )
         for pieces in zip(*(rank.named_parameters() for rank in ranks), strict=True):
             name, dim = pieces[0][0], dim_of(shard_of(pieces[0][1]))
             held = [piece.detach() for _, piece in pieces]
@@ -201,7 +243,9 @@ def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: 
 
 
 def test_initial_deviations(configure: Configure) -> None:
-    """GPT-2's: 0.02, for layers that write to the residual over the root of their number; zero biases; unit norms."""
+    """GPT-2's: 0.02, for layers that write to the residual over the root of their
+    number; zero biases; unit norms.
+    """
     config = configure("model.hidden_size=128 model.num_layers=8")
     for name, parameter in whole_model(config).named_parameters():
         if name.endswith("bias"):
@@ -210,10 +254,14 @@ def test_initial_deviations(configure: Configure) -> None:
             assert (parameter == 1).all(), name
         else:
             right = 0.02 / 4 if "output" in name or "down" in name else 0.02
-            assert float(parameter.detach().std()) == pytest.approx(right, rel=5 / parameter.numel() ** 0.5), name
+            assert float(parameter.detach().std()) == pytest.approx(
+                right, rel=5 / parameter.numel() ** 0.5
+            ), name
 
 
-@pytest.mark.parametrize("overrides", ["", LLAMA, "model.attention=eager", "model.attention=fused train.precision=fp32"])
+@pytest.mark.parametrize(
+    "overrides", ["", LLAMA, "model.attention=eager", "model.attention=fused train.precision=fp32"]
+)
 def test_no_position_sees_a_later_one(configure: Configure, overrides: str) -> None:
     """A leak makes the training loss fall for nothing: the model copies its target."""
     stage = shake(whole_model(configure(overrides))).eval()
@@ -233,7 +281,8 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(2, 1, 1, 32, 8)
     cos, sin = rope_tables(np.arange(32), 8, 10000.0, torch.float64, CPU)
-    scores = (rope(q, cos, sin) @ rope(k, cos, sin).transpose(-2, -1))[0, 0]  # the same q and k at every position
+    # the same q and k at every position
+    scores = (rope(q, cos, sin) @ rope(k, cos, sin).transpose(-2, -1))[0, 0]
     for distance in range(-31, 32):
         diagonal = scores.diagonal(distance)
         assert float((diagonal - diagonal[0]).abs().max()) < 1e-12
@@ -247,15 +296,23 @@ def test_rotary_angles_at_long_context(dtype: torch.dtype) -> None:
     """Angles in fp32, of position times frequency, would be off by 1e-2 at a million positions."""
     position, head = 2**20 - 1, 8
     cos, sin = rope_tables(np.arange(position + 1), head, 10000.0, torch.float32, CPU)
-    angle = torch.tensor([position * 10000.0 ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64)
+    angle = torch.tensor(
+        [position * 10000.0 ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64
+    )
     x = torch.ones(1, 1, 1, head, dtype=dtype)
     right = torch.cat((angle.cos() - angle.sin(), angle.sin() + angle.cos()))
-    assert float((rope(x, cos[-1:], sin[-1:]) - right).abs().max()) < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    assert (
+        float((rope(x, cos[-1:], sin[-1:]) - right).abs().max())
+        < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    )
 
 
 @pytest.mark.parametrize("overrides", ["", LLAMA, "model.num_kv_heads=2"])
 def test_eager_attention_equals_sdpa(configure: Configure, overrides: str) -> None:
-    losses = [loss_and_gradients(shake(whole_model(configure(f"{overrides} model.attention={a}")))) for a in ("sdpa", "eager")]
+    losses = [
+        loss_and_gradients(shake(whole_model(configure(f"{overrides} model.attention={a}"))))
+        for a in ("sdpa", "eager")
+    ]
     assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-13)
     assert largest_difference(losses[0][1], losses[1][1]) < 1e-12
 
@@ -271,21 +328,30 @@ def test_grouped_queries_equal_repeated_key_heads(configure: Configure, attentio
         state[name] = torch.stack([torch.stack((g[query], g[2], g[3])) for g in groups for query in (0, 1)])
     full.load_state_dict(state)
     tokens = tokens_of(grouped.config)
-    assert torch.allclose(grouped.logits(grouped.hidden(tokens)), full.logits(full.hidden(tokens)), rtol=1e-12, atol=1e-13)
+    assert torch.allclose(
+        grouped.logits(grouped.hidden(tokens)), full.logits(full.hidden(tokens)), rtol=1e-12, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_heads_without_rotation_are_views(configure: Configure, kv_heads: int) -> None:
-    """A copy of keys and values would be a pass over memory in every block. Queries of groups need one: no one stride has their heads."""
+    """A copy of keys and values would be a pass over memory in every block.
+
+    Queries of groups need one: no one stride has their heads.
+    """
     attention = whole_model(configure(f"model.num_kv_heads={kv_heads}")).blocks["0"].attention
     qkv = torch.randn(2, 5, kv_heads, 4 // kv_heads + 2, attention.head_size)
-    views = [x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for x in attention.heads(qkv, None)]
+    views = [
+        x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for x in attention.heads(qkv, None)
+    ]
     assert views == [kv_heads == 4, True, True]
 
 
 @pytest.mark.parametrize("overrides", ["", LLAMA, "model.attention=eager model.num_kv_heads=2"])
 def test_recomputation_changes_memory_and_nothing_else(configure: Configure, overrides: str) -> None:
-    """With dropout, so that a mask drawn anew in the recomputation would show; and each must keep less than the one before."""
+    """With dropout, so that a mask drawn anew in the recomputation would show; and each must
+    keep less than the one before.
+    """
     results, kept = [], []
     for recompute in ("none", "selective", "full"):
         stage = shake(whole_model(configure(f"{overrides} model.dropout=0.2 train.recompute={recompute}")))
@@ -307,14 +373,21 @@ def test_recomputation_changes_memory_and_nothing_else(configure: Configure, ove
 
 
 def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
-    """Equal masks in two layers or two microbatches are not independent noise; and a recomputation must draw the same again."""
+    """Equal masks in two layers or two microbatches are not independent noise; and a
+    recomputation must draw the same again.
+    """
     ones = torch.ones(32, 64, dtype=torch.float64)
 
     def dropped(key: int, *site: object, group: Group = SOLO, sequence: bool = False) -> Tensor:
         context = Context(2, 16, None, group, sequence, 0.25, key, batch=Microbatch(torch.zeros(2, 16)))
         return context.drop(ones[: 32 // group.size] if sequence else ones, *site)
 
-    masks = [dropped(1, 0, "attention"), dropped(2, 0, "attention"), dropped(1, 1, "attention"), dropped(1, 0, "feed_forward")]
+    masks = [
+        dropped(1, 0, "attention"),
+        dropped(2, 0, "attention"),
+        dropped(1, 1, "attention"),
+        dropped(1, 0, "feed_forward"),
+    ]
     for i, mask in enumerate(masks):
         assert sorted(mask.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
         assert float(mask.mean()) == pytest.approx(1, abs=0.06)
@@ -332,14 +405,20 @@ def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
 
 
 def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
-    """Keys follow the place in the global batch, not the rank: else dropout would repeat, or depend on the layout."""
-    stream: Any = SimpleNamespace(samples=lambda indices: np.repeat(indices[:, None], 17, 1), learned=lambda indices: None)
+    """Keys follow the place in the global batch, not the rank: else dropout would
+    repeat, or depend on the layout.
+    """
+    stream: Any = SimpleNamespace(
+        samples=lambda indices: np.repeat(indices[:, None], 17, 1), learned=lambda indices: None
+    )
 
     def keys(data: int) -> dict[tuple[int, int], int]:
         config = configure(f"parallel.data={data}", world=data)
         found = {}
         for rank in range(data):
-            mesh: Any = SimpleNamespace(sample_group=Group("dp", tuple(range(data)), rank), cp=SOLO, device=CPU)
+            mesh: Any = SimpleNamespace(
+                sample_group=Group("dp", tuple(range(data)), rank), cp=SOLO, device=CPU
+            )
             for step in (1, 2):
                 for microbatch in Loader(config, mesh, stream).step(step):
                     found[step, int(microbatch.tokens[0, 0])] = microbatch.key
@@ -350,8 +429,13 @@ def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
     assert keys(2) == keys(4) == alone
 
 
-def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two places with one key drop the same elements twice over: noise that is not independent. Uneven stages must not count anew."""
+def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two places with one key drop the same elements twice over: noise that is not independent.
+
+    Uneven stages must not count anew.
+    """
     keys: list[int] = []
 
     def noted(x: Tensor, bias: Any, residual: Any, probability: float, key: int, **options: Any) -> Tensor:
@@ -362,7 +446,9 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: C
     config = configure("model.dropout=0.2")
     whole_model(config).hidden(tokens_of(config), 1)
     in_one = keys.copy()
-    assert len(in_one) == len(set(in_one)) == 1 + 2 * config.model.num_layers, "the embedding, and two in every block"
+    assert len(in_one) == len(set(in_one)) == 1 + 2 * config.model.num_layers, (
+        "the embedding, and two in every block"
+    )
     keys.clear()
     flow: dict[str, Tensor] = {}
     for layers in (range(4), range(4, 7)):
@@ -371,7 +457,9 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: C
 
 
 def test_another_seed_draws_other_weights(configure: Configure) -> None:
-    """Runs of several seeds, to see what is chance, would all begin with one model; and two parameters of a shape with one tensor."""
+    """Runs of several seeds, to see what is chance, would all begin with one model; and two
+    parameters of a shape with one tensor.
+    """
     models = [dict(whole_model(configure(f"train.seed={seed}")).named_parameters()) for seed in (0, 1)]
     drawn = [p for model in models for p in model.values() if shard_of(p).init_std is not None]
     for i, p in enumerate(drawn):
@@ -380,7 +468,9 @@ def test_another_seed_draws_other_weights(configure: Configure) -> None:
 
 @pytest.mark.parametrize("variant", ["gpt2", "scales, more positions"])
 def test_a_chunked_loss_is_the_models_loss(configure: Configure, variant: str) -> None:
-    """Of the whole model, trained and evaluated, in several chunks: the head's scale, and every chunk, are in both."""
+    """Of the whole model, trained and evaluated, in several chunks: the head's
+    scale, and every chunk, are in both.
+    """
     sizes = "train.micro_batch_size=17 train.global_batch_size=17"
     results = []
     for chunked in ("false", "true"):
@@ -395,12 +485,16 @@ def test_a_chunked_loss_is_the_models_loss(configure: Configure, variant: str) -
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norm_statistics_in_bf16(configure: Configure, kind: str) -> None:
-    """Statistics of 4096 features in bf16 are off by percents: the sum stops growing where its step passes the values."""
+    """Statistics of 4096 features in bf16 are off by percents: the sum stops growing
+    where its step passes the values.
+    """
     model = configure(f"model.norm={kind} model.hidden_size=4096").model
     norm = Norm(model, SOLO, False, torch.bfloat16, CPU)
     with torch.no_grad():
         for parameter in norm.parameters():
-            parameter.copy_(torch.ones_like(parameter) if parameter is norm.weight else torch.zeros_like(parameter))
+            parameter.copy_(
+                torch.ones_like(parameter) if parameter is norm.weight else torch.zeros_like(parameter)
+            )
     x = (10 + torch.randn(16, 4096, generator=torch.Generator().manual_seed(0))).bfloat16()
 
     def mean(x: Tensor) -> Tensor:

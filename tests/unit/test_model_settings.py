@@ -16,7 +16,15 @@ from megacore.tools.choices.activations import stage_activations
 from megacore.tools.choices.flops import block_flops
 from megacore.tools.settings.load import resolve
 
-SIZES = {"num_layers": 3, "hidden_size": 24, "num_heads": 2, "vocab_size": 61, "ffn_size": 40, "bias": False, "norm": "rmsnorm"}
+SIZES = {
+    "num_layers": 3,
+    "hidden_size": 24,
+    "num_heads": 2,
+    "vocab_size": 61,
+    "ffn_size": 40,
+    "bias": False,
+    "norm": "rmsnorm",
+}
 
 
 def config_of(**model: Any) -> Config:
@@ -28,7 +36,10 @@ def built(**model: Any) -> Stage:
     """A model whose norms are off one, and whose layers do not begin at zero."""
     stage = whole_model(config_of(**model))
     for parameter in stage.parameters():
-        parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        parameter.data.add_(
+            0.2
+            * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        )
     return stage
 
 
@@ -46,7 +57,11 @@ def arranged(block: Any, x: Tensor, place: str, branches: str, context: Any) -> 
 
     attended = branch(x, lambda x: block.attention(x, context), "norm1", "post_norm1")
     second = "norm1" if branches == "shared_norm" else "norm2"
-    return x + attended + branch(x + attended if branches == "serial" else x, block.feed_forward, second, "post_norm2")
+    return (
+        x
+        + attended
+        + branch(x + attended if branches == "serial" else x, block.feed_forward, second, "post_norm2")
+    )
 
 
 @pytest.mark.parametrize("place", ["pre", "post", "both"])
@@ -77,7 +92,9 @@ def contexts(stage: Stage) -> list[Any]:
 def clamped_by_transformers(x: torch.Tensor) -> torch.Tensor:
     """gpt-oss's activation, whose gate and up stand side by side."""
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    theirs = gpt_oss.GptOssExperts(gpt_oss.GptOssConfig(hidden_size=2, intermediate_size=2, num_local_experts=1))
+    theirs = gpt_oss.GptOssExperts(
+        gpt_oss.GptOssConfig(hidden_size=2, intermediate_size=2, num_local_experts=1)
+    )
     assert (x.abs() > theirs.limit).any()
     return theirs._apply_gate(x.unflatten(-1, (2, -1)).mT.flatten(-2))
 
@@ -101,9 +118,13 @@ def test_activations(activation: str, right: Any) -> None:
 def test_the_layers_that_write_to_the_residual_begin_at_zero() -> None:
     stage = whole_model(config_of(zero_init=True))
     zero = {name for name, parameter in stage.named_parameters() if not parameter.any()}
-    assert zero == {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("attention.output", "feed_forward.down")}
+    assert zero == {
+        f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("attention.output", "feed_forward.down")
+    }
     tokens = torch.arange(12)[None]
-    assert torch.equal(stage.hidden(tokens), whole_model(config_of(num_layers=1, zero_init=True)).hidden(tokens)), "blocks change nothing"
+    assert torch.equal(
+        stage.hidden(tokens), whole_model(config_of(num_layers=1, zero_init=True)).hidden(tokens)
+    ), "blocks change nothing"
 
 
 def test_the_embedding_is_normed() -> None:
@@ -123,7 +144,10 @@ def test_the_z_loss_is_a_loss_of_its_own(chunked: bool) -> None:
     targets[0, 3] = IGNORED
     _, found = stage({}, Microbatch(tokens, targets))
     logits = stage.logits(stage.hidden(tokens))
-    right = F.cross_entropy(logits, targets[0], reduction="sum"), logits.logsumexp(1)[targets[0] != IGNORED].square().sum()
+    right = (
+        F.cross_entropy(logits, targets[0], reduction="sum"),
+        logits.logsumexp(1)[targets[0] != IGNORED].square().sum(),
+    )
     gradients = torch.autograd.grad(right[0] + 0.1 * right[1], list(stage.parameters()))
     (0.5 * found["cross_entropy"] + 0.05 * found["z_loss"]).backward()
     torch.testing.assert_close(tuple(found.values()), right, rtol=1e-12, atol=1e-12)
@@ -141,7 +165,9 @@ def test_gates_of_attention(kind: str) -> None:
     other.load_state_dict({name: tensor for name, tensor in ours.state_dict().items() if name != "qkv.gate"})
     other.output.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     other(x, context)
-    right = (seen[0].view(12, 4, 6) * torch.sigmoid(x @ ours.qkv.gate.T).view(12, 4, -1)).view(12, 24) @ ours.output.weight.T
+    right = (seen[0].view(12, 4, 6) * torch.sigmoid(x @ ours.qkv.gate.T).view(12, 4, -1)).view(
+        12, 24
+    ) @ ours.output.weight.T
     torch.testing.assert_close(ours(x, context), right, rtol=1e-12, atol=1e-12)
     rows = 4 if kind == "headwise" else 24
     assert block_flops(stage.config, False) - block_flops(plain.config, False) == 2 * 24 * rows
@@ -170,5 +196,7 @@ def test_the_planner_tells_kinds_of_blocks_apart() -> None:
 
 
 def test_a_gate_is_a_third_product() -> None:
-    assert block_flops(config_of(activation="geglu"), False) == block_flops(config_of(activation="swiglu"), False)
+    assert block_flops(config_of(activation="geglu"), False) == block_flops(
+        config_of(activation="swiglu"), False
+    )
     assert block_flops(config_of(activation="relu2"), False) == block_flops(config_of(), False)

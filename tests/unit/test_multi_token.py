@@ -1,4 +1,6 @@
-"""configs/forks/multi_token.py: which tokens are learned, the loss by plain PyTorch, and texts written with guesses."""
+"""configs/forks/multi_token.py: which tokens are learned, the loss by plain PyTorch,
+and texts written with guesses.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ WORDS, LENGTH = training.VOCAB_SIZE, 64
 
 def config_of(folder: Path, kind: str, **model: object) -> Config:
     sizes = {"source": speculate.SOURCE, "position": "rope", **KINDS[kind], **model}
-    path = training.write_config(folder, "unused", model=sizes, train={"precision": "fp64", "seq_len": LENGTH})
+    path = training.write_config(
+        folder, "unused", model=sizes, train={"precision": "fp64", "seq_len": LENGTH}
+    )
     return load(path, []).config
 
 
@@ -42,7 +46,9 @@ def stage_of(config: Config) -> Stage:
 
 
 def test_no_target_is_in_another_document(tmp_path: Path) -> None:
-    """A target that is rolled on across the end of a document, or of the sample: token by token, by what the next documents are."""
+    """A target that is rolled on across the end of a document, or of the sample: token by token,
+    by what the next documents are.
+    """
     source = source_of(config_of(tmp_path, "module"))
     assert source is not None
     text = np.arange(100, 117)
@@ -63,12 +69,17 @@ def plain_loss(stage: Stage, hidden: Tensor, following: Tensor, wanted: Tensor) 
     """Of the module, with the weights of `stage`; its block is megacore's own, which other tests compare."""
     layer: Any = stage.inner[-1]
     x, e = hidden.flatten(0, 1), stage.before[0].embedding.weight[following.flatten()]
-    x, e = (F.layer_norm(part, part.shape[-1:], norm.weight, norm.bias, norm.eps) for part, norm in zip((x, e), layer.norms, strict=True))
+    x, e = (
+        F.layer_norm(part, part.shape[-1:], norm.weight, norm.bias, norm.eps)
+        for part, norm in zip((x, e), layer.norms, strict=True)
+    )
     size = x.shape[1]
     x = x @ layer.mix[:, :size].T + e @ layer.mix[:, size:].T
     x = layer.block(x, stage.context(Microbatch(following)))
     x = F.layer_norm(x, x.shape[-1:], layer.norm.weight, layer.norm.bias, layer.norm.eps)
-    return F.cross_entropy(x @ stage.before[0].embedding.weight.T, wanted.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        x @ stage.before[0].embedding.weight.T, wanted.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def test_the_loss_of_the_module_is_the_papers(tmp_path: Path) -> None:
@@ -99,12 +110,20 @@ class KeepsAll(KeyValueCache):
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_do_not_change_the_text(tmp_path: Path, kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong guess that stays in the text or in a cache, also in one of a window; and a right one that is read twice."""
+def test_guesses_do_not_change_the_text(
+    tmp_path: Path, kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong guess that stays in the text or in a cache, also in one of a window;
+    and a right one that is read twice.
+    """
     config = config_of(tmp_path, kind, window=window)
     stage = stage_of(config).eval()
     prompt = [3, 1, 4, 1, 5]
-    plain = list(Decoder([stage], Mesh(config, RankInfo(), CPU)).generate(prompt, 40, Sampler(0.0, WORDS, 1.0, 0, WORDS)))
+    plain = list(
+        Decoder([stage], Mesh(config, RankInfo(), CPU)).generate(
+            prompt, 40, Sampler(0.0, WORDS, 1.0, 0, WORDS)
+        )
+    )
     found = speculate.write(stage, prompt, 40)
     assert found.tokens[:40] == plain and len(set(plain)) > 3
     assert len(found.tokens) == found.passes + found.right and found.guessed == found.passes - 1
@@ -126,7 +145,10 @@ def oracle(rest: Any) -> int:
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
-    for model, told in (({"ahead": 2}, "with one module"), ({"ahead_kind": "heads", "ahead": 5}, "leaves no block")):
+    for model, told in (
+        ({"ahead": 2}, "with one module"),
+        ({"ahead_kind": "heads", "ahead": 5}, "leaves no block"),
+    ):
         with pytest.raises(Exception, match=told):
             config_of(tmp_path, "module", **model)
 
@@ -134,6 +156,11 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prompt", ["", "x" * 16])
 def test_a_prompt_without_room_is_one_line(tmp_path: Path, prompt: str) -> None:
     """Of no token the model made a traceback, and of too many it silently wrote none."""
-    random_run(tmp_path / "run", {"tokenizer": "bytes"}, source=speculate.SOURCE, vocab_size=256, num_layers=2)
-    with pytest.raises(ConfigError, match=rf"--prompt: has {len(prompt)} tokens, and the model 16 positions \(1 to 15 tokens\)"):
+    random_run(
+        tmp_path / "run", {"tokenizer": "bytes"}, source=speculate.SOURCE, vocab_size=256, num_layers=2
+    )
+    with pytest.raises(
+        ConfigError,
+        match=rf"--prompt: has {len(prompt)} tokens, and the model 16 positions \(1 to 15 tokens\)",
+    ):
         speculate.main(["--checkpoint", str(tmp_path / "run"), "--prompt", prompt])

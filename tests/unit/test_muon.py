@@ -1,4 +1,6 @@
-"""Muon: what its operator does to singular values, the published one beside it, which parameters it has, and what is refused."""
+"""Muon: what its operator does to singular values, the published one beside it, which
+parameters it has, and what is refused.
+"""
 
 import json
 from collections.abc import Callable
@@ -28,31 +30,42 @@ LEAST, MOST = 0.66, 1.22  # where five steps take the singular values from 1/100
 def configure(tmp_path: Path) -> Callable[..., Config]:
     """`configure(overrides)`: the tests' small config with Muon, resolved."""
     path = write_config(tmp_path, "unused", model={"num_layers": 2})
-    return lambda *overrides: load(path, ["optim.kind=muon", *overrides], 2 if "engine.kind=deepspeed" in overrides else 1).config
+    return lambda *overrides: (
+        load(path, ["optim.kind=muon", *overrides], 2 if "engine.kind=deepspeed" in overrides else 1).config
+    )
 
 
 def matrices(rows: int, columns: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Three maps whose singular values lie between 1 and 1/20, times 1e-3."""
     torch.manual_seed(rows)
     u, _, v = torch.linalg.svd(torch.randn(3, rows, columns, dtype=torch.float64), full_matrices=False)
-    return (1e-3 * u @ torch.diag_embed(torch.logspace(0, -1.3, min(rows, columns), dtype=torch.float64)) @ v).to(dtype)
+    return (
+        1e-3 * u @ torch.diag_embed(torch.logspace(0, -1.3, min(rows, columns), dtype=torch.float64)) @ v
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (8, 40), (40, 8)])
 def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
-    """Each map by itself, by SVD: a norm over all maps, or the longer side's product, would leave singular values far below."""
+    """Each map by itself, by SVD: a norm over all maps, or the longer side's product, would
+    leave singular values far below.
+    """
     x = matrices(*shape)
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     core = u.mT @ orthogonalised(x, 5, torch.float64) @ v.mT
     values = core.diagonal(dim1=1, dim2=2)
     assert LEAST < float(values.min()) and float(values.max()) < MOST
     assert float((core - torch.diag_embed(values)).abs().max()) < 1e-11
-    assert float((orthogonalised(1000 * x, 5, torch.float64) - orthogonalised(x, 5, torch.float64)).abs().max()) < 1e-11
+    assert (
+        float((orthogonalised(1000 * x, 5, torch.float64) - orthogonalised(x, 5, torch.float64)).abs().max())
+        < 1e-11
+    )
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (8, 40), (40, 8), (96, 64)])
 def test_in_bf16_the_operator_stays_within_a_bound(shape: tuple[int, int]) -> None:
-    """Singular values in almost the same interval, and the whole within 4 % of fp64's: rounding is 2^-8 in each of 15 products."""
+    """Singular values in almost the same interval, and the whole within 4 % of fp64's: rounding
+    is 2^-8 in each of 15 products.
+    """
     x = matrices(*shape)
     exact, rounded = orthogonalised(x, 5, torch.float64), orthogonalised(x.float(), 5, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
@@ -65,7 +78,9 @@ def test_in_bf16_the_operator_stays_within_a_bound(shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
 def test_it_is_pytorchs_on_one_matrix(shape: tuple[int, int], nesterov: bool, scale: str) -> None:
-    """Within the rounding to bf16, in which PyTorch computes always: momentum, scale by shape and decay must be the same."""
+    """Within the rounding to bf16, in which PyTorch computes always: momentum, scale by
+    shape and decay must be the same.
+    """
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(shape))
     theirs = torch.optim.Muon([weight], lr=0.1, weight_decay=0.3, nesterov=nesterov, adjust_lr_fn=scale)
@@ -88,9 +103,15 @@ def group_of(config: Config) -> dict[str, str]:
     return {name: groups.of(name).rule.name for name, _ in whole_model(config, "meta").named_parameters()}
 
 
-@pytest.mark.parametrize("overrides", [[], ["model.tie_embeddings=false", "model.position=rope"], ["model.activation=swiglu"]])
-def test_hidden_matrices_have_muon_and_all_else_adamw(configure: Callable[..., Config], overrides: list[str]) -> None:
-    """By the placements: the embedding, the head and learned positions are matrices too, and must not have it."""
+@pytest.mark.parametrize(
+    "overrides", [[], ["model.tie_embeddings=false", "model.position=rope"], ["model.activation=swiglu"]]
+)
+def test_hidden_matrices_have_muon_and_all_else_adamw(
+    configure: Callable[..., Config], overrides: list[str]
+) -> None:
+    """By the placements: the embedding, the head and learned positions are
+    matrices too, and must not have it.
+    """
     config = configure(*overrides)
     hidden = {
         f"blocks.{i}.{part}.weight"
@@ -104,12 +125,21 @@ def test_hidden_matrices_have_muon_and_all_else_adamw(configure: Callable[..., C
 
 
 def test_groups_of_the_user_come_first(configure: Callable[..., Config], tmp_path: Path) -> None:
-    """They may give any matrix to Muon, the embedding too, and any parameter another rate; what they leave open is by default."""
-    own = [{"match": ["embedding.weight"], "kind": "muon", "lr": 0.5}, {"match": ["*norm*", "blocks.1.*"], "kind": "sgd"}]
+    """They may give any matrix to Muon, the embedding too, and any parameter another rate; what
+    they leave open is by default.
+    """
+    own = [
+        {"match": ["embedding.weight"], "kind": "muon", "lr": 0.5},
+        {"match": ["*norm*", "blocks.1.*"], "kind": "sgd"},
+    ]
     config = configure(f"optim.groups={json.dumps(own)}", "optim.muon_adamw_lr=0.25")
     rules, groups = group_of(config), ParameterGroups(config.optim)
     assert (rules["embedding.weight"], rules["blocks.1.attention.qkv.weight"]) == ("muon", "sgd")
-    assert (rules["blocks.0.attention.qkv.weight"], rules["position"], groups.of("position").lr) == ("muon", "adamw", 0.25)
+    assert (rules["blocks.0.attention.qkv.weight"], rules["position"], groups.of("position").lr) == (
+        "muon",
+        "adamw",
+        0.25,
+    )
     check_engine(config, CPU)
     (tmp_path / "config.json").write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
     assert load(str(tmp_path / "config.json")).config.optim == config.optim, "a recorded config is complete"
@@ -130,17 +160,24 @@ class Block({base}):
 
     def forward(self, x, context):
         return x
-"""
+"""  # noqa: E501
 
 
 def source(folder: Path, **parts: str) -> str:
-    given = {"base": "GPTBlock", "arguments": "index, config, mesh, dtype, device", "shape": "(size, size)", "decay": "True"} | parts
+    given = {
+        "base": "GPTBlock",
+        "arguments": "index, config, mesh, dtype, device",
+        "shape": "(size, size)",
+        "decay": "True",
+    } | parts
     (folder / "mine.py").write_text(SOURCE.format(**given))
     return f"model.source={folder / 'mine.py'}"
 
 
 def test_a_users_own_matrix_is_hidden_too(configure: Callable[..., Config], tmp_path: Path) -> None:
-    """A weight of two dims that decays is a matrix, whatever its name; one of three that states no matrices is left to AdamW."""
+    """A weight of two dims that decays is a matrix, whatever its name; one of three that
+    states no matrices is left to AdamW.
+    """
     assert group_of(configure(source(tmp_path)))["blocks.1.mix"] == "muon"
     assert group_of(configure(source(tmp_path, shape="(2, size, size)")))["blocks.1.mix"] == "adamw"
     assert group_of(configure(source(tmp_path, decay="False")))["blocks.1.mix"] == "adamw"
@@ -151,25 +188,44 @@ def test_heads_are_rows_of_one_matrix_or_matrices(configure: Callable[..., Confi
     from megacore.engine.whole_matrices import matrices_of
 
     shard = shard_of(whole_model(configure("model.num_kv_heads=2"), "meta").blocks["0"].attention.qkv.weight)
-    sizes = {by: [m.sizes(shard.global_shape) for m in matrices_of(Muon(MuonSettings(muon_heads=by)), shard)] for by in ("joined", "apart")}
-    assert sizes == {"joined": [(1, 32, 32), (1, 16, 32), (1, 16, 32)], "apart": [(4, 8, 32), (2, 8, 32), (2, 8, 32)]}
+    sizes = {
+        by: [m.sizes(shard.global_shape) for m in matrices_of(Muon(MuonSettings(muon_heads=by)), shard)]
+        for by in ("joined", "apart")
+    }
+    assert sizes == {
+        "joined": [(1, 32, 32), (1, 16, 32), (1, 16, 32)],
+        "apart": [(4, 8, 32), (2, 8, 32), (2, 8, 32)],
+    }
     weight = torch.randn(shard.global_shape)
     for joined, apart in zip(
-        *([m.view(weight) for m in matrices_of(Muon(MuonSettings(muon_heads=by)), shard)] for by in sizes), strict=True
+        *([m.view(weight) for m in matrices_of(Muon(MuonSettings(muon_heads=by)), shard)] for by in sizes),
+        strict=True,
     ):
         assert torch.equal(joined[0], apart.flatten(0, 1))
 
 
 VECTORS = '[{"match": ["*norm*"], "kind": "muon"}]'
 REFUSED = {
-    "scale": (["optim.muon_scale=spectral"], 'optim.muon_scale: "spectral" is not valid', "original or match_rms_adamw"),
-    "precision": (["optim.muon_precision=fp16"], 'optim.muon_precision: "fp16" is not valid', "auto or bf16 or fp32 or fp64"),
+    "scale": (
+        ["optim.muon_scale=spectral"],
+        'optim.muon_scale: "spectral" is not valid',
+        "original or match_rms_adamw",
+    ),
+    "precision": (
+        ["optim.muon_precision=fp16"],
+        'optim.muon_precision: "fp16" is not valid',
+        "auto or bf16 or fp32 or fp64",
+    ),
     "heads": (["optim.muon_heads=both"], 'optim.muon_heads: "both" is not valid', "joined or apart"),
     "no steps": (["optim.muon_steps=0"], "optim.muon_steps: 0 is not valid", "a whole number"),
     "steps": (["optim.muon_steps=65"], "optim.muon_steps: 65 is not valid", "at most 64"),
     "momentum": (["optim.muon_momentum=1.0"], "optim.muon_momentum: 1.0 is not valid", "below 1"),
     "rate": (["optim.muon_adamw_lr=-1"], "optim.muon_adamw_lr: -1 is not valid", "at least 0"),
-    "rate of nothing": (["optim.muon_adamw_lr=0.1", "optim.lr=0"], "lr 0.1 follows the schedule of optim.lr, which is 0", "above 0"),
+    "rate of nothing": (
+        ["optim.muon_adamw_lr=0.1", "optim.lr=0"],
+        "lr 0.1 follows the schedule of optim.lr, which is 0",
+        "above 0",
+    ),
     "nesterov": (["optim.muon_nesterov=1"], "optim.muon_nesterov: 1 is not valid", "true or false"),
     "unknown": (["optim.muon_beta=0.9"], "optim.muon_beta: unknown key", "did you mean"),
     "deepspeed": (
@@ -177,7 +233,11 @@ REFUSED = {
         "optim.kind: the deepspeed engine steps with AdamW, not muon",
         "adamw, or",
     ),
-    "norms": ([f"optim.groups={VECTORS}"], "optim.groups: muon cannot update blocks.0.norm1.weight: it is no matrix", "another kind"),
+    "norms": (
+        [f"optim.groups={VECTORS}"],
+        "optim.groups: muon cannot update blocks.0.norm1.weight: it is no matrix",
+        "another kind",
+    ),
     "nothing left": (
         ['optim.groups=[{"match": ["blocks.*"], "kind": "adamw"}]'],
         "optim.kind: muon updates hidden matrices, and optim.groups",
@@ -198,8 +258,16 @@ def test_what_cannot_be_meant_is_refused_in_a_line(configure: Callable[..., Conf
 def test_a_model_without_matrices_is_refused(configure: Callable[..., Config], tmp_path: Path) -> None:
     """And one whose layer states matrices that are a part of its weight: the rest would never be updated."""
     bare = {"base": "Layer", "arguments": "", "decay": "False"}
-    with pytest.raises(ConfigError, match=r"optim\.kind: muon updates hidden matrices, and the model has none"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.kind: muon updates hidden matrices, and the model has none"
+    ):
         configure(source(tmp_path, **bare))
-    parts = 'matrices=(__import__("megacore.distributed.shard").distributed.shard.LogicalMatrix("a", (slice(0, 3),)),), decay=True'
-    with pytest.raises(ConfigError, match=r"muon cannot update blocks\.0\.mix: the matrices that its layer states are not all of it"):
+    parts = (
+        'matrices=(__import__("megacore.distributed.shard").distributed.shard.LogicalMatrix("a", '
+        "(slice(0, 3),)),), decay=True"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"muon cannot update blocks\.0\.mix: the matrices that its layer states are not all of it",
+    ):
         check_engine(configure(source(tmp_path, decay=f"True, {parts.removesuffix(', decay=True')}")), CPU)

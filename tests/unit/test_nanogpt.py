@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from megacore.errors import CheckpointError, UserError
 from tests.conversion import assert_nothing_written, logits, model_of, relative, take_in
 
-ARGUMENTS = {"n_layer": 2, "n_head": 3, "n_embd": 24, "block_size": 16, "vocab_size": 61, "bias": True, "dropout": 0.1}
+ARGUMENTS = {
+    "n_layer": 2,
+    "n_head": 3,
+    "n_embd": 24,
+    "block_size": 16,
+    "vocab_size": 61,
+    "bias": True,
+    "dropout": 0.1,
+}
 
 
 class Attention(nn.Module):
@@ -24,7 +32,9 @@ class Attention(nn.Module):
         self.c_attn, self.c_proj = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        queries, keys, values = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
+        queries, keys, values = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2)
+        )
         scores = queries @ keys.mT / queries.shape[-1] ** 0.5
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
         return self.c_proj((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
@@ -48,16 +58,20 @@ class Peer(nn.Module):
         width, bias = arguments["n_embd"], arguments["bias"]
         block = lambda: nn.ModuleDict(  # noqa: E731
             {
-                "ln_1": nn.LayerNorm(width, bias=bias), "attn": Attention(width, arguments["n_head"], bias),
-                "ln_2": nn.LayerNorm(width, bias=bias), "mlp": Mlp(width, bias),
+                "ln_1": nn.LayerNorm(width, bias=bias),
+                "attn": Attention(width, arguments["n_head"], bias),
+                "ln_2": nn.LayerNorm(width, bias=bias),
+                "mlp": Mlp(width, bias),
             }
-        )  # fmt: skip
+        )
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(arguments["vocab_size"], width), "wpe": nn.Embedding(arguments["block_size"], width),
-                "h": nn.ModuleList([block() for _ in range(arguments["n_layer"])]), "ln_f": nn.LayerNorm(width, bias=bias),
+                "wte": nn.Embedding(arguments["vocab_size"], width),
+                "wpe": nn.Embedding(arguments["block_size"], width),
+                "h": nn.ModuleList([block() for _ in range(arguments["n_layer"])]),
+                "ln_f": nn.LayerNorm(width, bias=bias),
             }
-        )  # fmt: skip
+        )
         self.lm_head = nn.Linear(width, arguments["vocab_size"], bias=False)
         self.lm_head.weight = self.transformer["wte"].weight
         generator = torch.Generator().manual_seed(0)
@@ -77,21 +91,33 @@ def write(path: Path, peer: nn.Module, arguments: dict[str, Any], prefix: str = 
     """The file as nanoGPT's train.py leaves it."""
     weights = {prefix + name: tensor for name, tensor in peer.state_dict().items()}
     optimizer = torch.optim.AdamW(peer.parameters()).state_dict()
-    entries = {"model": weights, "optimizer": optimizer, "model_args": arguments, "iter_num": 7, "best_val_loss": torch.tensor(3.5)}
+    entries = {
+        "model": weights,
+        "optimizer": optimizer,
+        "model_args": arguments,
+        "iter_num": 7,
+        "best_val_loss": torch.tensor(3.5),
+    }
     torch.save(entries | {"config": {"out_dir": "out", "init_from": "scratch"}} | more, path)
     return path
 
 
 @pytest.mark.parametrize("bias, prefix", [(True, ""), (False, "_orig_mod.")])
 def test_logits_are_the_peers(bias, prefix, tmp_path, capsys):
-    """With biases and without, of a compiled model too; erf's gelu, which tanh's misses by more than the tolerance."""
+    """With biases and without, of a compiled model too; erf's gelu, which tanh's
+    misses by more than the tolerance.
+    """
     arguments = ARGUMENTS | {"bias": bias}
     peer = Peer(arguments)
     rows = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(1))
     file = write(tmp_path / "ckpt.pt", peer, arguments, prefix)
     model = model_of(take_in(file, tmp_path / "run", kind="nanogpt"))
     assert relative(logits(model, rows), peer(rows)) < 1e-5  # fp32
-    assert (model.config.model.dropout, model.config.model.tie_embeddings, model.config.max_positions) == (0.1, True, 16)
+    assert (model.config.model.dropout, model.config.model.tie_embeddings, model.config.max_positions) == (
+        0.1,
+        True,
+        16,
+    )
     assert "every bit" in capsys.readouterr().out
     old = model_of(take_in(file, tmp_path / "old", "model.activation=gelu", kind="nanogpt"))
     assert relative(logits(old, rows), peer(rows)) > 1e-4
@@ -125,7 +151,9 @@ class Malicious:
 def test_code_in_the_file_is_not_run(tmp_path):
     victim = tmp_path / "made by the file"
     file = write(tmp_path / "ckpt.pt", Peer(ARGUMENTS), ARGUMENTS, best_val_loss=Malicious(victim))
-    with pytest.raises(CheckpointError, match=r"ckpt\.pt: is damaged, or holds more .* could run code, and is not loaded") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"ckpt\.pt: is damaged, or holds more .* could run code, and is not loaded"
+    ) as caught:
         take_in(file, tmp_path / "run", kind="nanogpt")
     assert "\n" not in str(caught.value) and not victim.exists()
     assert_nothing_written(tmp_path / "run")
@@ -146,7 +174,10 @@ def without_a_storage(file: Path) -> None:
                 new.writestr(name, old.read(name))
 
 
-@pytest.mark.parametrize("damage", [truncated, without_a_storage, lambda file: file.write_text("text"), lambda file: file.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "damage",
+    [truncated, without_a_storage, lambda file: file.write_text("text"), lambda file: file.write_bytes(b"")],
+)
 def test_damaged_files(damage, tmp_path):
     file = write(tmp_path / "ckpt.pt", Peer(ARGUMENTS), ARGUMENTS)
     damage(file)
@@ -165,7 +196,11 @@ STRANGE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"use_rmsnorm": True}, {}, "model_args has use_rmsnorm=True, which nanoGPT does not know"),
     ({}, {"model": [1]}, "holds no model"),
     ({}, {"model_args": None}, "holds no model_args"),
-    ({}, {"model": {"transformer.wte.weight": "text"}}, "model holds something else than floating-point tensors"),
+    (
+        {},
+        {"model": {"transformer.wte.weight": "text"}},
+        "model holds something else than floating-point tensors",
+    ),
 ]
 
 

@@ -41,7 +41,9 @@ class Listener(Observer):
         self.heard.append(("ends", action))
 
     def collective_begins(self, operation: Operation) -> str:
-        self.heard.append(f"{operation.name} of {[tuple(x.shape) for x in operation.tensors]}, {operation.peer}")
+        self.heard.append(
+            f"{operation.name} of {[tuple(x.shape) for x in operation.tensors]}, {operation.peer}"
+        )
         return operation.name
 
     def collective_begun(self, token: str) -> None:
@@ -72,7 +74,9 @@ def losses(tmp_path: Path, observers: list[Observer]) -> list[float]:
     listeners = [own for own in observers if isinstance(own, Listener)]
     for own in listeners:
         own.heard.clear()  # of the construction
-    found = [step(number, [Microbatch(tokens, tokens, key) for key in range(4)]).loss.item() for number in (1, 2)]
+    found = [
+        step(number, [Microbatch(tokens, tokens, key) for key in range(4)]).loss.item() for number in (1, 2)
+    ]
     actions = [(when, action) for action in step.plans[4].actions[0] for when in ("begins", "ends")]
     heard = ["forward and backward", *actions, "loss", "optimizer step", "between steps"] * 2
     assert [own.heard for own in listeners] == [heard] * len(listeners)
@@ -84,11 +88,16 @@ def test_several_observers_hear_every_action_and_change_nothing(tmp_path: Path) 
     assert losses(tmp_path, [Listener(), FlightRecorder(), Listener()]) == losses(tmp_path, [])
 
 
-def test_what_an_observer_raises_keeps_nothing_from_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_an_observer_raises_keeps_nothing_from_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The watchdog takes silence for a hang, and would end a run for a mistake in somebody's statistics."""
     assert losses(tmp_path, [Broken(), recorder := FlightRecorder(), Listener()]) == losses(tmp_path, [])
     said = capfd.readouterr().err
-    assert said.count("WARNING: Broken failed, and may see less") == 1 and "RuntimeError: a mistake in a tool" in said
+    assert (
+        said.count("WARNING: Broken failed, and may see less") == 1
+        and "RuntimeError: a mistake in a tool" in said
+    )
     assert recorder.phase[0] == "between steps" and recorder.events >= 2 * (4 + 8)
 
 
@@ -176,13 +185,20 @@ KNOWN = {
 def replacing(source: Source, methods: set[str]) -> Iterator[str]:
     """Where a module replaces a method of an object that is not its own, or a function of a library."""
     functions = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
-    aliases = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    aliases = [
+        alias
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
     imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
     for node in ast.walk(source.tree):
         found = False
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
-            found = (function in ("setattr", "delattr") and ast.unparse(node.args[0]) != "self") or function.endswith(".methods.update")
+            found = (
+                function in ("setattr", "delattr") and ast.unparse(node.args[0]) != "self"
+            ) or function.endswith(".methods.update")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found = "mock" in ast.unparse(node)
         elif isinstance(node, ast.Assign):
@@ -191,7 +207,9 @@ def replacing(source: Source, methods: set[str]) -> Iterator[str]:
             yield f"{source.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-def replaced(target: ast.expr, value: ast.expr, functions: set[str], methods: set[str], imported: set[str]) -> bool:
+def replaced(
+    target: ast.expr, value: ast.expr, functions: set[str], methods: set[str], imported: set[str]
+) -> bool:
     """Whether an assignment gives another's attribute a function, or another's table of methods an entry."""
     if isinstance(target, ast.Subscript):
         return ast.unparse(target.value).endswith(".methods")
@@ -200,9 +218,14 @@ def replaced(target: ast.expr, value: ast.expr, functions: set[str], methods: se
     inside = list(ast.walk(value))
     called = [node.func for node in inside if isinstance(node, ast.Call)]
     given = [node for node in inside if node not in called]
-    function = any(isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in functions) for node in given)
+    function = any(
+        isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in functions)
+        for node in given
+    )
     wrapped = any(ast.unparse(node) == ast.unparse(target) for node in given)
-    return (function and ast.unparse(target).partition(".")[0] in imported) or ((function or wrapped) and target.attr in methods)
+    return (function and ast.unparse(target).partition(".")[0] in imported) or (
+        (function or wrapped) and target.attr in methods
+    )
 
 
 def methods_of(files: list[Source]) -> set[str]:

@@ -1,4 +1,6 @@
-"""Offloaded activations come back as they were; on a CPU the copies are for nothing, but the same code makes them."""
+"""Offloaded activations come back as they were; on a CPU the copies are for
+nothing, but the same code makes them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,11 @@ from megacore.model.stage import Stage, whole_model
 from megacore.tools.settings.load import load
 from tests.training import write_config
 
-MODELS = ["", "train.recompute=full model.dropout=0.1", "train.recompute=selective model.attention=eager model.activation=swiglu"]
+MODELS = [
+    "",
+    "train.recompute=full model.dropout=0.1",
+    "train.recompute=selective model.attention=eager model.activation=swiglu",
+]
 
 
 def gradients(path: str, overrides: str) -> tuple[Stage, list[torch.Tensor]]:
@@ -46,7 +52,9 @@ def test_gradients_are_bitwise_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
     # With full recomputation a block's input alone is kept.
     assert len(stored) == 2 * 3 if "full" in model else len(stored) > 2 * 3 * 8
-    assert all(away.used and away.back is None for away in stored), "what stays on the device is not offloaded"
+    assert all(away.used and away.back is None for away in stored), (
+        "what stays on the device is not offloaded"
+    )
     weights = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
     assert not any(away.host.untyped_storage().data_ptr() in weights for away in stored)
 
@@ -75,7 +83,9 @@ def test_the_next_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Streams:
-    """A device whose streams do nothing, but know what has happened before what: `known` of a stream are the events it is behind."""
+    """A device whose streams do nothing, but know what has happened before what: `known` of a
+    stream are the events it is behind.
+    """
 
     def __init__(self) -> None:
         self.entered = [self.Stream()]
@@ -104,7 +114,9 @@ class Streams:
 
 
 class Noted(TorchDispatchMode):
-    """Notes every copy between devices as done by the stream of that moment, and checks that it comes behind what it reads."""
+    """Notes every copy between devices as done by the stream of that moment, and checks that
+    it comes behind what it reads.
+    """
 
     def __init__(self, device: Streams) -> None:
         super().__init__()
@@ -115,15 +127,20 @@ class Noted(TorchDispatchMode):
         if function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
             stream = self.device.current_stream()
             assert stream is not self.device.entered[0], "a copy that holds up the computation"
-            assert ("computed" if self.copies == 0 else "copy 0") in stream.known, "a copy that does not wait for what it reads"
+            assert ("computed" if self.copies == 0 else "copy 0") in stream.known, (
+                "a copy that does not wait for what it reads"
+            )
             stream.known.add(f"copy {self.copies}")
             self.copies += 1
         return result
 
 
 def test_copies_wait_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a copy is done at once. On a GPU one that is begun before its tensor is computed, used before it has arrived, or whose
-    memory is given away meanwhile, is a race: activations that are wrong now and then."""
+    """On a CPU a copy is done at once.
+
+    On a GPU one that is begun before its tensor is computed, used before it has arrived, or whose memory is
+    given away meanwhile, is a race: activations that are wrong now and then.
+    """
     device = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     kept: list[object] = []

@@ -1,4 +1,6 @@
-"""Groups of parameters with a rule and settings of their own: what they are, what is refused, and what each parameter gets."""
+"""Groups of parameters with a rule and settings of their own: what they are, what is
+refused, and what each parameter gets.
+"""
 
 import json
 import math
@@ -38,7 +40,13 @@ GROUPS: list[dict[str, Any]] = [
 def configure(tmp_path: Path) -> Callable[..., Config]:
     """`configure(groups, overrides)`: the tests' small config, resolved."""
     train = {"precision": "fp64"}
-    path = write_config(tmp_path, "unused", model={"num_layers": 2}, train=train, optim={"weight_decay": 0.3, "warmup_steps": 4})
+    path = write_config(
+        tmp_path,
+        "unused",
+        model={"num_layers": 2},
+        train=train,
+        optim={"weight_decay": 0.3, "warmup_steps": 4},
+    )
     return lambda groups, *overrides: load(path, [f"optim.groups={json.dumps(groups)}", *overrides]).config
 
 
@@ -51,8 +59,12 @@ def expected(config: Config, name: str) -> tuple[Rule[Any], float, float]:
     return RULES["adamw"](RULES["adamw"].settings_type()), 1.0, 0.3
 
 
-def worst_update(config: Config, rule_of: Callable[[Config, str], tuple[Rule[Any], float, float]], steps: int = 3) -> float:
-    """The largest relative difference of a parameter or its state from each rule's own plain formula, over some steps."""
+def worst_update(
+    config: Config, rule_of: Callable[[Config, str], tuple[Rule[Any], float, float]], steps: int = 3
+) -> float:
+    """The largest relative difference of a parameter or its state from each rule's own
+    plain formula, over some steps.
+    """
     stage, engine = engine_of(config)
     dims = {name: parameter.dim() for name, parameter in stage.named_parameters()}
     shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
@@ -77,20 +89,28 @@ def worst_update(config: Config, rule_of: Callable[[Config, str], tuple[Rule[Any
             state[name] = held = reference_state(rule, taken, shard)
             right = {f"{kind}/{name}": tensor for kind, tensor in held.items()}
             kinds |= right.keys()
-            right[f"model/{name}"] = (1 - lr * own_decay) * before[f"model/{name}"] - lr * reference_direction(rule, taken, held, shard)
+            right[f"model/{name}"] = (1 - lr * own_decay) * before[
+                f"model/{name}"
+            ] - lr * reference_direction(rule, taken, held, shard)
             for key, tensor in right.items():
                 moved = np.linalg.norm(tensor - before[key]) if key in before else 1.0
                 worst = max(worst, float(np.linalg.norm(after[key] - tensor) / (moved or 1.0)))
-        assert after.keys() - kinds == {f"model/{name}" for name in gradients}, "state of another rule is kept"
+        assert after.keys() - kinds == {f"model/{name}" for name in gradients}, (
+            "state of another rule is kept"
+        )
     return worst
 
 
-def test_every_parameter_gets_the_rule_and_the_settings_of_its_group(configure: Callable[..., Config]) -> None:
+def test_every_parameter_gets_the_rule_and_the_settings_of_its_group(
+    configure: Callable[..., Config],
+) -> None:
     """Against each rule's formula in plain numpy, with settings that are chosen here by hand."""
     assert worst_update(configure(GROUPS), expected) < 1e-9
 
 
-def test_settings_on_the_wrong_parameters_are_noticed(configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_on_the_wrong_parameters_are_noticed(
+    configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: the last entry that matches decides."""
 
     def last(self: ParameterGroups, name: str, record: Any = None) -> Any:
@@ -124,7 +144,9 @@ MATRICES = {"match": ["blocks.*.weight"], "kind": "orthogonal", "lr": 0.02}
 
 
 def test_a_rule_of_whole_matrices(configure: Callable[..., Config], orthogonal: type[Rule[Any]]) -> None:
-    """It gets matrices with its own state of two shapes, beside AdamW for the rest, and its settings are keys of the config."""
+    """It gets matrices with its own state of two shapes, beside AdamW for the rest, and its
+    settings are keys of the config.
+    """
     vectors = {"match": ["*norm*"]}
     config = configure([vectors, MATRICES | {"orthogonal_momentum": 0.5}])
 
@@ -135,7 +157,9 @@ def test_a_rule_of_whole_matrices(configure: Callable[..., Config], orthogonal: 
 
     assert worst_update(config, by_hand) < 1e-9
     assert config.optim.orthogonal_momentum == 0.9  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"orthogonal cannot update blocks\.0\.norm1\.weight: it is no matrix"):
+    with pytest.raises(
+        ConfigError, match=r"orthogonal cannot update blocks\.0\.norm1\.weight: it is no matrix"
+    ):
         check_engine(configure([MATRICES]), CPU)
 
 
@@ -154,12 +178,22 @@ def test_a_skipped_step_is_skipped_by_all_groups(
     next(buffer for buffer in engine.buffers if buffer.group.number == 0).gradients[3] = math.inf
     assert engine.step(1e-3).skipped == 1
     assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
-    assert {float(part.updates) for _, part in engine.optimizer.parts} == {1.0} and len(engine.optimizer.parts) == 3
+    assert {float(part.updates) for _, part in engine.optimizer.parts} == {1.0} and len(
+        engine.optimizer.parts
+    ) == 3
     accumulate(config, stage, engine, 2)
     engine.step(1e-3)
-    assert not any(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items() if name.startswith("model/"))
+    assert not any(
+        torch.equal(tensor, before[name])
+        for name, (tensor, _) in engine.tensors().items()
+        if name.startswith("model/")
+    )
     if precision != "fp32":  # what computes is the masters, rounded
-        masters = {name.removeprefix("model/"): t for name, (t, _) in engine.tensors().items() if name.startswith("model/")}
+        masters = {
+            name.removeprefix("model/"): t
+            for name, (t, _) in engine.tensors().items()
+            if name.startswith("model/")
+        }
         assert all(torch.equal(p, masters[name].to(p.dtype)) for name, p in stage.named_parameters())
 
 
@@ -167,17 +201,27 @@ def test_without_groups_buffers_are_as_before(configure: Callable[..., Config]) 
     """One entry that changes nothing may divide the buffers, but no entry may not."""
     config = configure([])
     engine = NativeEngine(config, [whole_model(config)], engine_of(config)[1].mesh)
-    assert len(engine.buffers) == 2 and len(engine.optimizer.parts) == 1, "matrices, and what has no weight decay"
+    assert len(engine.buffers) == 2 and len(engine.optimizer.parts) == 1, (
+        "matrices, and what has no weight decay"
+    )
 
 
 REFUSED = [
-    ([{"match": ["blocks.9.*"]}], [], "blocks.9.* matches no parameter of the model (a pattern of names such as position and"),
+    (
+        [{"match": ["blocks.9.*"]}],
+        [],
+        "blocks.9.* matches no parameter of the model (a pattern of names such as position and",
+    ),
     ([{"match": ["*"]}, {"match": ["Embedding.*"]}], [], "Embedding.* matches no parameter"),
     ([{"match": []}], [], "match: tuple should have at least 1 item"),
     ([{"match": ["*"], "beta1": 1.0}], [], "1.0 is not valid: beta1"),
     ([{"match": ["*"], "kind": "no_such_rule"}], [], "kind: input should be 'adamw'"),
     ([{"match": ["*"], "rate": 1.0}], [], "unknown key rate"),
-    ([{"match": ["*"], "momentum": 0.5}], [], "adamw has no setting momentum (beta1, beta2, eps or another kind)"),
+    (
+        [{"match": ["*"], "momentum": 0.5}],
+        [],
+        "adamw has no setting momentum (beta1, beta2, eps or another kind)",
+    ),
     ([{"match": ["*"], "lr": 0.5}], ["optim.lr=0"], "lr 0.5 follows the schedule of optim.lr, which is 0"),
     (
         [{"match": ["*"], "kind": "sgd"}],
@@ -212,15 +256,22 @@ def test_the_table_names_every_parameter_once(configure: Callable[..., Config]) 
 def test_pretrain_prints_and_refuses_before_ranks_meet(tmp_path: Path) -> None:
     """Also with an optimizer in the file that `model.source` names, whose keys are then the config's."""
     source = tmp_path / "mine.py"
-    source.write_text((ROOT / "tests/whole_rule.py").read_text() + "\nfrom megacore.model.block import Block  # noqa\n")
+    source.write_text(
+        (ROOT / "tests/whole_rule.py").read_text() + "\nfrom megacore.model.block import Block  # noqa\n"
+    )
     path = write_config(tmp_path, "unused", model={"num_layers": 2, "source": str(source)})
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return run_script("launch/pretrain.py", "--config", path, *arguments)
 
-    shown = run("--print-config", 'optim.groups=[{"match": ["*norm*"]}, {"match": ["*.weight"], "kind": "orthogonal"}]')
+    shown = run(
+        "--print-config",
+        'optim.groups=[{"match": ["*norm*"]}, {"match": ["*.weight"], "kind": "orthogonal"}]',
+    )
     assert shown.returncode == 0, shown.stderr
     assert "optim.groups[1]: orthogonal lr=0.003 weight_decay=0.1 orthogonal_momentum=0.9" in shown.stdout
     refused = run("optim.kind=orthogonal")
-    assert refused.returncode == 2 and refused.stderr.startswith("config error: optim.kind: orthogonal cannot update ")
+    assert refused.returncode == 2 and refused.stderr.startswith(
+        "config error: optim.kind: orthogonal cannot update "
+    )
     assert len(refused.stderr.splitlines()) == 1

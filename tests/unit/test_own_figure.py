@@ -1,4 +1,6 @@
-"""Another figure of a logged step: a monitor in a file of the user's own, and the records and TensorBoard have it."""
+"""Another figure of a logged step: a monitor in a file of the user's own, and the
+records and TensorBoard have it.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,7 @@ class Halved(Monitor):
         return {NAME: figures["loss"] / 2, "parameters": float(sum(p.numel() for stage in stages for p in stage.parameters()))}
 
 MONITORS = [Halved]
-"""
+"""  # noqa: E501
 
 
 # Draws the steps in place of lines; deletes the records behind the first step, and then cannot begin anew.
@@ -46,9 +48,13 @@ MONITORS = [Fragile]
 
 
 def run(tmp_path: Path, source: str, steps: int = 2) -> Path:
-    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": steps})
+    path = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": steps}
+    )
     (tmp_path / "own.py").write_text(source)
-    training.run_rank(path, ["log.tensorboard=true", f"model.source={tmp_path}/own.py"], str(tmp_path / "run"))
+    training.run_rank(
+        path, ["log.tensorboard=true", f"model.source={tmp_path}/own.py"], str(tmp_path / "run")
+    )
     return tmp_path / "run"
 
 
@@ -58,26 +64,39 @@ def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
     logged = training.metrics(folder)
     assert [figures["halved_loss"] for figures in logged] == [figures["loss"] / 2 for figures in logged]
     assert logged[0]["parameters"] > 1000, "it is given the stages"
-    assert logged[0].keys() <= FIGURES | {HOURS, "halved_loss", "parameters"}, "a model's loss might have such a name"
+    assert logged[0].keys() <= FIGURES | {HOURS, "halved_loss", "parameters"}, (
+        "a model's loss might have such a name"
+    )
     shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     assert [event.step for event in shown.Scalars("train/halved_loss")] == [1, 2]
 
 
 def test_a_figure_that_cannot_be_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A record whose loss is something else would be believed; and no run may end, before its checkpoint, for a figure."""
+    """A record whose loss is something else would be believed; and no run may end,
+    before its checkpoint, for a figure.
+    """
     folder = run(tmp_path, SOURCE.replace("NAME", "'loss'"))
-    assert "Halved failed, and the run goes on without it: ValueError: loss is another figure's name" in capsys.readouterr().out
+    assert (
+        "Halved failed, and the run goes on without it: ValueError: loss is another figure's name"
+        in capsys.readouterr().out
+    )
     assert len(training.metrics(folder)) == 2 and "parameters" not in training.metrics(folder)[0]
     assert (folder / "checkpoints/step_00000002").is_dir()
 
 
-def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run would go on without its records, or without a line about its steps, for what another's file does wrong."""
+def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run would go on without its records, or without a line about its steps, for
+    what another's file does wrong.
+    """
     folder = run(tmp_path, FRAGILE, steps=3)
     said = capsys.readouterr().out
     assert said.count("failed, and the run goes on without it") == 1
-    assert "Fragile failed, and the run goes on without it: RuntimeError: there is nothing to write to" in said
+    assert (
+        "Fragile failed, and the run goes on without it: RuntimeError: there is nothing to write to" in said
+    )
     assert [figures["step"] for figures in training.metrics(folder)] == [2, 3]
     assert "step 3/3" in said and "step 1/3" not in said, "lines begin where nobody draws the steps any more"
 
@@ -85,5 +104,8 @@ def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(tmp_path: Path, 
 def test_a_monitor_that_cannot_begin_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A figure that cannot be written, on a disk that is not there, is no reason to train nothing."""
     folder = run(tmp_path, FRAGILE.replace("first_step > 1", "True").replace("RuntimeError(", "OSError("))
-    assert "Fragile failed, and the run goes on without it: OSError: there is nothing to write to" in capsys.readouterr().out
+    assert (
+        "Fragile failed, and the run goes on without it: OSError: there is nothing to write to"
+        in capsys.readouterr().out
+    )
     assert len(training.metrics(folder)) == 2

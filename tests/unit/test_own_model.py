@@ -34,13 +34,22 @@ def with_source(text: str, folder: Path, *overrides: str, world: int = 1) -> Con
     return load(TINY, [f"model.source={folder}/model.py", *overrides], world).config
 
 
-@pytest.mark.parametrize("overrides", [[], ["model.activation=gelu", "model.num_kv_heads=2", "model.tie_embeddings=false"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["model.activation=gelu", "model.num_kv_heads=2", "model.tie_embeddings=false"]]
+)
 def test_counted_products_are_those_of_the_formulas(tmp_path: Path, overrides: list[str]) -> None:
     """megacore's own block, taken for one of the user's: a product that is missed, or counted twice, is another number."""
     plain = load(TINY, ["model.attention=eager", *overrides]).config
-    own = with_source("from megacore.model.block import Block\n", tmp_path, "model.attention=eager", *overrides)
+    own = with_source(
+        "from megacore.model.block import Block\n", tmp_path, "model.attention=eager", *overrides
+    )
     counted = counted_layers(own)
-    assert counted is not None and counted[0] is None and counted[-1] is None and set(counted[1:-1]) == {layer_cost(plain)}
+    assert (
+        counted is not None
+        and counted[0] is None
+        and counted[-1] is None
+        and set(counted[1:-1]) == {layer_cost(plain)}
+    )
     assert model_flops(own, causal=False) == flops_per_token(plain, causal=False)
     full = own.model_copy(update={"train": own.train.model_copy(update={"recompute": "full"})})
     assert layer_cost(full).backward == layer_cost(plain).backward + layer_cost(plain).forward
@@ -54,13 +63,17 @@ def test_the_utilisation_is_that_of_the_own_layers(tmp_path: Path) -> None:
     assert f is not None
     of_token = 3 * (model.num_layers * (2 * 4 * h * h + 2 * 2 * h * f + 4 * s * h) + 2 * h * model.vocab_size)
     peak = Utilisation(own, torch.device("cpu"), 1, peak=1e12)
-    assert peak.full(1e6) == pytest.approx(1e6 * of_token / 1e12, rel=1e-12) and of_token < flops_per_token(own, False)
+    assert peak.full(1e6) == pytest.approx(1e6 * of_token / 1e12, rel=1e-12) and of_token < flops_per_token(
+        own, False
+    )
     assert peak.causal(1e6) is None and peak.full(1e6, pairs=0.5) is None
 
 
 def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A kernel of the user's that torch cannot run without content: the plan says so, and MFU is null."""
-    text = forks.documented().replace("return self.down(", "assert x.sum().item() < 1e9\n        return self.down(")
+    text = forks.documented().replace(
+        "return self.down(", "assert x.sum().item() < 1e9\n        return self.down("
+    )
     own = with_source(text, tmp_path)
     assert counted_layers(own) is None and model_flops(own, causal=False) is None
     assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2"]) == 0
@@ -69,8 +82,19 @@ def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest
     line = text[: text.index("assert x.sum")].count("\n") + 1
     why = rf"{tmp_path}/model.py, line {line}, counting its products: RuntimeError: "  # else nobody knows what to mend
     assert why in said
-    with pytest.raises(ConfigError, match=f"--plot: the layers of model.source do not run on tensors without content: {why}"):
-        plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2", "--plot", str(tmp_path / "a.png")])
+    with pytest.raises(
+        ConfigError, match=f"--plot: the layers of model.source do not run on tensors without content: {why}"
+    ):
+        plan.run(
+            [
+                "--config",
+                TINY,
+                f"model.source={tmp_path}/model.py",
+                "parallel.pipeline=2",
+                "--plot",
+                str(tmp_path / "a.png"),
+            ]
+        )
 
 
 def test_what_tensor_ranks_cannot_divide_is_named() -> None:
@@ -91,10 +115,24 @@ def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.Capture
     own = with_source(forks.documented(), tmp_path)
     whole = sum(math.prod(shard_of(p).global_shape) for p in whole_model(own, "meta").parameters())
     source = f"model.source={tmp_path}/model.py"
-    assert plan.run(["--config", TINY, source, "parallel.pipeline=2", "parallel.tensor=2", "model.tie_embeddings=false"]) == 0
+    assert (
+        plan.run(
+            [
+                "--config",
+                TINY,
+                source,
+                "parallel.pipeline=2",
+                "parallel.tensor=2",
+                "model.tie_embeddings=false",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     untied = own.model.vocab_size * own.model.hidden_size
-    assert f"parameters    {whole + untied:,}, of the layers of" in said and "three times the products" in said
+    assert (
+        f"parameters    {whole + untied:,}, of the layers of" in said and "three times the products" in said
+    )
     assert "Each pipeline rank at its peak" in said and "Sent by each rank" in said
     held = [int(count.replace(",", "")) for count in re.findall(r"(?m)^ *\d+ +\d+(?:–\d+)? +([\d,]+)", said)]
     norms = (2 * own.model.num_layers + 1) * own.model.hidden_size  # which tensor ranks hold alike
@@ -106,11 +144,15 @@ def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.Capture
     ("gpt_1b", 4, ["parallel.pipeline=2", "parallel.schedule=zb_h1", "train.recompute=full"]),
     ("llama_8b", 8, ["parallel.tensor=2", "parallel.sequence=true", "engine.kind=native"]),
 ])  # fmt: skip
-def test_megacores_block_as_one_of_the_users_is_planned_alike(name: str, world: int, layout: list[str], tmp_path: Path) -> None:
+def test_megacores_block_as_one_of_the_users_is_planned_alike(
+    name: str, world: int, layout: list[str], tmp_path: Path
+) -> None:
     """Two descriptions of a block drift apart: what the time model knows of megacore's own must be what the layers do."""
     (tmp_path / "house.py").write_text("from megacore.model.block import Block\n")
     path = str(forks.ROOT / f"configs/{name}.json")
-    plain, own = (load(path, [*layout, *source], world).config for source in ([], [f"model.source={tmp_path}/house.py"]))
+    plain, own = (
+        load(path, [*layout, *source], world).config for source in ([], [f"model.source={tmp_path}/house.py"])
+    )
     assert rank_memory(own) == rank_memory(plain)
     expected, found = (predict(config).terms for config in (plain, own))
     # A recomputed forward ends with what backward needs; the time model's formula repeats all of it.
@@ -126,8 +168,17 @@ def test_layouts_of_the_own_layers_are_searched(tmp_path: Path, capsys: pytest.C
     """Of a layout that its layers cannot be divided into, nobody would hear before the run; here the second block takes no two tensor
     ranks. Equal layers are measured once, others are not taken for them."""
     odd = "        if index == 1 and mesh.tp.size > 1:\n            raise ValueError('not divided')\n        self.index = index"
-    own = with_source(forks.documented().replace("        self.index = index", odd), tmp_path, "train.device=cuda")
-    arguments = ["train.device=cuda", "train.global_batch_size=64", "train.precision=bf16", "--search", "--world", "4"]
+    own = with_source(
+        forks.documented().replace("        self.index = index", odd), tmp_path, "train.device=cuda"
+    )
+    arguments = [
+        "train.device=cuda",
+        "train.global_batch_size=64",
+        "train.precision=bf16",
+        "--search",
+        "--world",
+        "4",
+    ]
     assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", *arguments]) == 0
     said = capsys.readouterr().out
     assert "launch/pretrain.py" in said and "parallel.tensor=1" in said and "parallel.tensor=2" not in said
@@ -142,7 +193,10 @@ def test_a_schedule_is_searched_for_the_own_layers(tmp_path: Path) -> None:
     """`auto` was refused. It weighs what these layers keep: on no rank more than under 1F1B."""
     sizes = ["parallel.pipeline=2", "model.num_layers=8", "train.global_batch_size=16", "train.device=cuda"]
     kept = [
-        max(peak.kept + peak.logits for peak in rank_activations(with_source(forks.documented(), tmp_path, *sizes, schedule, world=2)))
+        max(
+            peak.kept + peak.logits
+            for peak in rank_activations(with_source(forks.documented(), tmp_path, *sizes, schedule, world=2))
+        )
         for schedule in ("parallel.schedule=auto", "parallel.schedule=1f1b")
     ]
     assert kept[0] <= kept[1]
@@ -160,7 +214,9 @@ def test_a_dry_run_needs_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_own_layers_are_compiled_only_if_told(tmp_path: Path) -> None:
     """`auto` tries on every long run: code that does not compile would end it."""
     assert can_compile(load(TINY, ["train.steps=1000000"]).config, torch.device("cpu"))
-    assert not can_compile(with_source(forks.documented(), tmp_path, "train.steps=1000000"), torch.device("cpu"))
+    assert not can_compile(
+        with_source(forks.documented(), tmp_path, "train.steps=1000000"), torch.device("cpu")
+    )
 
 
 HEAVY = """
@@ -184,7 +240,12 @@ def test_an_optimizer_may_stand_in_the_file(tmp_path: Path) -> None:
     """Its name and its settings are the config's, beside those of the model, and only where the file is named; an edit replaces it."""
     try:
         for mass in (2.0, 3.0):
-            own = with_source(forks.documented() + HEAVY.replace("2.0", str(mass)), tmp_path, "optim.kind=heavy", "model.window=3")
+            own = with_source(
+                forks.documented() + HEAVY.replace("2.0", str(mass)),
+                tmp_path,
+                "optim.kind=heavy",
+                "model.window=3",
+            )
             assert own.optim.kind == "heavy" and own.optim.mass == mass and own.model.window == 3  # type: ignore[attr-defined]
     finally:
         unregister(RULES["heavy"])

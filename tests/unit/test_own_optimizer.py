@@ -15,7 +15,9 @@ from tests.training import write_config
 TEXT = (ROOT / "docs/optimizers.md").read_text()
 
 
-def test_the_documents_rule_is_registered_by_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documents_rule_is_registered_by_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader who copies it would be told that there is no such optimizer."""
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "my_rule.py").write_text(code)
@@ -27,7 +29,8 @@ def test_the_documents_rule_is_registered_by_reading_it(tmp_path: Path, monkeypa
     try:
         overrides = ["optim.kind=sign", "optim.sign_momentum=0.5"]
         assert load(path, overrides).config.optim.kind == "sign"
-        with pytest.raises(ConfigError, match=r"optim.sign_momentum: .* \(a number"):  # what is accepted is read from the schema of now
+        # what is accepted is read from the schema of now
+        with pytest.raises(ConfigError, match=r"optim.sign_momentum: .* \(a number"):
             load(path, [*overrides, "optim.sign_momentum=[]"])
     finally:
         unregister(RULES["sign"])

@@ -1,4 +1,6 @@
-"""What is declared is what is used, and `megacore.kernels` is found however megacore got there, beside PyPI's `kernels` too."""
+"""What is declared is what is used, and `megacore.kernels` is found however megacore got
+there, beside PyPI's `kernels` too.
+"""
 
 import os
 import re
@@ -19,12 +21,15 @@ from tests.unit.test_floors import ROOT, build, sources
 NOT_IMPORTED = {
     "deepspeed": "its launcher starts the ranks",
     "tensorboard": "torch.utils.tensorboard writes through it",
-    "mypy": "a command", "ruff": "a command",
+    "mypy": "a command",
+    "ruff": "a command",
     "pytest-xdist": "tests/run.sh runs three files at a time",
-    "pyarrow": "tools/prepare/streams.py imports it by its name, if it is there", "datasets": "likewise", "tiktoken": "likewise",
+    "pyarrow": "tools/prepare/streams.py imports it by its name, if it is there",
+    "datasets": "likewise",
+    "tiktoken": "likewise",
     "nvidia-ml-py": "torch.cuda.utilization asks through it",
     "kubernetes-validate": "tests alone import it, as pytest",
-}  # fmt: skip
+}
 
 # Modules of distributions that are called otherwise.
 IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
@@ -40,7 +45,9 @@ def declared(monkeypatch) -> dict[str, Any]:
 
 
 def requirements(declared: dict[str, Any]) -> dict[str, Requirement]:
-    lines = declared["install_requires"] + [line for extra in declared["extras_require"].values() for line in extra]
+    lines = declared["install_requires"] + [
+        line for extra in declared["extras_require"].values() for line in extra
+    ]
     return {Requirement(line).name: Requirement(line) for line in lines}
 
 
@@ -54,25 +61,39 @@ def constraints() -> dict[str, Requirement]:
 
 
 def test_every_third_party_import_is_declared(declared):
-    """An undeclared one works here by luck, because something else brought it, and fails on a user's machine."""
-    known = set(sys.stdlib_module_names) | {"megacore", "launch", "benchmarks", "tests", "kernels"} | imported_names(declared)
-    installed_apart = {"megatron", "torchtitan"}  # in environments that the benchmark makes: benchmarks/peers/environments.py
+    """An undeclared one works here by luck, because something else brought it, and
+    fails on a user's machine.
+    """
+    known = (
+        set(sys.stdlib_module_names)
+        | {"megacore", "launch", "benchmarks", "tests", "kernels"}
+        | imported_names(declared)
+    )
+    # in environments that the benchmark makes: benchmarks/peers/environments.py
+    installed_apart = {"megatron", "torchtitan"}
     strangers = {
         (source.name, imported.top)
         for source in sources()
         for imported in source.imports()
-        if imported.top not in known | (installed_apart if source.name.startswith("benchmarks.peers.") else set())
+        if imported.top
+        not in known | (installed_apart if source.name.startswith("benchmarks.peers.") else set())
     }
     assert strangers == set()
 
 
 def test_nothing_is_declared_in_vain(declared):
-    used = {imported.top for source in sources() for imported in source.imports()} | {"pytest"} | set(NOT_IMPORTED)
+    used = (
+        {imported.top for source in sources() for imported in source.imports()}
+        | {"pytest"}
+        | set(NOT_IMPORTED)
+    )
     assert imported_names(declared) - used == set()
 
 
 def test_constraints_are_the_declared_ranges_made_exact(declared):
-    """A constraint outside its range cannot be installed; one without `==` is no tested version; an address binds all to one index."""
+    """A constraint outside its range cannot be installed; one without `==` is no tested version; an
+    address binds all to one index.
+    """
     wanted, exact = requirements(declared), constraints()
     assert set(exact) == set(wanted) - {"triton"}  # which torch's GPU builds pin themselves
     for name, constraint in exact.items():
@@ -91,11 +112,12 @@ def test_what_the_documents_write_is_ignored():
     """Models and corpora that its commands write would be committed with `git add .`, gigabytes of them."""
     ignored = (ROOT / ".gitignore").read_text().split()
     texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
-    written = {folder for text in texts for folder in re.findall(r"--output (\w+)/", text)} - {"benchmarks"}  # whose results are kept
+    # whose results are kept
+    written = {folder for text in texts for folder in re.findall(r"--output (\w+)/", text)} - {"benchmarks"}
     assert {"data", "models", "runs"} <= written and {f"/{folder}/" for folder in written} <= set(ignored)
 
 
-# --- megacore.kernels -------------------------------------------------------------------------------------------------
+# --- megacore.kernels ---------------------------------------------------------------------------------------
 
 PROBE = """
 import importlib.util, sys
@@ -106,9 +128,13 @@ print(importlib.util.find_spec("megacore.kernels.softmax").origin)
 
 
 def found_softmax(path: list[Path], folder: Path) -> Path:
-    """Where a fresh interpreter in `folder`, with `path`, finds megacore.kernels.softmax; it must find PyPI's kernels too."""
+    """Where a fresh interpreter in `folder`, with `path`, finds megacore.kernels.softmax;
+    it must find PyPI's kernels too.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    run = subprocess.run([sys.executable, "-c", PROBE], cwd=folder, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     return Path(run.stdout.strip())
 
@@ -122,13 +148,17 @@ def site(tmp_path) -> Path:
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_checkout_beside_the_package_called_kernels(site, ours_first):
-    """An `__init__.py` in our kernels/ would take PyPI's name; without ours being found, fused attention is gone."""
+    """An `__init__.py` in our kernels/ would take PyPI's name; without ours being
+    found, fused attention is gone.
+    """
     path = [ROOT, site] if ours_first else [site, ROOT]
     assert found_softmax(path, ROOT) == ROOT / "kernels/softmax.py"
 
 
 def test_wheel_beside_the_package_called_kernels(site, tmp_path):
-    """What setup.py would install holds the kernels under megacore, and no top-level `kernels` to overwrite PyPI's."""
+    """What setup.py would install holds the kernels under megacore, and no top-level
+    `kernels` to overwrite PyPI's.
+    """
     copy = tmp_path / "copy"  # building leaves its traces there
     for room in ("megacore", "kernels"):
         shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -140,12 +170,15 @@ def test_wheel_beside_the_package_called_kernels(site, tmp_path):
     assert [path.name for path in built.iterdir()] == ["megacore"]
     assert found_softmax([built, site], tmp_path) == built / "megacore/kernels/softmax.py"
     modules = {path.relative_to(ROOT / "megacore") for path in (ROOT / "megacore").rglob("*.py")}
-    assert modules - {path.relative_to(built / "megacore") for path in built.rglob("*.py")} == {Path("kernels/__init__.py")}
+    assert modules - {path.relative_to(built / "megacore") for path in built.rglob("*.py")} == {
+        Path("kernels/__init__.py")
+    }
 
 
-# --- launch/environment.sh --------------------------------------------------------------------------------------------
+# --- launch/environment.sh ----------------------------------------------------------------------------------
 
-# Stands for python3, and, once "installed" in a virtual environment, for that one's: logs what it is asked to do.
+# Stands for python3, and, once "installed" in a virtual environment, for that one's: logs what it is asked to
+# do.
 FAKE_PYTHON = """#!/bin/sh
 echo "$*" >>"$CALLS"
 case "$*" in
@@ -159,7 +192,9 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of what environment.sh reads, with an interpreter that only pretends; returns a function that sources it."""
+    """A copy of what environment.sh reads, with an interpreter that only pretends;
+    returns a function that sources it.
+    """
     (tmp_path / "launch").mkdir()
     for name in ("launch/environment.sh", "setup.py", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -173,7 +208,9 @@ def checkout(tmp_path):
         environment = {"PATH": os.environ["PATH"], "CALLS": str(calls), "PYTHON": str(python)} | extra
         command = ["bash", "-c", "set -euo pipefail; source launch/environment.sh; command -v python"]
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        return run, [line for line in calls.read_text().splitlines() if " install " in line or "-m venv" in line]
+        return run, [
+            line for line in calls.read_text().splitlines() if " install " in line or "-m venv" in line
+        ]
 
     return enter
 
@@ -182,7 +219,10 @@ def test_environment_installs_once_and_again_after_a_change(checkout, tmp_path):
     """A second start must cost nothing and need no network; a changed requirement must not be overlooked."""
     first, calls = checkout()
     assert first.returncode == 0 and first.stdout.splitlines()[-1] == str(tmp_path / ".venv/bin/python")
-    assert calls == [f"-m venv {tmp_path}/.venv", "-m pip install --no-compile -c requirements.txt -e .[test]"]
+    assert calls == [
+        f"-m venv {tmp_path}/.venv",
+        "-m pip install --no-compile -c requirements.txt -e .[test]",
+    ]
     second, calls = checkout()
     assert (second.returncode, second.stdout, calls) == (0, f"{tmp_path}/.venv/bin/python\n", [])
     (tmp_path / "requirements.txt").write_text("torch==2.14.0\n")
@@ -191,7 +231,9 @@ def test_environment_installs_once_and_again_after_a_change(checkout, tmp_path):
 
 def test_a_failed_installation_is_tried_again(checkout):
     failed, _ = checkout(BROKEN="1")
-    assert failed.returncode == 2 and failed.stderr.splitlines()[-1].startswith("the installation failed (log: ")
+    assert failed.returncode == 2 and failed.stderr.splitlines()[-1].startswith(
+        "the installation failed (log: "
+    )
     again, calls = checkout()
     assert again.returncode == 0 and calls == ["-m pip install --no-compile -c requirements.txt -e .[test]"]
 

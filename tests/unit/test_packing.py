@@ -1,4 +1,6 @@
-"""Best-fit packing: each document whole in one sample where it can be, each of its targets once, and nothing else learned."""
+"""Best-fit packing: each document whole in one sample where it can be, each of its targets
+once, and nothing else learned.
+"""
 
 from collections import Counter
 from itertools import pairwise
@@ -44,7 +46,9 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
     rooms: list[int] = []
     bins = [0] * len(lengths)
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        _, found = min(((room, i) for i, room in enumerate(rooms) if room >= lengths[item]), default=(0, len(rooms)))
+        _, found = min(
+            ((room, i) for i, room in enumerate(rooms) if room >= lengths[item]), default=(0, len(rooms))
+        )
         rooms += [capacity] * (found == len(rooms))
         rooms[found] -= lengths[item]
         bins[item] = found
@@ -53,10 +57,14 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_all_of_a_length_at_once_is_one_by_one(seed: int) -> None:
-    """A bin too full would lose tokens; a worse fit would pad more, and another order than the reference's would be another run."""
+    """A bin too full would lose tokens; a worse fit would pad more, and another order than the
+    reference's would be another run.
+    """
     rng = np.random.default_rng(seed)
     capacity, count = int(rng.integers(2, 60)), int(rng.integers(1, 250))
-    lengths = rng.integers(1, capacity + 1, count) if seed % 2 else np.minimum(rng.geometric(0.2, count), capacity)
+    lengths = (
+        rng.integers(1, capacity + 1, count) if seed % 2 else np.minimum(rng.geometric(0.2, count), capacity)
+    )
     bins = best_fit(lengths.astype(np.int32), capacity)
     assert bins.tolist() == one_by_one(lengths.tolist(), capacity)
     assert np.bincount(bins, weights=lengths).max() <= capacity
@@ -64,17 +72,28 @@ def test_all_of_a_length_at_once_is_one_by_one(seed: int) -> None:
 
 def targets_of(starts: list[int], lengths: list[int]) -> list[tuple[int, int]]:
     """Each token of a document but its first, with the one before it."""
-    return [(p - 1, p) for start, length in zip(starts, lengths, strict=True) for p in range(start + 1, start + length)]
+    return [
+        (p - 1, p)
+        for start, length in zip(starts, lengths, strict=True)
+        for p in range(start + 1, start + length)
+    ]
 
 
 @pytest.mark.parametrize("block", [4, 1 << 22])
-def test_each_target_of_each_document_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """In an epoch of training and in a validation: nothing lost where a document is cut, nothing twice, no padding, no other document."""
+def test_each_target_of_each_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """In an epoch of training and in a validation: nothing lost where a document is cut, nothing twice,
+    no padding, no other document.
+    """
     monkeypatch.setattr(packing, "BLOCK", block)
     prefix = write(tmp_path / "c")
     starts = np.cumsum([0, *LENGTHS[:-1]]).tolist()
     right = Counter(targets_of(starts, LENGTHS))
-    stream, samples = SampleStream(prefix, SEQ, 1, 200, packing="best_fit"), EvalSamples(prefix, SEQ, 200, packing="best_fit")
+    stream, samples = (
+        SampleStream(prefix, SEQ, 1, 200, packing="best_fit"),
+        EvalSamples(prefix, SEQ, 200, packing="best_fit"),
+    )
     for epoch in range(2):
         indices = np.arange(epoch * stream.counts[0], (epoch + 1) * stream.counts[0])
         tokens, learned = stream.samples(indices), stream.learned(indices)
@@ -99,9 +118,15 @@ def test_documents_that_fit_are_whole_and_counted(tmp_path: Path) -> None:
         assert ((start, length) in spans) == (1 < length <= SEQ + 1) and len(own) == -(-(length - 1) // SEQ)
     assert (packed.documents, packed.cut) == (13, sum(length > SEQ + 1 for length in LENGTHS))
     assert packed.padding == packed.count * (SEQ + 1) - sum(length for _, length in spans)
-    ends = [{(p - 1) // SEQ for p in range(start + 1, start + n)} for start, n in zip(starts, LENGTHS, strict=True)]
+    ends = [
+        {(p - 1) // SEQ for p in range(start + 1, start + n)}
+        for start, n in zip(starts, LENGTHS, strict=True)
+    ]
     assert packed.cut_otherwise == sum(len(samples) > 1 for samples in ends)
-    assert f"13 documents in {packed.count} samples, {packed.padding / packed.count / 9:.2%} padding; 4 documents" in str(packed)
+    assert (
+        f"13 documents in {packed.count} samples, {packed.padding / packed.count / 9:.2%} padding; 4 "
+        "documents" in str(packed)
+    )
 
 
 def test_a_mask_and_packing_together(tmp_path: Path) -> None:
@@ -112,13 +137,24 @@ def test_a_mask_and_packing_together(tmp_path: Path) -> None:
     samples = EvalSamples(prefix, SEQ, 200, packing="best_fit")
     _, targets = samples.samples(np.arange(len(samples)))
     starts = np.cumsum([0, *LENGTHS[:-1]]).tolist()
-    assert sorted(targets[targets != IGNORED].tolist()) == [p for _, p in targets_of(starts, LENGTHS) if mask[p]]
+    assert sorted(targets[targets != IGNORED].tolist()) == [
+        p for _, p in targets_of(starts, LENGTHS) if mask[p]
+    ]
 
 
 def test_a_microbatch_keeps_documents_and_padding_apart(tmp_path: Path) -> None:
-    """With document_mask: positions start anew in each document, and padding is a document of its own that no target follows."""
-    path = write_config(tmp_path, write(tmp_path / "c"), train={"seq_len": SEQ, "global_batch_size": 2}, model={"vocab_size": 200})
-    config = load(path, ["data.packing=best_fit", "data.document_mask=true", f"log.dir={tmp_path}/run"], 1).config
+    """With document_mask: positions start anew in each document, and padding is a document of
+    its own that no target follows.
+    """
+    path = write_config(
+        tmp_path,
+        write(tmp_path / "c"),
+        train={"seq_len": SEQ, "global_batch_size": 2},
+        model={"vocab_size": 200},
+    )
+    config = load(
+        path, ["data.packing=best_fit", "data.document_mask=true", f"log.dir={tmp_path}/run"], 1
+    ).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     stream = Inputs(config, 0).stream
     loader, seen = Loader(config, mesh, stream), 0

@@ -42,12 +42,21 @@ class Preparing:
         (root / "t.jinja").write_text(TEMPLATE)
         self.root, self.input = root, root / name
         self.tokenizer = "sentencepiece:300" if name == "one.txt" else "bytes"
-        self.more: dict[str, Any] = {"chat": True, "template": str(root / "t.jinja")} if name == "talks.jsonl" else {}
+        self.more: dict[str, Any] = (
+            {"chat": True, "template": str(root / "t.jinja")} if name == "talks.jsonl" else {}
+        )
 
     def run(self, folder: str, **more: Any) -> Prepared:
-        return prepare([str(self.input)], str(self.root / folder / "x"), self.tokenizer, **{"valid_fraction": 0.2} | self.more | more)
+        return prepare(
+            [str(self.input)],
+            str(self.root / folder / "x"),
+            self.tokenizer,
+            **{"valid_fraction": 0.2} | self.more | more,
+        )
 
-    def killed(self, folder: str, after: int, how: type[BaseException] = KeyboardInterrupt, **more: Any) -> None:
+    def killed(
+        self, folder: str, after: int, how: type[BaseException] = KeyboardInterrupt, **more: Any
+    ) -> None:
         """Ends it after so many tasks; nothing is at the final name then."""
         done = iter([False] * (after + 1) + [True])  # the first call is for what an earlier start has done
 
@@ -86,7 +95,10 @@ def test_killed_twice_it_writes_the_same(name: str, tmp_path: Path, counted: lis
     assert tasks > 10 and first >= 7 and counted[0] <= tasks - 5
     assert 0 < result.resumed <= result.input_bytes
     whole = written(tmp_path / "whole")
-    assert written(tmp_path / "cut") == {n: d.replace(b"/whole/", b"/cut/") for n, d in whole.items()} and len(whole) >= 6
+    assert (
+        written(tmp_path / "cut") == {n: d.replace(b"/whole/", b"/cut/") for n, d in whole.items()}
+        and len(whole) >= 6
+    )
 
 
 def test_processes_change_nothing(tmp_path: Path) -> None:
@@ -95,7 +107,9 @@ def test_processes_change_nothing(tmp_path: Path) -> None:
     job.run("one")
     job.killed("two", after=6, workers=2)
     assert job.run("two", workers=2).resumed
-    assert written(tmp_path / "two") == {n: d.replace(b"/one/", b"/two/") for n, d in written(tmp_path / "one").items()}
+    assert written(tmp_path / "two") == {
+        n: d.replace(b"/one/", b"/two/") for n, d in written(tmp_path / "one").items()
+    }
 
 
 def lost_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +134,26 @@ def lost_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lost_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = IndexedWriter.commit
-    monkeypatch.setattr(IndexedWriter, "commit", lambda self: (state := commit(self)) | {"tokens": max(state["tokens"] - 1, 0)})
+    monkeypatch.setattr(
+        IndexedWriter,
+        "commit",
+        lambda self: (state := commit(self)) | {"tokens": max(state["tokens"] - 1, 0)},
+    )
 
 
 def swapped_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results as they come, and not in their order."""
-    monkeypatch.setattr(prepare_module, "ordered_map", lambda function, items, workers: (each for each in [*map(function, items)][::-1]))
+    monkeypatch.setattr(
+        prepare_module,
+        "ordered_map",
+        lambda function, items, workers: (each for each in [*map(function, items)][::-1]),
+    )
 
 
 @pytest.mark.parametrize("fault", [lost_task, repeated_task, lost_boundaries, lost_tokens, swapped_order])
-def test_planted_faults_show(fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_show(
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That the comparison above would find them."""
     job = Preparing(tmp_path, "lines.jsonl")
     job.run("whole")
@@ -153,14 +177,20 @@ def cut_file(job: Preparing) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("change", [changed_text, cut_file, lambda job: {"valid_fraction": 0.5}], ids=["text", "file", "setting"])
-def test_what_no_longer_fits_is_not_gone_on_from(change: Callable[[Preparing], dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", [changed_text, cut_file, lambda job: {"valid_fraction": 0.5}], ids=["text", "file", "setting"]
+)
+def test_what_no_longer_fits_is_not_gone_on_from(
+    change: Callable[[Preparing], dict[str, Any]], tmp_path: Path
+) -> None:
     job = Preparing(tmp_path, "lines.jsonl")
     job.killed("cut", after=6)
     more = change(job)
     folders = [job.run(folder, **more).resumed for folder in ("cut", "whole")]
     assert folders == [0, 0]
-    assert written(tmp_path / "cut") == {n: d.replace(b"/whole/", b"/cut/") for n, d in written(tmp_path / "whole").items()}
+    assert written(tmp_path / "cut") == {
+        n: d.replace(b"/whole/", b"/cut/") for n, d in written(tmp_path / "whole").items()
+    }
 
 
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +206,16 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(IndexedWriter, "write", full)
-        with pytest.raises(DataError, match=r"x: cannot be written: No space left on device \(.*goes on from what is done, in \S+/.x.part"):
+        with pytest.raises(
+            DataError,
+            match=r"x: cannot be written: No space left on device \(.*goes on from what is done, in \S+/.x.part",
+        ):
             job.run("cut")
     assert [path.name for path in (tmp_path / "cut").iterdir()] == [".x.partial"]
-    assert job.run("cut").resumed and [path for path in (tmp_path / "cut").iterdir() if path.name.startswith(".")] == []
+    assert (
+        job.run("cut").resumed
+        and [path for path in (tmp_path / "cut").iterdir() if path.name.startswith(".")] == []
+    )
 
 
 def test_an_error_of_the_text_leaves_nothing(tmp_path: Path) -> None:
@@ -195,7 +231,10 @@ def test_one_preparation_at_a_time(tmp_path: Path) -> None:
     """Two with one output would write into each other's files."""
     job = Preparing(tmp_path, "lines.jsonl")
     (tmp_path / "cut").mkdir()
-    with Partial(str(tmp_path / "cut/x"), "other"), pytest.raises(ConfigError, match="--output: another process prepares"):
+    with (
+        Partial(str(tmp_path / "cut/x"), "other"),
+        pytest.raises(ConfigError, match="--output: another process prepares"),
+    ):
         job.run("cut")
     job.run("cut")
 
@@ -215,12 +254,21 @@ def test_after_kill_9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of Python's runs then, and the processes that worked for it end too."""
     for name, rows in (("a", TEXTS * 20), ("b", TEXTS)):
         (tmp_path / f"{name}.jsonl").write_bytes(as_lines(rows))
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "cut/x"), str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(tmp_path / "cut/x"),
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "b.jsonl"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     killed = subprocess.run(
         command, env=environment, timeout=60, stdout=subprocess.PIPE, check=False
     )  # to the end of all that hold the pipe
-    assert killed.returncode == -signal.SIGKILL and [path.name for path in (tmp_path / "cut").iterdir()] == [".x.partial"]
+    assert killed.returncode == -signal.SIGKILL and [path.name for path in (tmp_path / "cut").iterdir()] == [
+        ".x.partial"
+    ]
     monkeypatch.undo()
     monkeypatch.setattr(prepare_module, "TASK_BYTES", 1000)
     inputs = [str(tmp_path / f"{name}.jsonl") for name in "ab"]

@@ -24,7 +24,9 @@ def worst(sizes: list[int], layer: float, first: float, last: float) -> float:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0.5, 2.5), (3, 1), (0, 7), (2, 2)])
 def test_no_split_is_better(first: float, last: float) -> None:
-    """Against every way to cut: one with a cheaper worst stage, or as cheap and more even, would have been missed."""
+    """Against every way to cut: one with a cheaper worst stage, or as cheap and
+    more even, would have been missed.
+    """
     for layers in range(1, 11):
         for stages in range(1, layers + 1):
             split = split_layers(layers, stages, 1.0, first, last)
@@ -32,9 +34,12 @@ def test_no_split_is_better(first: float, last: float) -> None:
             sizes = [len(part) for part in split]
             assert len(sizes) == stages and min(sizes) >= 1
             every = [
-                [b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True)] for cuts in combinations(range(1, layers), stages - 1)
+                [b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True)]
+                for cuts in combinations(range(1, layers), stages - 1)
             ]
-            keys = [(worst(s, 1.0, first, last), sum(n * n for n in s), s[0] + s[-1], s == sizes) for s in every]
+            keys = [
+                (worst(s, 1.0, first, last), sum(n * n for n in s), s[0] + s[-1], s == sizes) for s in every
+            ]
             assert next(key for key in keys if key[3])[:3] == min(key[:3] for key in keys)
 
 
@@ -46,18 +51,28 @@ def by_search(layers: int, stages: int, layer: float, first: float, last: float)
         return [a, *(rest // middle + (i >= middle - rest % middle) for i in range(middle)), b]
 
     ends = [(a, b) for a in range(1, layers) for b in range(1, layers - a + 1)]
-    fitting = [sizes(a, b) for a, b in ends if (layers - a - b >= stages - 2 if stages > 2 else a + b == layers)]
+    fitting = [
+        sizes(a, b) for a, b in ends if (layers - a - b >= stages - 2 if stages > 2 else a + b == layers)
+    ]
     return min(fitting, key=lambda s: (worst(s, layer, first, last), sum(n * n for n in s), s[0] + s[-1]))
 
 
 def test_the_split_is_that_of_a_search() -> None:
-    """Another choice among equals would move layers between the stages of runs and checkpoints that are there."""
+    """Another choice among equals would move layers between the stages of runs
+    and checkpoints that are there.
+    """
     draw = random.Random(0)
     for layers in range(2, 17):
         for stages in range(2, layers + 1):
             for _ in range(12):
-                costs = draw.choice([1.0, 0.3, draw.random() + 0.1]), draw.choice([0.0, 0.1, 2.5, 7.0, 30.0]), 4 * draw.random()
-                assert [len(part) for part in split_layers(layers, stages, *costs)] == by_search(layers, stages, *costs)
+                costs = (
+                    draw.choice([1.0, 0.3, draw.random() + 0.1]),
+                    draw.choice([0.0, 0.1, 2.5, 7.0, 30.0]),
+                    4 * draw.random(),
+                )
+                assert [len(part) for part in split_layers(layers, stages, *costs)] == by_search(
+                    layers, stages, *costs
+                )
 
 
 def test_as_many_layers_as_you_like() -> None:
@@ -81,7 +96,14 @@ def test_more_stages_than_layers_is_refused() -> None:
 
 
 def small(**parallel: int) -> Config:
-    model = {"num_layers": 5, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 1024}
+    model = {
+        "num_layers": 5,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_size": 256,
+        "vocab_size": 1024,
+    }
     sections = {"model": model, "parallel": parallel, "train": {"seq_len": 32}}
     return partitioned(resolve(sections, [], "small", parallel.get("pipeline", 1)).config)
 
@@ -105,19 +127,30 @@ def test_a_small_models_head_takes_layers_away() -> None:
 
 
 def test_a_configs_stages_are_cut_by_forward_and_backward() -> None:
-    """The cheapest worst stage of a whole step: cut by forward alone, by the head's anyway, or without what is recomputed, one stage would
-    hold the others up for the rest of it."""
+    """The cheapest worst stage of a whole step: cut by forward alone, by the head's anyway, or without what
+    is recomputed, one stage would hold the others up for the rest of it.
+    """
     uneven = 0
     for vocabulary in (256, 2048, 8192, 16384):
         for recompute in ("none", "full"):
             model = {"num_layers": 9, "hidden_size": 64, "num_heads": 4, "vocab_size": vocabulary}
             for stages in (2, 3, 4):
-                sections = {"model": model, "parallel": {"pipeline": stages}, "train": {"seq_len": 32, "recompute": recompute}}
+                sections = {
+                    "model": model,
+                    "parallel": {"pipeline": stages},
+                    "train": {"seq_len": 32, "recompute": recompute},
+                }
                 config = partitioned(resolve(sections, [], "small", stages).config)
                 sizes = [len(part) for part in stage_layers(config)]
                 ends = embedding_cost(config).total, head_cost(config).total
-                assert sizes == by_search(9, stages, layer_cost(config).total, *ends), (vocabulary, recompute, stages)
-                assert max(cost.total for cost in stage_costs(config)) == pytest.approx(worst(sizes, layer_cost(config).total, *ends))
+                assert sizes == by_search(9, stages, layer_cost(config).total, *ends), (
+                    vocabulary,
+                    recompute,
+                    stages,
+                )
+                assert max(cost.total for cost in stage_costs(config)) == pytest.approx(
+                    worst(sizes, layer_cost(config).total, *ends)
+                )
                 uneven += sizes[-1] < max(sizes)
     assert uneven > 12
 
@@ -125,11 +158,19 @@ def test_a_configs_stages_are_cut_by_forward_and_backward() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layers", [8, 16])
 def test_a_searched_schedule_keeps_no_more_than_1f1b(layers: int, recompute: str) -> None:
-    """With logits, and with gradients of theirs that wait: of a wide vocabulary these are most, and a plan that was sought without
-    them would not fit. With recomputation one waiting weight's gradient takes more than all that 1F1B keeps: then nothing is split."""
+    """With logits, and with gradients of theirs that wait: of a wide vocabulary these are most, and a plan
+    that was sought without them would not fit. With recomputation one waiting weight's gradient takes more
+    than all that 1F1B keeps: then nothing is split.
+    """
     ranks = 4
     model = {"num_layers": layers, "hidden_size": 256, "num_heads": 4, "vocab_size": 65536}
-    train = {"precision": "bf16", "seq_len": 256, "device": "cuda", "global_batch_size": 16, "recompute": recompute}
+    train = {
+        "precision": "bf16",
+        "seq_len": 256,
+        "device": "cuda",
+        "global_batch_size": 16,
+        "recompute": recompute,
+    }
 
     def configured(**parallel: object) -> Config:
         sections = {"model": model, "train": train, "parallel": {"pipeline": ranks, "data": 1} | parallel}
@@ -145,7 +186,9 @@ def test_a_searched_schedule_keeps_no_more_than_1f1b(layers: int, recompute: str
 
 
 def test_a_config_that_nobody_settled_is_refused() -> None:
-    """An even cut, or the cut of another model, would be taken in silence: a slower run, or another one than was planned."""
+    """An even cut, or the cut of another model, would be taken in silence: a slower run,
+    or another one than was planned.
+    """
     cut = small(pipeline=2)
     other = cut.model_copy(update={"model": cut.model.model_copy(update={"num_layers": 4})})
     for config in (other, other.model_copy()):
@@ -153,9 +196,13 @@ def test_a_config_that_nobody_settled_is_refused() -> None:
             stage_layers(config)
     assert [len(part) for part in stage_layers(cut.model_copy())] == [len(part) for part in stage_layers(cut)]
     assert sum(len(part) for part in stage_layers(partitioned(other))) == 4
-    auto = resolve({"model": {"num_layers": 4}, "parallel": {"pipeline": 2, "schedule": "auto"}}, [], "auto", 2).config
+    auto = resolve(
+        {"model": {"num_layers": 4}, "parallel": {"pipeline": 2, "schedule": "auto"}}, [], "auto", 2
+    ).config
     with pytest.raises(RuntimeError, match="partitioned"):
         plan_of(auto)
     found = partitioned(auto)
     assert placement_of(found) == plan_of(found).placement and len(stage_layers(found)) == 2 * found.chunks
-    assert found.parallel == auto.parallel, "what was searched is no setting: a checkpoint says auto, as the user did"
+    assert found.parallel == auto.parallel, (
+        "what was searched is no setting: a checkpoint says auto, as the user did"
+    )

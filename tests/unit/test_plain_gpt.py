@@ -26,21 +26,32 @@ def small_gpt(*overrides: str) -> Config:
     """A config of GPT-2's blocks; every size off the others, several microbatches."""
     sections = {
         "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "vocab_size": 61, "ffn_size": 40},
-        "train": {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 6, "precision": "fp32", "device": "cpu"},
+        "train": {
+            "seq_len": 16,
+            "micro_batch_size": 2,
+            "global_batch_size": 6,
+            "precision": "fp32",
+            "device": "cpu",
+        },
         "optim": {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.5},
     }
     return resolve(sections, list(overrides), "small", 1).config
 
 
 def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mapped]) -> float:
-    """The largest relative difference of the loss and of each gradient from those of megacore's model, with `model`'s own weights."""
+    """The largest relative difference of the loss and of each gradient from those of megacore's
+    model, with `model`'s own weights.
+    """
     (microbatch, *_) = random_batch(config, torch.device("cpu"))
     ours = whole_model(config)
     theirs = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in mapping:
             dict(ours.named_parameters())[tensor.name].copy_(tensor.join(theirs))  # type: ignore[arg-type]
-    loss = ours.loss(ours.hidden(microbatch.tokens, microbatch.key), microbatch.targets) / microbatch.targets.numel()
+    loss = (
+        ours.loss(ours.hidden(microbatch.tokens, microbatch.key), microbatch.targets)
+        / microbatch.targets.numel()
+    )
     loss.backward()
     other = model(microbatch.tokens, microbatch.targets)
     other.backward()
@@ -63,7 +74,9 @@ def perturbed_gpt(config: Config) -> GPT:
 
 
 def test_the_plain_gpt_is_megacores_model() -> None:
-    """With equal weights the loss and every gradient are equal; a contender with another model would prove nothing."""
+    """With equal weights the loss and every gradient are equal; a contender with
+    another model would prove nothing.
+    """
     config = small_gpt()
     assert farthest_from_megacore(perturbed_gpt(config), config, nanogpt_tensors(config)) < FP32
 
@@ -83,7 +96,11 @@ def no_second_residual(block: plain_gpt.Block, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("part", "fault"),
-    [(plain_gpt.FeedForward, exact_gelu), (plain_gpt.Attention, no_mask), (plain_gpt.Block, no_second_residual)],
+    [
+        (plain_gpt.FeedForward, exact_gelu),
+        (plain_gpt.Attention, no_mask),
+        (plain_gpt.Block, no_second_residual),
+    ],
     ids=lambda value: value.__name__,
 )
 def test_another_model_shows(monkeypatch: pytest.MonkeyPatch, part: type, fault: Any) -> None:
@@ -101,8 +118,12 @@ def losses(loop: Any, steps: int = 4) -> list[float]:
 
 
 def test_the_plain_gpt_trains_as_megacore_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same steps from the same initial weights: accumulation, clipping, AdamW and what decays. One that does less would be faster."""
-    monkeypatch.setattr(torch, "compile", lambda model: model)  # which would take a minute, and is not what is looked at
+    """The same steps from the same initial weights: accumulation, clipping, AdamW and what decays.
+
+    One that does less would be faster.
+    """
+    # which would take a minute, and is not what is looked at
+    monkeypatch.setattr(torch, "compile", lambda model: model)
     config = small_gpt()
     ours = losses(Training(config, Mesh(config, RankInfo(), torch.device("cpu"))))
     assert ours[-1] < ours[0] - 0.1

@@ -1,4 +1,6 @@
-"""What launch/plan.py answers of the config's own layout: whether it fits, what would, what it costs, and whether the links are right."""
+"""What launch/plan.py answers of the config's own layout: whether it fits, what would, what it costs,
+and whether the links are right.
+"""
 
 import json
 import re
@@ -8,14 +10,26 @@ import pytest
 
 from launch import plan as script
 from megacore.errors import ConfigError
-from megacore.tools.planner.devices import cluster_names, device_names, links_warning, read_cluster, read_device
+from megacore.tools.planner.devices import (
+    cluster_names,
+    device_names,
+    links_warning,
+    read_cluster,
+    read_device,
+)
 from megacore.tools.planner.memory import fullest_rank
 from megacore.tools.planner.own_layout import changed
 from megacore.tools.planner.run_cost import cost
 from megacore.tools.settings.load import load
 
 CONFIG = "configs/gpt_7b.json"
-ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.schedule=1f1b", "train.micro_batch_size=1"]
+ALONE = [
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "parallel.data=1",
+    "parallel.schedule=1f1b",
+    "train.micro_batch_size=1",
+]
 LARGE = ["train.global_batch_size=1024", "train.micro_batch_size=16"]
 
 
@@ -28,21 +42,32 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]
 def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Users had to compare two numbers of a table; --memory-gib is the measure if it is named."""
     needs = fullest_rank(load(CONFIG, [], 8).config)[2]
-    fits = f"fits          yes: pipeline rank 1 needs most, {needs:.2f} GiB of 80 (h100); {80 - needs:.2f} are left\n"
+    fits = (
+        f"fits          yes: pipeline rank 1 needs most, {needs:.2f} GiB of 80 (h100); "
+        f"{80 - needs:.2f} are left\n"
+    )
     assert fits in said(capsys, "--device", "h100")[0]
     for device in ([], ["--device", "h100"]):
         out = said(capsys, *device, "--memory-gib", "40")[0]
-        assert f"NO: pipeline rank 1 needs most, {needs:.2f} GiB of 40 (--memory-gib): {needs - 40:.2f} too many" in out
+        assert (
+            f"NO: pipeline rank 1 needs most, {needs:.2f} GiB of 40 (--memory-gib): {needs - 40:.2f} too many"
+            in out
+        )
     assert "fits " not in said(capsys)[0], "of no device"
 
 
-@pytest.mark.parametrize("fork, more", [
-    ("speedrun", ["parallel.pipeline=2", "parallel.schedule=zb_v"]),
-    ("multi_token", ["parallel.pipeline=2"]),
-    ("multi_token", ["model.ahead_kind=heads", "model.ahead=2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fork, more",
+    [
+        ("speedrun", ["parallel.pipeline=2", "parallel.schedule=zb_v"]),
+        ("multi_token", ["parallel.pipeline=2"]),
+        ("multi_token", ["model.ahead_kind=heads", "model.ahead=2"]),
+    ],
+)
 def test_the_forks_are_planned(capsys: pytest.CaptureFixture[str], fork: str, more: list[str]) -> None:
-    """A norm without a weight had no stand-in for a GPU's; a loss, whose backward can run once, counted as a layer that needs content."""
+    """A norm without a weight had no stand-in for a GPU's; a loss, whose backward can run once, counted
+    as a layer that needs content.
+    """
     assert script.run(["--config", f"configs/forks/{fork}.json", *more]) == 0
     out = capsys.readouterr().out
     assert "activ." in out and "GFLOP" in out and "unknown" not in out
@@ -62,7 +87,9 @@ def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_change_that_the_ds_config_excludes_is_not_named(tmp_path: Path) -> None:
     """Advice that pretrain refuses: the ds_config says another size of microbatches."""
     ds_config = tmp_path / "ds_config.json"
-    ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}}))
+    ds_config.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}})
+    )
     settings = [*LARGE, "engine.shard_optimizer=false", "engine.kind=deepspeed", f"engine.config={ds_config}"]
     named = [words for words, _ in changed(load(CONFIG, settings, 8).config)]
     assert "train.recompute=full" in named
@@ -73,10 +100,14 @@ def test_a_change_that_the_ds_config_excludes_is_not_named(tmp_path: Path) -> No
 def test_what_no_change_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A list that ends in nothing would leave users without a next step."""
     out = said(capsys, "--memory-gib", "10")[0]
-    assert re.search(r"no single change does: the least is [\d.]+ GiB, by .*; --search tries all layouts", out)
+    assert re.search(
+        r"no single change does: the least is [\d.]+ GiB, by .*; --search tries all layouts", out
+    )
 
 
-@pytest.mark.parametrize(("options", "tokens", "price"), [([], None, None), (["--tokens", "1e11", "--price", "2.5"], 1e11, 2.5)])
+@pytest.mark.parametrize(
+    ("options", "tokens", "price"), [([], None, None), (["--tokens", "1e11", "--price", "2.5"], 1e11, 2.5)]
+)
 def test_the_run_of_this_layout_is_priced(
     options: list[str], tokens: float | None, price: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,10 +116,12 @@ def test_the_run_of_this_layout_is_priced(
     config, step = load(CONFIG, [], 8).config, float(re.findall(r"predicted +([\d.]+) s", out)[0])
     tokens = tokens or config.train.steps * config.train.global_batch_size * config.train.seq_len
     found = cost(config, step, tokens, 8, 8, price, 700)
-    days, hours = re.findall(rf"are {found.steps:,} steps: ([\d.]+) days.* which are ([\d,]+) device hours", out)[0]
-    assert float(days) == pytest.approx(found.days, rel=2e-3) and float(hours.replace(",", "")) == pytest.approx(
-        found.device_hours, rel=2e-3
-    )
+    days, hours = re.findall(
+        rf"are {found.steps:,} steps: ([\d.]+) days.* which are ([\d,]+) device hours", out
+    )[0]
+    assert float(days) == pytest.approx(found.days, rel=2e-3) and float(
+        hours.replace(",", "")
+    ) == pytest.approx(found.device_hours, rel=2e-3)
     assert [float(m.replace(",", "")) for m in re.findall(r"money +([\d,]+),", out)] == pytest.approx(
         [found.money] if price else [], rel=2e-3
     )
@@ -97,20 +130,31 @@ def test_the_run_of_this_layout_is_priced(
 def test_links_of_another_device_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """An A100 over an H100's NVLink is a machine that nobody can buy."""
     out, err = said(capsys, "--device", "a100", "--cluster", "dgx_h100")
-    assert err.startswith("warning: dgx_h100 has the links of h100, ") and "not of a100 (take --cluster a100_400g or " in err
+    assert (
+        err.startswith("warning: dgx_h100 has the links of h100, ")
+        and "not of a100 (take --cluster a100_400g or " in err
+    )
     assert err.count("\n") == 1 and "predicted" in out
     assert said(capsys, "--device", "a100", "--cluster", "dgx_a100")[1] == ""
 
 
 def test_a_search_lays_out_a_device_on_its_own_links(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every device was laid out on an H100's links, twice as fast as an A100's, unless `--cluster` said otherwise."""
+    """Every device was laid out on an H100's links, twice as fast as an A100's,
+    unless `--cluster` said otherwise.
+    """
     for device, cluster in (("a100", "dgx_a100"), ("mi300x", "mi300x"), ("h200", "dgx_h100")):
-        assert script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", device]) == 0
+        assert (
+            script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", device])
+            == 0
+        )
         out, err = capsys.readouterr()
         assert f"2 × {device} over {cluster}\n" in out and err == ""
     with pytest.raises(ConfigError, match="--cluster: the links of rtx 4090 are not known"):
         script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", "rtx 4090"])
-    assert script.run(["--config", "configs/gpt_124m.json", "--world", "1", "--search", "--device", "rtx 4090"]) == 0, "it has none"
+    assert (
+        script.run(["--config", "configs/gpt_124m.json", "--world", "1", "--search", "--device", "rtx 4090"])
+        == 0
+    ), "it has none"
     for name in device_names():
         device_spec = read_device(name)
         assert device_spec.cluster is None or name in read_cluster(device_spec.cluster).devices
@@ -123,7 +167,10 @@ def test_every_cluster_says_whose_links_it_has(tmp_path: Path) -> None:
         assert devices and set(devices) <= set(device_names())
         assert not any(links_warning(read_device(device), read_cluster(name)) for device in devices)
     own = tmp_path / "own.json"
-    own.write_text('{"name": "own", "levels": [{"link": "wire", "ranks": null, "bytes_per_second": 1e9, "latency_seconds": 0}]}')
+    own.write_text(
+        '{"name": "own", "levels": [{"link": "wire", "ranks": null, "bytes_per_second": 1e9, '
+        '"latency_seconds": 0}]}'
+    )
     assert links_warning(read_device("a100"), read_cluster(str(own))) == ""
 
 
@@ -132,12 +179,21 @@ def test_what_fits_nowhere_says_how_much_lacks_and_what_would_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         script.run(["--config", CONFIG, "--world", "1", "--search"])
     line = str(caught.value)
-    (lack, needs), words = re.findall(r"in 80 GiB: ([\d.]+) lack for the one that needs least, ([\d.]+), ", line)[0], "microbatch 1, native"
-    assert float(needs) - 80 == pytest.approx(float(lack), abs=0.11) and "most of it optimizer (75." in line and words in line
+    (lack, needs), words = (
+        re.findall(r"in 80 GiB: ([\d.]+) lack for the one that needs least, ([\d.]+), ", line)[0],
+        "microbatch 1, native",
+    )
+    assert (
+        float(needs) - 80 == pytest.approx(float(lack), abs=0.11)
+        and "most of it optimizer (75." in line
+        and words in line
+    )
     least = load(CONFIG, [*ALONE, "train.recompute=full"], 1).config
     assert float(needs) <= fullest_rank(least)[2] + 0.1, "a layout that needs less was left out"
     assert f"(devices of {needs} GiB, such as h200 141, " in line and "mi300x 192" in line
-    assert re.search(r"; or --world 2: tensor 1 × pipeline 1 × data 2, .*, [\d.]+ GiB\)", line), "what does fit"
+    assert re.search(r"; or --world 2: tensor 1 × pipeline 1 × data 2, .*, [\d.]+ GiB\)", line), (
+        "what does fit"
+    )
 
 
 def test_no_number_of_devices_is_promised_where_none_helps() -> None:

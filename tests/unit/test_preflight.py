@@ -16,7 +16,15 @@ from megacore.errors import ConfigError
 from megacore.tools.diagnosis.watchdog import START_UP
 from megacore.tools.preflight import devices, facts, launching
 from megacore.tools.preflight.facts import Question
-from megacore.tools.preflight.host_report import as_json, lines, readable, settings_lines, table, together_lines, verdict
+from megacore.tools.preflight.host_report import (
+    as_json,
+    lines,
+    readable,
+    settings_lines,
+    table,
+    together_lines,
+    verdict,
+)
 from megacore.tools.preflight.judge import HostFinding, excluded, judge, judge_together
 from megacore.tools.preflight.launching import dry_run, launch_together, reason_in
 from megacore.tools.preflight.patience import patience
@@ -26,18 +34,36 @@ from megacore.tools.settings.load import load
 from tests.pool import ROOT
 
 GIB = 1 << 30
-GPU = {"name": "GPU of a kind", "tflops": 700.0, "right": True, "error": "", "free": 79 * GIB, "memory": 80 * GIB}
+GPU = {
+    "name": "GPU of a kind",
+    "tflops": 700.0,
+    "right": True,
+    "error": "",
+    "free": 79 * GIB,
+    "memory": 80 * GIB,
+}
 HEALTHY: dict[str, Any] = {
     "ahead": 0.01,
     "code": {"commit": "0123456789ab", "files": "aaaaaaaaaaaa"},
     "versions": {"python": "3.12.3", "torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.6"},
     "config": {"digest": "cccccccccccc"},
     "needs": {"disk": 10 * GIB, "memory": 40 * GIB},
-    "log_dir": {"path": "/runs/a", "free": 100 * GIB, "write": 1e9, "seen": ["a", "b", "c", "d"], "error": ""},
+    "log_dir": {
+        "path": "/runs/a",
+        "free": 100 * GIB,
+        "write": 1e9,
+        "seen": ["a", "b", "c", "d"],
+        "error": "",
+    },
     "memory": {"total": 1024 * GIB, "available": 1000 * GIB, "shared": 512 * GIB},
     "limits": {"open files": 65536, "locked memory": None, "processes": None},
     "ports": {"29500": False},
-    "network": {"interfaces": {"eth0": 100000}, "infiniband": ["mlx5_0"], "own": "10.0.0.1", "first": "10.0.0.1"},
+    "network": {
+        "interfaces": {"eth0": 100000},
+        "infiniband": ["mlx5_0"],
+        "own": "10.0.0.1",
+        "first": "10.0.0.1",
+    },
     "settings": {"NCCL_SOCKET_IFNAME": "eth0"},
     "devices": {"model": "CPU of a kind", "gpus": [GPU] * 8, "cores": {}},
 }
@@ -112,7 +138,9 @@ def test_a_slow_core_among_equals() -> None:
     for host in "abd":
         hosts[host]["devices"] = CORES | {"cores": {"0": 100.0, "1": 95.0}}
     found = judge(hosts, SLOTS, need_sharing=True)
-    assert [(f.host, f.text) for f in found] == [("c", "core 1 is slow: 40 GFLOP/s, and 100 is usual (CPU of a kind)")]
+    assert [(f.host, f.text) for f in found] == [
+        ("c", "core 1 is slow: 40 GFLOP/s, and 100 is usual (CPU of a kind)")
+    ]
     hosts["c"]["devices"] = CORES | {"model": "older CPU", "cores": {"0": 40.0, "1": 40.0}}
     assert judge(hosts, SLOTS, need_sharing=True) == []  # another kind has no equals here
 
@@ -123,7 +151,11 @@ def test_folders_of_their_own_are_no_fault_of_a_run_without_checkpoints() -> Non
         about["log_dir"]["seen"] = [name]
     assert [f.fatal for f in judge(hosts, SLOTS, need_sharing=True)] == [True] * 3
     found = judge(hosts, SLOTS, need_sharing=False)
-    assert [f.fatal for f in found] == [False] * 3 and excluded(found) == "" and "needs none that is shared" in found[0].text
+    assert (
+        [f.fatal for f in found] == [False] * 3
+        and excluded(found) == ""
+        and "needs none that is shared" in found[0].text
+    )
 
 
 def test_the_verdict_has_what_exclude_takes() -> None:
@@ -136,9 +168,10 @@ def test_the_verdict_has_what_exclude_takes() -> None:
 
 
 def test_hundreds_of_hosts_have_a_short_table() -> None:
-    hosts = {f"n{i}": HEALTHY | {"network": HEALTHY["network"] | {"own": f"10.0.{i // 250}.{i % 250}"}} for i in range(500)} | {
-        "bad": HEALTHY | {"ports": {"29500": True}}
-    }
+    hosts = {
+        f"n{i}": HEALTHY | {"network": HEALTHY["network"] | {"own": f"10.0.{i // 250}.{i % 250}"}}
+        for i in range(500)
+    } | {"bad": HEALTHY | {"ports": {"29500": True}}}
     found = judge(hosts, dict.fromkeys(hosts, 8), need_sharing=True)
     assert table(hosts, found).row_count == 1 and len(settings_lines(hosts)) == 1
 
@@ -146,14 +179,21 @@ def test_hundreds_of_hosts_have_a_short_table() -> None:
 def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is compared with what another program, or a planted change, says."""
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    head = subprocess.run(["git", "-C", str(facts.ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(
+        ["git", "-C", str(facts.ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     assert head.startswith(facts.code()["commit"])
     here = facts.versions()
     assert here["python"] == ".".join(map(str, sys.version_info[:3])) and here["torch"].startswith("2.")
     (tmp_path / ".name").mkdir()
     (tmp_path / ".name" / "other.here").touch()
     disk = facts.disk(tmp_path, ".name", "host")
-    assert disk["seen"] == ["other"] and disk["write"] > 0 and disk["error"] == "" and len(list((tmp_path / ".name").iterdir())) == 1
+    assert (
+        disk["seen"] == ["other"]
+        and disk["write"] > 0
+        and disk["error"] == ""
+        and len(list((tmp_path / ".name").iterdir())) == 1
+    )
     (tmp_path / "file").touch()
     assert facts.disk(tmp_path / "file", ".name", "host")["error"] == "Not a directory"
     with socket.create_server(("", 0)) as server:
@@ -161,8 +201,15 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert facts.taken(port)
     assert not facts.taken(port)
     assert facts.settings()["NCCL_DEBUG"] == "INFO"
-    assert 0 < facts.memory()["available"] <= facts.memory()["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert facts.network("host.invalid")["first"] is None and facts.network("localhost")["first"] == "127.0.0.1"
+    assert (
+        0
+        < facts.memory()["available"]
+        <= facts.memory()["total"]
+        == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    assert (
+        facts.network("host.invalid")["first"] is None and facts.network("localhost")["first"] == "127.0.0.1"
+    )
 
 
 def test_a_disks_speed_is_that_of_its_best_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +257,9 @@ def test_what_a_host_answers(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     script, wrong = SHELLS[name]
     (tmp_path / "facts").write_text(json.dumps(HEALTHY) + "\n")
-    (tmp_path / "shell").write_text(script.replace("{host}", "$1").replace("{facts}", str(tmp_path / "facts")))
+    (tmp_path / "shell").write_text(
+        script.replace("{host}", "$1").replace("{facts}", str(tmp_path / "facts"))
+    )
     found = Hosts({"a": 1}, f"sh {tmp_path}/shell {{host}}").ask(QUESTION, "run", lambda line: None)["a"]
     assert found.get("unreached", "") == wrong
     if not wrong:
@@ -249,11 +298,17 @@ def test_links_are_judged_against_the_median() -> None:
     assert judge_together(rounds(8, {}), names) == []
     sends = {(3, 4): 1e8, (3, 5): 1e8, (3, 7): 1e8}
     found = judge_together(rounds(8, sends), names)
-    assert [(f.host, f.text, f.fatal) for f in found] == [("n3", "95.37 MiB/s from it, and 953.7 MiB/s is usual", True)]
+    assert [(f.host, f.text, f.fatal) for f in found] == [
+        ("n3", "95.37 MiB/s from it, and 953.7 MiB/s is usual", True)
+    ]
     takes = {(2, 3): 1e8, (1, 3): 1e8, (7, 3): 1e8}
-    assert [(f.host, f.text[:18]) for f in judge_together(rounds(8, takes), names)] == [("n3", "95.37 MiB/s to it,")]
+    assert [(f.host, f.text[:18]) for f in judge_together(rounds(8, takes), names)] == [
+        ("n3", "95.37 MiB/s to it,")
+    ]
     found = judge_together(rounds(8, {(3, 4): 1e8}), names)
-    assert [(f.host, f.fatal) for f in found] == [("n3", False)] and found[0].text == "95.37 MiB/s to n4, and 953.7 MiB/s is usual"
+    assert [(f.host, f.fatal) for f in found] == [("n3", False)] and found[
+        0
+    ].text == "95.37 MiB/s to n4, and 953.7 MiB/s is usual"
     assert len(rounds(1024, {})["links"]) == 10 * 1024  # ten rounds, and not a million pairs
     assert together_lines(rounds(8, sends), names)[-1].endswith("the slowest, n3 to n4, 95.37 MiB/s")
 
@@ -261,11 +316,26 @@ def test_links_are_judged_against_the_median() -> None:
 def test_a_fault_of_all_together_leaves_no_host_out() -> None:
     hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
     found = [HostFinding("all hosts together", "links", "pdsh is not installed on this machine")]
-    assert excluded(found) == "" and verdict(hosts, found, "") == "each host passes by itself, and all together do not"
+    assert (
+        excluded(found) == ""
+        and verdict(hosts, found, "") == "each host passes by itself, and all together do not"
+    )
     assert not as_json(hosts, found, "", "pdsh is not installed")["passed"]
 
 
-FACTS: list[str] = ["code", "versions", "config", "log_dir", "memory", "limits", "ports", "network", "settings", "devices", "needs"]
+FACTS: list[str] = [
+    "code",
+    "versions",
+    "config",
+    "log_dir",
+    "memory",
+    "limits",
+    "ports",
+    "network",
+    "settings",
+    "devices",
+    "needs",
+]
 
 
 @pytest.mark.parametrize("key", FACTS)
@@ -295,8 +365,13 @@ def test_ranks_may_take_long_if_they_get_on(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launching, "patience", lambda ranks: 1.5)
     monkeypatch.setattr(launching, "LOOK_SECONDS", 0.05)
     (tmp_path / "runner.py").write_text(PLAYED)
-    for marks, silent, expected in ((8, 0, {"links": []}), (1, 30, "nothing more within 2 s after: groups of axis 0")):
-        monkeypatch.setattr(launching, "LAUNCHER", [sys.executable, str(tmp_path / "runner.py"), str(marks), str(silent)])
+    for marks, silent, expected in (
+        (8, 0, {"links": []}),
+        (1, 30, "nothing more within 2 s after: groups of axis 0"),
+    ):
+        monkeypatch.setattr(
+            launching, "LAUNCHER", [sys.executable, str(tmp_path / "runner.py"), str(marks), str(silent)]
+        )
         said: list[str] = []
         assert launch_together({"a": 8}, "c.json", [], 29500, True, said.append) == expected
         assert said[1:] == [f"groups of axis {done}" for done in range(marks)]
@@ -309,7 +384,10 @@ def test_limits_grow_with_the_world_and_keep_their_order(world: int) -> None:
     verdict = START_UP * float(limits["parallel.hang_seconds"])
     assert verdict >= 1047 / 2048 * world * 0.97 and verdict >= 60
     assert verdict < patience(world) + VERDICT_SECONDS < patience(world) + launching.END_SECONDS
-    assert load(str(ROOT / "configs/gpt_tiny.json"), short(world)).config.parallel.hang_seconds == verdict / START_UP
+    assert (
+        load(str(ROOT / "configs/gpt_tiny.json"), short(world)).config.parallel.hang_seconds
+        == verdict / START_UP
+    )
 
 
 def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,12 +396,17 @@ def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pyte
     runner.parent.mkdir(parents=True)
     for package in (runner.parent, runner.parent.parent):
         (package / "__init__.py").touch()
-    runner.write_text("import os\nos.execvp('pdsh', ['pdsh', '-w', 'a', 'cd /;', 'python', '-u', '-m', 'x'])\n")
+    runner.write_text(
+        "import os\nos.execvp('pdsh', ['pdsh', '-w', 'a', 'cd /;', 'python', '-u', '-m', 'x'])\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert shutil.which("deepspeed") is None
     found = dry_run({"a": 2}, "hostfile", "", 29500, ["--config", "c.json"])
-    assert found[1] == "which runs: pdsh -w a 'cd /;' python -u -m x" and len([line for line in found if "LOCAL_RANK" in line]) == 2
+    assert (
+        found[1] == "which runs: pdsh -w a 'cd /;' python -u -m x"
+        and len([line for line in found if "LOCAL_RANK" in line]) == 2
+    )
 
 
 def test_what_failed_ranks_say() -> None:

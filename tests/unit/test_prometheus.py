@@ -62,17 +62,28 @@ def test_a_machine_serves_its_ranks() -> None:
     exporter = Exporter(port, RankInfo(rank=1, world_size=4, local_rank=0, local_world_size=2), CPU)
     exporter.watch([1, 3])
     try:
-        assert math.isnan(scrape(port)["megacore_loss"]), "no step has been logged yet, and a loss of 0 would be drawn"
+        assert math.isnan(scrape(port)["megacore_loss"]), (
+            "no step has been logged yet, and a loss of 0 would be drawn"
+        )
         figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
         by_rank = [1.0, 2.0, 3.0, 4.0]
-        exporter.report(Report(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, {}, saved_step=20, save_seconds=7.0))
+        exporter.report(
+            Report(
+                figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, {}, saved_step=20, save_seconds=7.0
+            )
+        )
         exporter.validation(3.5)
         found = scrape(port)
     finally:
         exporter.close()
-    assert found["megacore_step"] == 30 and found["megacore_mfu"] == 0.4 and found["megacore_valid_loss"] == 3.5
+    assert (
+        found["megacore_step"] == 30 and found["megacore_mfu"] == 0.4 and found["megacore_valid_loss"] == 3.5
+    )
     assert found["megacore_loss"] != found["megacore_loss"], "null is not a number"
-    assert {name: found[f'megacore_rank_memory_bytes{{rank="{name}"}}'] for name in (1, 3)} == {1: 2.0, 3: 4.0}
+    assert {name: found[f'megacore_rank_memory_bytes{{rank="{name}"}}'] for name in (1, 3)} == {
+        1: 2.0,
+        3: 4.0,
+    }
     assert found['megacore_rank_part_seconds{part="dp",rank="3"}'] == 4.0
     assert not any('rank="0"' in name or 'rank="2"' in name for name in found)
     assert found["megacore_checkpoint_step"] == 20 and found["megacore_checkpoint_seconds"] == 7.0
@@ -95,13 +106,17 @@ def served_by_rank(config_path: str, log_dir: str, hosts: list[str]) -> list[str
     trainer = trainer_of(config, Mesh(config, place, CPU), Inputs(config, place.rank), [exporter])
     served: list[str] = []
     close = exporter.close
-    with mock.patch.object(exporter, "close", lambda **_: (served.extend(scrape(port) if exporter.serving else []), close())):
+    with mock.patch.object(
+        exporter, "close", lambda **_: (served.extend(scrape(port) if exporter.serving else []), close())
+    ):
         trainer.run()
     trainer.mesh.close()
     return [name for name in served if "rank_memory_bytes" in name]
 
 
-def test_ranks_of_a_machine_need_not_be_neighbours(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_ranks_of_a_machine_need_not_be_neighbours(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """Slurm's cyclic distribution, or machines with unequally many: one machine would serve another's ranks, or end in an IndexError."""
     train = {"steps": 2, "global_batch_size": 8}
     config = write_config(tmp_path, write_corpus(tmp_path), model={"num_layers": 2}, train=train)
@@ -124,7 +139,10 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"log.prometheus_port: port {port} cannot be served: Address already in use \\("):
+        with pytest.raises(
+            ConfigError,
+            match=f"log.prometheus_port: port {port} cannot be served: Address already in use \\(",
+        ):
             Exporter(port, RankInfo(), CPU)
 
 
@@ -132,7 +150,9 @@ def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out() -> None:
     """A save could open no file any more, and nobody would see the run's figures: connections idle, slow, garbled and never ending."""
     exporter = Exporter(port := free_port(), RankInfo(), CPU)
     before = len(os.listdir("/proc/self/fd"))
-    stranger = subprocess.Popen([sys.executable, "-m", "tests.strangers", "60", f"tcp:127.0.0.1:{port}"], cwd=ROOT)
+    stranger = subprocess.Popen(
+        [sys.executable, "-m", "tests.strangers", "60", f"tcp:127.0.0.1:{port}"], cwd=ROOT
+    )
     try:
         deadline = time.monotonic() + 20
         while (most := len(os.listdir("/proc/self/fd"))) < before + MOST:
@@ -142,10 +162,15 @@ def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out() -> None:
             most = max(most, len(os.listdir("/proc/self/fd")))
         assert most <= before + MOST + 2, "beside them the connection of this process's own scrape"
         assert stranger.poll() is None
-        with socket.create_connection(("127.0.0.1", port)) as cut, socket.create_connection(("127.0.0.1", port)) as slow:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as cut,
+            socket.create_connection(("127.0.0.1", port)) as slow,
+        ):
             cut.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
             slow.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert slow.recv(17) == b"HTTP/1.1 200 OK\r\n", "an answer goes to who asks, however slowly it is read"
+            assert slow.recv(17) == b"HTTP/1.1 200 OK\r\n", (
+                "an answer goes to who asks, however slowly it is read"
+            )
     finally:
         stranger.kill()
         stranger.wait()
@@ -157,7 +182,10 @@ def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrapes, "LONGEST_SECONDS", 0.2)
     server = ScrapeServer(port := free_port(), lambda: b"x" * (1 << 25))
     try:
-        with socket.create_connection(("127.0.0.1", port)) as idle, socket.create_connection(("127.0.0.1", port)) as deaf:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as idle,
+            socket.create_connection(("127.0.0.1", port)) as deaf,
+        ):
             idle.sendall(b"G")
             deaf.sendall(b"GET / HTTP/1.1\r\n\r\n")
             idle.settimeout(10)
@@ -195,7 +223,9 @@ def test_an_answer_is_not_older_than_its_request() -> None:
     assert [answer[-7:] for answer in answers] == [b"asked 1", b"asked 2"]
 
 
-def test_a_connection_that_the_kernel_cannot_watch_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_the_kernel_cannot_watch_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Watches and their memory are limited for each user; the run's figures would be gone until its end."""
     server = ScrapeServer(port := free_port(), lambda: b"a 1\n")
     register, refused = server.selector.register, []
@@ -219,7 +249,10 @@ def test_a_run_is_served(tmp_path: Path) -> None:
     """The trainer would not hand its figures over, or hand over others than it writes down."""
     port = free_port()
     config = write_config(
-        tmp_path, write_corpus(tmp_path), train={"steps": 200}, log={"dir": str(tmp_path / "run"), "prometheus_port": port}
+        tmp_path,
+        write_corpus(tmp_path),
+        train={"steps": 200},
+        log={"dir": str(tmp_path / "run"), "prometheus_port": port},
     )
     ended: list[Any] = []
     run = threading.Thread(target=lambda: ended.append(run_script("launch/pretrain.py", "--config", config)))
@@ -233,10 +266,16 @@ def test_a_run_is_served(tmp_path: Path) -> None:
     run.join()
     assert ended[0].returncode == 0, ended[0].stderr
     lines = {
-        line["step"]: line for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "loss" in (line := json.loads(text))
+        line["step"]: line
+        for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if "loss" in (line := json.loads(text))
     }
     # The last scrape may be cut off by the run's end.
-    compared = [(found["megacore_loss"], lines[int(found["megacore_step"])]["loss"]) for found in seen if found.get("megacore_step", 0) > 0]
+    compared = [
+        (found["megacore_loss"], lines[int(found["megacore_step"])]["loss"])
+        for found in seen
+        if found.get("megacore_step", 0) > 0
+    ]
     assert compared and any(ours == theirs for ours, theirs in compared)
     assert any('megacore_rank_busy_seconds{rank="0"}' in found for found in seen)
     assert any(found.get('megacore_rank_part_seconds{part="data",rank="0"}', 0.0) > 0.0 for found in seen)
@@ -246,7 +285,9 @@ def expressions() -> list[str]:
     """All that rules and dashboard ask Prometheus for."""
     rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
-    return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+    return [rule["expr"] for rule in rules] + [
+        target["expr"] for panel in panels for target in panel["targets"]
+    ]
 
 
 def test_rules_and_dashboard_ask_for_what_is_served() -> None:
@@ -299,18 +340,35 @@ def test_the_dashboard_is_drawn(tmp_path: Path) -> None:
     assert done.returncode == 0 and "left out: GPU utilisation, by rank" in done.stdout, done.stderr
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     done = run_script("launch/monitoring/picture.py", "--url", url, "--out", str(out))
-    assert done.returncode == 2 and done.stderr.startswith(f"config error: --url: no Prometheus answers at {url}"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"config error: --url: no Prometheus answers at {url}"
+    ), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_learning_rate_has_an_axis_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a norm of 1 a rate of 0.0006 is a line on the ground, whatever it does."""
     panels = json.loads((ROOT / "launch/monitoring/dashboard.json").read_text(encoding="utf-8"))["panels"]
-    [panel] = [panel for panel in panels if any("megacore_lr" in target["expr"] for target in panel["targets"])]
+    [panel] = [
+        panel for panel in panels if any("megacore_lr" in target["expr"] for target in panel["targets"])
+    ]
     legends = [target["legendFormat"] for target in panel["targets"]]
     drawn: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, out: drawn.append(figure))
-    picture.draw([(panel, [(legend, {0.0: size, 60.0: 2 * size}) for legend, size in zip(legends, (1.0, 6e-4), strict=True)])], 0, 60, "")
+    picture.draw(
+        [
+            (
+                panel,
+                [
+                    (legend, {0.0: size, 60.0: 2 * size})
+                    for legend, size in zip(legends, (1.0, 6e-4), strict=True)
+                ],
+            )
+        ],
+        0,
+        60,
+        "",
+    )
     left, _, right = drawn[0].axes  # and the empty place beside it
     assert right.get_ylabel() == "learning rate" and right.get_ylim()[1] < 0.01 < left.get_ylim()[1]
     assert [text.get_text() for text in left.get_legend().get_texts()] == legends
@@ -322,10 +380,17 @@ def test_gpus_are_asked_when_somebody_scrapes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "utilization", lambda index: answers[index])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(exporter_module, "memory_limit", lambda device: 1.0)
-    exporter = Exporter(port := free_port(), RankInfo(rank=1, world_size=4, local_rank=0, local_world_size=2), torch.device("cuda"))
+    exporter = Exporter(
+        port := free_port(),
+        RankInfo(rank=1, world_size=4, local_rank=0, local_world_size=2),
+        torch.device("cuda"),
+    )
     exporter.watch([1, 3])
     try:
-        assert {rank: scrape(port)[f'megacore_rank_gpu_utilisation{{rank="{rank}"}}'] for rank in (1, 3)} == {1: 0.9, 3: 0.4}
+        assert {rank: scrape(port)[f'megacore_rank_gpu_utilisation{{rank="{rank}"}}'] for rank in (1, 3)} == {
+            1: 0.9,
+            3: 0.4,
+        }
         answers.clear()
         assert math.isnan(scrape(port)['megacore_rank_gpu_utilisation{rank="3"}'])
     finally:
@@ -342,35 +407,77 @@ def test_parts_of_a_step() -> None:
     """A bubble that counts as communication as well, a group without a part, or the mean of several steps taken for one."""
     mesh: Any = SimpleNamespace(token_axes=("dp",), axes=AXES, pp=SimpleNamespace(size=2, rank=1))
     config = resolve(
-        {"model": {"num_layers": 4, "tie_embeddings": False}, "parallel": {"pipeline": 2}}, ["train.global_batch_size=8"], "x", 2
+        {"model": {"num_layers": 4, "tie_embeddings": False}, "parallel": {"pipeline": 2}},
+        ["train.global_batch_size=8"],
+        "x",
+        2,
     )
     parts = StepParts(config.config, mesh)
     parts.idle = 0.25
-    waits = {"pp": 2.0, "dp between hosts": 2.0, "dp within a host": 4.0, "pp×tp": 1.0, "world": 1.0, "data": 0.5}
+    waits = {
+        "pp": 2.0,
+        "dp between hosts": 2.0,
+        "dp within a host": 4.0,
+        "pp×tp": 1.0,
+        "world": 1.0,
+        "data": 0.5,
+    }
     found = parts.of(2.0, waits, 2, {"tp": 3.0})
-    assert found == {"bubble": 0.5, "data": 0.25, "pp": 0.5, "tp": 3.0, "cp": 0.0, "dp": 3.0, "tied": 0.0, "world": 1.0}
+    assert found == {
+        "bubble": 0.5,
+        "data": 0.25,
+        "pp": 0.5,
+        "tp": 3.0,
+        "cp": 0.0,
+        "dp": 3.0,
+        "tied": 0.0,
+        "world": 1.0,
+    }
     found = parts.of(8.0, waits, 2, {})  # the bubble is more than the waits for the pipeline
     assert found["bubble"] == 2.0 and found["pp"] == 0.0 and found["world"] == 0.0 and found["dp"] == 3.0
-    with_more = resolve({"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2).config
+    with_more = resolve(
+        {"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2
+    ).config
     assert 0 < StepParts(with_more, mesh).idle < 0.2, "one round of two stages over 64 microbatches"
     with mock.patch.object(step_parts, "step_times", lambda config: (12.0, [12.0, 4.0])):
-        assert StepParts(with_more, mesh).idle == 2.0, "of a rank that computes a third of the time, for each second of it"
+        assert StepParts(with_more, mesh).idle == 2.0, (
+            "of a rank that computes a third of the time, for each second of it"
+        )
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)"
+)
 @pytest.mark.parametrize("alert", SERIES)
 def test_alerts_fire(tmp_path: Path, alert: str) -> None:
     """An alert that cannot fire, or one that fires for a healthy run."""
     name, values = SERIES[alert]
-    good = {"up": "1x200", "megacore_loss": "3x200", "megacore_mfu": "0.5x200", DP: "0.1x200", DATA: "0.01x200", BUBBLE: "0.5x200"}
-    good |= {"megacore_logged_timestamp_seconds": "0+60x200", "megacore_skipped": "0x200", "megacore_rank_straggler": "0x200"}
-    good |= {"megacore_checkpoint_timestamp_seconds": "0+60x200", "megacore_rank_memory_bytes": "50x200"} | HEALTHY
+    good = {
+        "up": "1x200",
+        "megacore_loss": "3x200",
+        "megacore_mfu": "0.5x200",
+        DP: "0.1x200",
+        DATA: "0.01x200",
+        BUBBLE: "0.5x200",
+    }
+    good |= {
+        "megacore_logged_timestamp_seconds": "0+60x200",
+        "megacore_skipped": "0x200",
+        "megacore_rank_straggler": "0x200",
+    }
+    good |= {
+        "megacore_checkpoint_timestamp_seconds": "0+60x200",
+        "megacore_rank_memory_bytes": "50x200",
+    } | HEALTHY
     good |= {"megacore_rank_gpu_utilisation": "0.95x200", "megacore_step": "0+10x200"}
     at = "70m" if alert == "CheckpointOld" else "30m"
     for series, fires in ((good, False), (good | {name: values}, True)):
         labelled = [(*key.partition(","), values) for key, values in series.items()]
         common = 'job="megacore",instance="node0:9400"'
-        inputs = [{"series": f"{name}{{{common}{comma}{labels}}}", "values": values} for name, comma, labels, values in labelled]
+        inputs = [
+            {"series": f"{name}{{{common}{comma}{labels}}}", "values": values}
+            for name, comma, labels, values in labelled
+        ]
         expected = [{"exp_labels": {"alertname": alert}}] if fires else []
         check = {"eval_time": at, "alertname": alert, "exp_alerts": expected}
         test = {
@@ -378,7 +485,9 @@ def test_alerts_fire(tmp_path: Path, alert: str) -> None:
             "tests": [{"interval": "1m", "input_series": inputs, "alert_rule_test": [check]}],
         }
         (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
-        done = subprocess.run(["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True
+        )
         said = done.stdout + done.stderr
         # promtool compares all labels and annotations, and so refuses what fires too: what it got is in its message.
         assert ("got:[]" not in said and "got:" in said) if fires else done.returncode == 0, said

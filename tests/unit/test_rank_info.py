@@ -1,4 +1,6 @@
-"""The rank that a process reads from its launcher's environment: a wrong one would train on wrong data, or wait for nobody."""
+"""The rank that a process reads from its launcher's environment: a wrong one would train on
+wrong data, or wait for nobody.
+"""
 
 from itertools import product
 from pathlib import Path
@@ -45,7 +47,9 @@ def test_each_launcher() -> None:
 def test_no_launcher_is_one_process() -> None:
     """A Slurm batch script, which is no step, must not wait for others."""
     assert place_from_environment({}) == RankInfo(0, 1, 0, 1)
-    assert place_from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == RankInfo(0, 1, 0, 1)
+    assert place_from_environment(
+        {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}
+    ) == RankInfo(0, 1, 0, 1)
 
 
 def test_torchrun_inside_slurm_or_mpirun_counts() -> None:
@@ -54,8 +58,15 @@ def test_torchrun_inside_slurm_or_mpirun_counts() -> None:
 
 
 def test_mpich_inside_slurm_and_slurms_own_mpi() -> None:
-    """MPICH starts its ranks from one task on each machine; srun sets MPICH's rank and size itself, and its tasks are the ranks."""
-    task = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    """MPICH starts its ranks from one task on each machine; srun sets MPICH's rank and size
+    itself, and its tasks are the ranks.
+    """
+    task = SRUN | {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
     assert place_from_environment(task | MPICH | MASTER) == place_from_environment(MPICH | MASTER)
     assert place_from_environment(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}) == place_from_environment(SRUN)
 
@@ -75,27 +86,55 @@ def test_mpich_inside_slurm_and_slurms_own_mpi() -> None:
 def test_first_host_of_a_slurm_nodelist(nodes: str, first: str) -> None:
     """Every rank would try to reach a host that does not exist."""
     assert place_from_environment(SRUN | {"SLURM_STEP_NODELIST": nodes}).master_address == first
-    older = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP_N")} | {"SLURM_STEP_NUM_TASKS": "8"}
-    assert place_from_environment(older | {"SLURM_NODELIST": nodes, "SLURM_NNODES": "2"}).master_address == first
+    older = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP_N")} | {
+        "SLURM_STEP_NUM_TASKS": "8"
+    }
+    assert (
+        place_from_environment(older | {"SLURM_NODELIST": nodes, "SLURM_NNODES": "2"}).master_address == first
+    )
 
 
 def test_one_slurm_node_needs_no_name_service() -> None:
-    one = SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node7", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    one = SRUN | {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "node7",
+        "SLURM_STEP_TASKS_PER_NODE": "8",
+    }
     assert place_from_environment(one) == RankInfo(5, 8, 1, 8, "127.0.0.1", 29501)
 
 
 @pytest.mark.parametrize(
     ("tasks", "per_node"),
-    [("4,3", [4, 3]), ("4(x2),3", [4, 4, 3]), ("1,2(x3),4", [1, 2, 2, 2, 4]), ("2,4(x2),3,4", [2, 4, 4, 3, 4])],
+    [
+        ("4,3", [4, 3]),
+        ("4(x2),3", [4, 4, 3]),
+        ("1,2(x3),4", [1, 2, 2, 2, 4]),
+        ("2,4(x2),3,4", [2, 4, 4, 3, 4]),
+    ],
 )
 def test_slurm_nodes_with_unequal_tasks(tasks: str, per_node: list[int]) -> None:
-    """The first node's number for all: a machine would serve figures of ranks that do not exist, and be taken for a broken one."""
+    """The first node's number for all: a machine would serve figures of ranks that do not exist,
+    and be taken for a broken one.
+    """
     ranks = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
     for rank, (node, local) in enumerate(ranks):
-        place = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": len(ranks), "SLURM_LOCALID": local, "SLURM_NODEID": node}
-        env = SRUN | {name: str(value) for name, value in place.items()} | {"SLURM_STEP_TASKS_PER_NODE": tasks}
-        assert place_from_environment(env) == RankInfo(rank, len(ranks), local, per_node[node], "node003", 29501)
-    for change in ({"SLURM_NODEID": str(len(per_node))}, {"SLURM_NODEID": ""}, {"SLURM_STEP_TASKS_PER_NODE": f"{tasks},x"}):
+        place = {
+            "SLURM_PROCID": rank,
+            "SLURM_STEP_NUM_TASKS": len(ranks),
+            "SLURM_LOCALID": local,
+            "SLURM_NODEID": node,
+        }
+        env = (
+            SRUN | {name: str(value) for name, value in place.items()} | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+        )
+        assert place_from_environment(env) == RankInfo(
+            rank, len(ranks), local, per_node[node], "node003", 29501
+        )
+    for change in (
+        {"SLURM_NODEID": str(len(per_node))},
+        {"SLURM_NODEID": ""},
+        {"SLURM_STEP_TASKS_PER_NODE": f"{tasks},x"},
+    ):
         name, value = next(iter(change.items()))
         assert f"{name}={value}" in refusal(env | change)
 
@@ -116,30 +155,65 @@ def test_unreadable_numbers_are_named(name: str, value: str) -> None:
     assert f"{name}={value}" in message and "torchrun" in message
 
 
-GARBAGE = ["", "two", "1.5", "-1", "9" * 400, "4" * 12, " 4", "4\n", "²", "nan", "1e3", "\udcff", "[", "4(x", "4(x0)", "," * 4, "a..b"]
+GARBAGE = [
+    "",
+    "two",
+    "1.5",
+    "-1",
+    "9" * 400,
+    "4" * 12,
+    " 4",
+    "4\n",
+    "²",
+    "nan",
+    "1e3",
+    "\udcff",
+    "[",
+    "4(x",
+    "4(x0)",
+    "," * 4,
+    "a..b",
+]
 GARBAGE += ["a" * 64, "-o"]
 
 
-OWN = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "mpirun": MPIRUN | MASTER, "mpiexec": MPICH | MASTER, "srun": SRUN,
-       "uneven srun": SRUN | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "3,5"}}  # fmt: skip
+OWN = {
+    "torchrun": TORCHRUN,
+    "deepspeed": DEEPSPEED,
+    "mpirun": MPIRUN | MASTER,
+    "mpiexec": MPICH | MASTER,
+    "srun": SRUN,
+    "uneven srun": SRUN | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "3,5"},
+}
 
 
 @pytest.mark.parametrize("launcher", OWN)
 def test_garbage_is_refused_by_name_or_is_a_place(launcher: str) -> None:
-    """A traceback on every rank, thousands of times; or a place that cannot be, which fails in the middle of training."""
+    """A traceback on every rank, thousands of times; or a place that cannot be, which
+    fails in the middle of training.
+    """
     for name, value in product(OWN[launcher], GARBAGE):
-        hosts = name in ("MASTER_ADDR", "SLURM_STEP_NODELIST") and (not value or value in ("two", "1.5", "nan", "1e3", "4" * 12))
+        hosts = name in ("MASTER_ADDR", "SLURM_STEP_NODELIST") and (
+            not value or value in ("two", "1.5", "nan", "1e3", "4" * 12)
+        )
         if hosts:
             continue
         message = refusal(OWN[launcher] | {name: value})
         assert len(message) < 400, (name, value)
-        assert name in message or f"rank {value} of" in message or f" of {value}" in message, (name, value, message)
+        assert name in message or f"rank {value} of" in message or f" of {value}" in message, (
+            name,
+            value,
+            message,
+        )
 
 
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 of WORLD_SIZE=8 (the ranks on this machine, one or more and at most all)"),
+        (
+            {"LOCAL_WORLD_SIZE": "0"},
+            "LOCAL_WORLD_SIZE=0 of WORLD_SIZE=8 (the ranks on this machine, one or more and at most all)",
+        ),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 of WORLD_SIZE=8"),
         ({"LOCAL_RANK": "7"}, "LOCAL_RANK=7 of LOCAL_WORLD_SIZE=4"),
         ({"LOCAL_RANK": "3", "RANK": "2"}, "LOCAL_RANK=3 of LOCAL_WORLD_SIZE=4 on the machine of RANK=2"),
@@ -150,7 +224,9 @@ def test_garbage_is_refused_by_name_or_is_a_place(launcher: str) -> None:
     ],
 )
 def test_a_place_that_cannot_be_is_refused(env: dict[str, str], said: str) -> None:
-    """The GPU of a local rank that there is not; no rank that reports for its machine; a name that Python cannot even look up."""
+    """The GPU of a local rank that there is not; no rank that reports for its machine; a name
+    that Python cannot even look up.
+    """
     assert said in refusal(TORCHRUN | env)
 
 

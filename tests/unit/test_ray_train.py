@@ -40,12 +40,30 @@ def test_workers_are_as_many_as_the_cluster_has_room_for() -> None:
 @pytest.mark.parametrize(
     "wanted, gpu, cpus, said",
     [
-        ((9, 9), False, 1, "9 workers of 1 CPU do not fit on the cluster, which has 8 CPUs and 4 GPUs (at most 8)"),
-        ((5, 9), True, 1, "5 workers of 1 CPU and a GPU do not fit on the cluster, which has 8 CPUs and 4 GPUs (at most 4)"),
-        (None, False, 9, "1 workers of 9 CPUs do not fit on the cluster, which has 8 CPUs and 4 GPUs (machines that have them)"),
+        (
+            (9, 9),
+            False,
+            1,
+            "9 workers of 1 CPU do not fit on the cluster, which has 8 CPUs and 4 GPUs (at most 8)",
+        ),
+        (
+            (5, 9),
+            True,
+            1,
+            "5 workers of 1 CPU and a GPU do not fit on the cluster, which has 8 CPUs and 4 GPUs (at most 4)",
+        ),
+        (
+            None,
+            False,
+            9,
+            "1 workers of 9 CPUs do not fit on the cluster, which has 8 CPUs and 4 GPUs (machines that "
+            "have them)",
+        ),
     ],
 )
-def test_more_workers_than_the_cluster_has(wanted: tuple[int, int] | None, gpu: bool, cpus: int, said: str) -> None:
+def test_more_workers_than_the_cluster_has(
+    wanted: tuple[int, int] | None, gpu: bool, cpus: int, said: str
+) -> None:
     """The run would wait instead of saying so."""
     with pytest.raises(ConfigError) as error:
         scale(wanted, gpu, cpus, EIGHT)
@@ -59,7 +77,8 @@ def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, object
 @pytest.mark.parametrize(
     ("nodes", "free", "each", "used", "room"),
     [
-        ([node(3), node(3), node(2, alive=False)], {"CPU": 6}, {"CPU": 2}, 0, (2, 2)),  # one of each node's is too few
+        # one of each node's is too few
+        ([node(3), node(3), node(2, alive=False)], {"CPU": 6}, {"CPU": 2}, 0, (2, 2)),
         ([node(2), node(2)], {"CPU": 2}, {"CPU": 2}, 1, (2, 2)),
         ([node(2), node(2)], {"CPU": 1}, {"CPU": 2}, 1, (2, 1)),  # somebody else is there
         ([node(8, 2), node(8)], {"CPU": 16, "GPU": 2}, {"CPU": 1, "GPU": 1}, 0, (2, 2)),
@@ -71,13 +90,20 @@ def test_the_room_in_a_cluster(nodes: list, free: dict, each: dict, used: int, r
     assert room_in(nodes, free, each, used) == room
 
 
-def test_each_start_is_a_run_of_fixed_size(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A worker that fits into no layout would wait in Ray, and a run that lost a machine would not be laid out anew."""
+def test_each_start_is_a_run_of_fixed_size(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that fits into no layout would wait in Ray, and a run that lost a
+    machine would not be laid out anew.
+    """
     state = SimpleNamespace(nodes=lambda: [node(3)], available_resources=lambda: {"CPU": 3.0})
     cluster = RayCluster(config, ["train.steps=7"], Rules(1, 8), {"CPU": 1})
     with mock.patch.dict(sys.modules, {"ray": state}):
         words = cluster.command(["python", "ray_train.py"], tmp_path)
-        assert words[:5] == ["python", "ray_train.py", "--workers", "2", "train.steps=7"] and "parallel.data=auto" in words
+        assert (
+            words[:5] == ["python", "ray_train.py", "--workers", "2", "train.steps=7"]
+            and "parallel.data=auto" in words
+        )
         state.nodes, state.available_resources = lambda: [node(3), node(1)], lambda: {"CPU": 2.0}
         assert cluster.look() == "the Ray cluster has 4 slots: 2 ranks become 4"
         cluster.ended(gained=True, failed=True)
@@ -92,12 +118,22 @@ def test_each_start_is_a_run_of_fixed_size(config: str, tmp_path: Path, capsys: 
 @pytest.mark.parametrize("text", ["0", "8:4", "x", "", "4:", "-1", "1.5", "1:2:3", "9" * 9])
 def test_workers_that_are_no_number(text: str) -> None:
     """A traceback, or a range that holds nothing."""
-    with pytest.raises(ConfigError, match=rf"^config error: --workers: {re.escape(text)} is no number of workers"):
+    with pytest.raises(
+        ConfigError, match=rf"^config error: --workers: {re.escape(text)} is no number of workers"
+    ):
         parse(["--config", "c.json", f"--workers={text}"])
 
 
 @pytest.mark.parametrize(
-    "option", ["--cpus=0", "--restarts=-2", "--look=0", "--resize-pause=-1", "--ranks-command=echo", "--ranks-command="]
+    "option",
+    [
+        "--cpus=0",
+        "--restarts=-2",
+        "--look=0",
+        "--resize-pause=-1",
+        "--ranks-command=echo",
+        "--ranks-command=",
+    ],
 )
 def test_options_out_of_range(option: str) -> None:
     """Ray's own message would be a traceback."""
@@ -105,52 +141,82 @@ def test_options_out_of_range(option: str) -> None:
         parse(["--config", "c.json", option])
 
 
-def test_without_ray_and_with_a_layout_that_does_not_fit(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback from the import; and a layout that cannot be must be refused before Ray is asked for anything."""
+def test_without_ray_and_with_a_layout_that_does_not_fit(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback from the import; and a layout that cannot be must be refused
+    before Ray is asked for anything.
+    """
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "")
     monkeypatch.setenv("RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "")
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PRINT_PATCH", "")
-    with pytest.raises(ConfigError, match=r"^config error: ray: Ray Train cannot be imported .*pip install -e '\.\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"^config error: ray: Ray Train cannot be imported .*pip install -e '\.\[ray\]'"
+    ):
         run(["--config", config, "--workers", "2"])
     with pytest.raises(ConfigError, match="config error: parallel"):
         run(["--config", config, "--workers", "3", "parallel.tensor=2"])
 
 
 @pytest.mark.parametrize("nodes", [(3, 1), (1, 3), (2, 2)])
-def test_each_worker_has_its_place(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...]) -> None:
-    """Nodes that have unequally many workers: ranks that are computed from one node's number would be there twice, or not at all."""
+def test_each_worker_has_its_place(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...]
+) -> None:
+    """Nodes that have unequally many workers: ranks that are computed from one node's number
+    would be there twice, or not at all.
+    """
     places: list[RankInfo] = []
 
     def train(config: Config, place: RankInfo, *_: object) -> int:
         places.append(place)
         return 0
 
-    reports = SimpleNamespace(during=lambda training: training(), send=lambda: None, waiting=SimpleNamespace(put=None))
+    reports = SimpleNamespace(
+        during=lambda training: training(), send=lambda: None, waiting=SimpleNamespace(put=None)
+    )
     monkeypatch.setattr("launch.ray_train.Reports", lambda rank, folder: reports)
     monkeypatch.setattr("launch.pretrain.train", train)
     start = {"cwd": str(tmp_path), "config": config, "overrides": [], "folder": str(tmp_path / "run")}
     workers = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
     for rank, (node, local) in enumerate(workers):
-        own = {"world_rank": rank, "local_rank": local, "node_rank": node, "local_world_size": nodes[node], "world_size": len(workers)}
-        context = SimpleNamespace(**{f"get_{name}": lambda number=number: number for name, number in own.items()})
+        own = {
+            "world_rank": rank,
+            "local_rank": local,
+            "node_rank": node,
+            "local_world_size": nodes[node],
+            "world_size": len(workers),
+        }
+        context = SimpleNamespace(
+            **{f"get_{name}": lambda number=number: number for name, number in own.items()}
+        )
         modules = {
             "ray": SimpleNamespace(),
             "ray.train": SimpleNamespace(get_context=lambda context=context: context),
-            "ray.train.collective": SimpleNamespace(broadcast_from_rank_zero=lambda value: ("10.0.0.1", 1234)),
+            "ray.train.collective": SimpleNamespace(
+                broadcast_from_rank_zero=lambda value: ("10.0.0.1", 1234)
+            ),
             "ray.util": SimpleNamespace(get_node_ip_address=lambda node=node: f"10.0.0.{node}"),
         }
         with mock.patch.dict(sys.modules, modules), mock.patch.dict(os.environ), contextlib.chdir(tmp_path):
             assert work(start) == 0
     expected = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
     assert places == [
-        RankInfo(rank, len(expected), local, nodes[node], "10.0.0.1", 1234, guest=True) for rank, (node, local) in enumerate(expected)
+        RankInfo(rank, len(expected), local, nodes[node], "10.0.0.1", 1234, guest=True)
+        for rank, (node, local) in enumerate(expected)
     ]
 
 
 def test_the_figures_of_a_checkpoint(tmp_path: Path) -> None:
-    """Ray would show the loss of another step: records of a restart hold a step twice, and a save in the background is seen late."""
-    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 2, "valid_loss": 9.0}, {"step": 3, "loss": 2.0}]
+    """Ray would show the loss of another step: records of a restart hold a step twice, and a save
+    in the background is seen late.
+    """
+    lines = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 2.5},
+        {"step": 2, "valid_loss": 9.0},
+        {"step": 3, "loss": 2.0},
+    ]
     damage = '{"loss": }\n["loss"]\n{"step": "2", "loss": 1}\n'
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + damage)
     assert figures(tmp_path, tmp_path / "checkpoints" / "step_00000002") == {"step": 2, "loss": 2.5}
@@ -159,10 +225,15 @@ def test_the_figures_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_end_says_why() -> None:
     """Ray's own words are pages long, and a mistake in the config would end with the status of a crash."""
-    refused = RuntimeError("Training failed due to controller error:\nmegacore refuses: data error: x.bin: missing (…)\n  File …")
+    refused = RuntimeError(
+        "Training failed due to controller error:\nmegacore refuses: data error: x.bin: missing (…)\n  File …"
+    )
     assert end_of(refused) == (2, "data error: x.bin: missing (…)")
     failed = RuntimeError("Training failed")
-    died, own = RuntimeError("The actor died unexpectedly.\nIt is dead."), ValueError("Traceback …\nValueError: nan")
+    died, own = (
+        RuntimeError("The actor died unexpectedly.\nIt is dead."),
+        ValueError("Traceback …\nValueError: nan"),
+    )
     failed.worker_failures = {0: died, 3: own}  # type: ignore[attr-defined]
     assert end_of(failed) == (1, "rank 3 failed: ValueError: nan")
     failed.worker_failures = {2: died}  # type: ignore[attr-defined]

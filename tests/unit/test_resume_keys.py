@@ -59,7 +59,10 @@ engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib re
 cpu: keep_memory onednn widen
 log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile statistics
 """
-SETTLED = {"model.attention": "eager", "parallel.context_method": "ring"}  # of which `auto` keeps the checkpoint's choice
+SETTLED = {
+    "model.attention": "eager",
+    "parallel.context_method": "ring",
+}  # of which `auto` keeps the checkpoint's choice
 
 
 def keys_of(text: str) -> set[str]:
@@ -82,10 +85,18 @@ def run(tmp_path: Path) -> tuple[Config, Path]:
     """A config, and the checkpoint of step 3 in its run's folder."""
     write_corpus(tmp_path, "other", seed=1)
     config = load(write_config(tmp_path, write_corpus(tmp_path)), [f"log.dir={tmp_path}/run"]).config
-    config = changed(changed(config, "model.attention", "sdpa"), "train.compile", False)  # as the trainer settles them
+    config = changed(
+        changed(config, "model.attention", "sdpa"), "train.compile", False
+    )  # as the trainer settles them
     engine = {"updates": 3.0, "skipped": 0.0}
-    sections = {"model": config.model.model_dump(mode="json"), "config": config.model_dump(mode="json", by_alias=True)}
-    tensors = {f"{kind}/w": (torch.zeros(2), piece((2,), 0, 0, 1)) for kind in ("model", "adam_m", "adam_v", "momentum")}
+    sections = {
+        "model": config.model.model_dump(mode="json"),
+        "config": config.model_dump(mode="json", by_alias=True),
+    }
+    tensors = {
+        f"{kind}/w": (torch.zeros(2), piece((2,), 0, 0, 1))
+        for kind in ("model", "adam_m", "adam_v", "momentum")
+    }
     state = {"samples": 24, "rollbacks": 0, "engine": engine, **sections}
     return config, save(tmp_path / "run/checkpoints", 3, tensors, state, keep=1)
 
@@ -94,7 +105,9 @@ def changed(config: Config, key: str, value: Any) -> Config:
     """The config with another value, whatever else would have to change with it."""
     section, name = key.split(".")
     own = getattr(config, section)
-    return config.model_copy(update={section: own.model_copy(update={"async_" if name == "async" else name: value})})
+    return config.model_copy(
+        update={section: own.model_copy(update={"async_" if name == "async" else name: value})}
+    )
 
 
 def another(key: str, config: Config, folder: Path) -> Any:
@@ -123,7 +136,9 @@ def another(key: str, config: Config, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("key", sorted(keys_of(REFUSED)))
-def test_a_key_that_gives_a_checkpoint_another_meaning_is_refused(key: str, run: tuple[Config, Path], tmp_path: Path) -> None:
+def test_a_key_that_gives_a_checkpoint_another_meaning_is_refused(
+    key: str, run: tuple[Config, Path], tmp_path: Path
+) -> None:
     """Samples would come twice, or never; weights would be another function; a sum would be taken for a mean."""
     with pytest.raises(CheckpointError) as refused:
         Inputs(changed(run[0], key, another(key, run[0], tmp_path)), 0)
@@ -143,7 +158,9 @@ def test_no_other_key_changes_in_silence(key: str, run: tuple[Config, Path], tmp
     if key in HOW:
         assert said == []
     else:
-        assert [f"{key}={now} (was " in line for line in said] == [True] and ("WARNING: without effect" in said[0]) == (key in UNHEARD)
+        assert [f"{key}={now} (was " in line for line in said] == [True] and (
+            "WARNING: without effect" in said[0]
+        ) == (key in UNHEARD)
     assert changes(config, recorded) == []
 
 
@@ -173,7 +190,9 @@ def namesake() -> Iterator[type[Rule[Any]]]:
     unregister(Mean)
 
 
-def test_a_state_of_the_same_name_is_not_taken_from_another_rule(run: tuple[Config, Path], namesake: type[Rule[Any]]) -> None:
+def test_a_state_of_the_same_name_is_not_taken_from_another_rule(
+    run: tuple[Config, Path], namesake: type[Rule[Any]]
+) -> None:
     """SGD's sum of gradients, taken for a mean, makes a step ten times as long, and nothing else shows it."""
     config, path = run
 
@@ -184,13 +203,21 @@ def test_a_state_of_the_same_name_is_not_taken_from_another_rule(run: tuple[Conf
         saved_with(kind)
         assert Inputs(changed(config, "optim.kind", kind), 0).checkpoint == path
     with pytest.raises(
-        CheckpointError, match=r"holds momentum of w as mean_of_gradients left it, and optim\.kind=sgd means something else"
+        CheckpointError,
+        match=r"holds momentum of w as mean_of_gradients left it, and optim\.kind=sgd means something else",
     ):
         Inputs(changed(config, "optim.kind", "sgd"), 0)
 
 
-@pytest.mark.parametrize("optim", [None, [], {"groups": 3, "kind": 5}, {"groups": [3, {"match": 3}, {"match": [3]}]}, {}])
+@pytest.mark.parametrize(
+    "optim", [None, [], {"groups": 3, "kind": 5}, {"groups": [3, {"match": 3}, {"match": [3]}]}, {}]
+)
 def test_a_recorded_optimizer_may_be_any_json(optim: Any) -> None:
     assert recorded_rule(optim, "w") in (None, 5)
     groups = [{"match": ["v"], "kind": "a"}, {"match": ["w*"], "kind": "b"}, {"match": ["x"]}]
-    assert [recorded_rule({"kind": "c", "groups": groups}, name) for name in ("v", "w1", "x", "y")] == ["a", "b", "c", "c"]
+    assert [recorded_rule({"kind": "c", "groups": groups}, name) for name in ("v", "w1", "x", "y")] == [
+        "a",
+        "b",
+        "c",
+        "c",
+    ]

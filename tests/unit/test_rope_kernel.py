@@ -1,10 +1,19 @@
-"""Rotary positions against complex numbers in fp64, through Triton's interpreter; tests/gpu runs the same checks on a GPU."""
+"""Rotary positions against complex numbers in fp64, through Triton's interpreter; tests/gpu
+runs the same checks on a GPU.
+"""
 
 import pytest
 import torch
 
 from megacore.kernels import rope
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
 # [batch, seq, kv heads, group + 2, head]; rope's x is cut out of it as the model cuts it
 SHAPES = [
@@ -19,9 +28,14 @@ SHAPES = [
 EPS = 1e-2  # as large as makes its place in the formula show
 
 
-def tables(seq: int, head_size: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(
+    seq: int, head_size: int, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [seq, head] of angles that no two features or positions share."""
-    angles = 0.3 + torch.outer(torch.arange(seq, dtype=torch.float64) + 1, 1.7 / (1 + torch.arange(head_size // 2, dtype=torch.float64)))
+    angles = 0.3 + torch.outer(
+        torch.arange(seq, dtype=torch.float64) + 1,
+        1.7 / (1 + torch.arange(head_size // 2, dtype=torch.float64)),
+    )
     angles = angles.repeat(1, 2)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
@@ -38,8 +52,12 @@ def split(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.flatten(2, 3).transpose(1, 2) for t in qkv.split([qkv.shape[3] - 2, 1, 1], dim=3))
 
 
-def rope_error(implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool = False) -> float:
-    """Largest error of `rope` on a strided view, and of its gradient, relative to the largest value of each."""
+def rope_error(
+    implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool = False
+) -> float:
+    """Largest error of `rope` on a strided view, and of its gradient, relative to the
+    largest value of each.
+    """
     qkv = seeded(shape, device, dtype).requires_grad_()
     cos, sin = tables(shape[1], shape[4], device, torch.promote_types(dtype, torch.float32))
     key = (qkv * 1)[:, :, :, -2].transpose(1, 2)  # times 1: what changes in place must not be a leaf
@@ -53,7 +71,9 @@ def rope_error(implementation: str, device: str, shape: tuple[int, ...], dtype: 
 
 
 def rope_qkv_error(implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Largest error of `rope_qkv` and of its gradient, from gradients in another layout; infinite unless values keep every bit."""
+    """Largest error of `rope_qkv` and of its gradient, from gradients in another layout;
+    infinite unless values keep every bit.
+    """
     qkv = seeded(shape, device, dtype).requires_grad_()
     cos, sin = tables(shape[1], shape[4], device, torch.promote_types(dtype, torch.float32))
     results = rope.rope_qkv(qkv, cos, sin, implementation=implementation)
@@ -66,24 +86,36 @@ def rope_qkv_error(implementation: str, device: str, shape: tuple[int, ...], dty
     (exact_grad,) = torch.autograd.grad(exact_results, exact, [grad.double() for grad in grads])
     if not (torch.equal(results[2], split(qkv)[2]) and torch.equal(split(grad_qkv)[2], grads[2])):
         return float("inf")
-    return max(relative_error(grad_qkv, exact_grad), *(relative_error(*pair) for pair in zip(results, exact_results, strict=True)))
+    return max(
+        relative_error(grad_qkv, exact_grad),
+        *(relative_error(*pair) for pair in zip(results, exact_results, strict=True)),
+    )
 
 
 def normed_error(implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Largest error of `rope_qkv` with norms, of its gradient and of those of both weights, relative to the largest value of each."""
+    """Largest error of `rope_qkv` with norms, of its gradient and of those of both weights,
+    relative to the largest value of each.
+    """
     qkv = seeded(shape, device, dtype).requires_grad_()
     cos, sin = tables(shape[1], shape[4], device, torch.promote_types(dtype, torch.float32))
-    weights = [(1.0 + 0.3 * seeded(shape[4:], device, seed=seed)).to(dtype).requires_grad_() for seed in (5, 6)]
+    weights = [
+        (1.0 + 0.3 * seeded(shape[4:], device, seed=seed)).to(dtype).requires_grad_() for seed in (5, 6)
+    ]
     results = rope.rope_qkv(qkv, cos, sin, norms=(weights[0], weights[1], EPS), implementation=implementation)
     exact = [x.detach().double().requires_grad_() for x in (qkv, *weights)]
     q, k, v = split(exact[0])
-    q, k = (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight for x, weight in zip((q, k), exact[1:], strict=True))
+    q, k = (
+        x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+        for x, weight in zip((q, k), exact[1:], strict=True)
+    )
     exact_results = turned(q, cos, sin), turned(k, cos, sin), v
     assert all(y.dtype == dtype for y in results)
     grads = [seeded(tuple(y.shape), device, dtype, seed=i) for i, y in enumerate(results)]
     found = torch.autograd.grad(results, (qkv, *weights), grads)
     right = torch.autograd.grad(exact_results, exact, [grad.double() for grad in grads])
-    return max(relative_error(*pair) for pair in zip((*results, *found), (*exact_results, *right), strict=True))
+    return max(
+        relative_error(*pair) for pair in zip((*results, *found), (*exact_results, *right), strict=True)
+    )
 
 
 def check_nan_and_empty(device: str) -> None:
@@ -96,11 +128,18 @@ def check_nan_and_empty(device: str) -> None:
     for y in (q, k):
         assert (~y.isfinite())[0, 0].tolist() == [[False, True, False, True], [True, False, True, False]]
     assert (~v.isfinite())[0, 0].tolist() == [[False, True, False, False], [True, False, False, False]]
-    assert rope.rope(torch.empty(0, 2, 2, 4, device=device), cos, sin, implementation="triton").shape == (0, 2, 2, 4)
+    assert rope.rope(torch.empty(0, 2, 2, 4, device=device), cos, sin, implementation="triton").shape == (
+        0,
+        2,
+        2,
+        4,
+    )
     transposed = seeded((1, 2, 4, 2), device).transpose(2, 3)  # heads that are no rows in memory
     for in_place in (False, True):
         expected = rope.rope_eager(transposed, cos, sin)
-        torch.testing.assert_close(rope.rope(transposed, cos, sin, in_place=in_place, implementation="triton"), expected)
+        torch.testing.assert_close(
+            rope.rope(transposed, cos, sin, in_place=in_place, implementation="triton"), expected
+        )
 
 
 @needs_triton
@@ -108,13 +147,17 @@ def check_nan_and_empty(device: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_equals_fp64(interpreted, shape, dtype):
     for check in (rope_error, rope_qkv_error, normed_error):
-        assert interpreted(check, "triton", "cpu", shape, dtype) < INTERPRETED_TOLERANCE[dtype], check.__name__
+        assert interpreted(check, "triton", "cpu", shape, dtype) < INTERPRETED_TOLERANCE[dtype], (
+            check.__name__
+        )
 
 
 @needs_triton
 def test_triton_corner_cases(interpreted):
     interpreted(check_nan_and_empty, "cpu")
-    assert interpreted(rope_error, "triton", "cpu", SHAPES[2], torch.float32, True) < TOLERANCE[torch.float32], "in place"
+    assert (
+        interpreted(rope_error, "triton", "cpu", SHAPES[2], torch.float32, True) < TOLERANCE[torch.float32]
+    ), "in place"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -122,8 +165,12 @@ def test_eager_equals_fp64(dtype):
     for shape in SHAPES[:3]:
         assert rope_qkv_error("eager", "cpu", shape, dtype) < TOLERANCE[dtype]
         assert rope_error("eager", "cpu", shape, dtype, in_place=True) < TOLERANCE[dtype]
-        assert normed_error("eager", "cpu", shape, dtype) < 3 * TOLERANCE[dtype]  # normed, weighted and turned: rounded three times
-        assert max(check("auto", "cpu", shape, torch.float64) for check in (rope_qkv_error, normed_error)) < 1e-14
+        # normed, weighted and turned: rounded three times
+        assert normed_error("eager", "cpu", shape, dtype) < 3 * TOLERANCE[dtype]
+        assert (
+            max(check("auto", "cpu", shape, torch.float64) for check in (rope_qkv_error, normed_error))
+            < 1e-14
+        )
 
 
 FAULTS = [
@@ -139,7 +186,9 @@ FAULTS = [
 @pytest.mark.parametrize("right, wrong", FAULTS)
 def test_planted_faults_are_caught(interpreted, right, wrong):
     """A sign, values turned too, heads in another order, the next position's angle."""
-    error = interpreted(with_fault, "rope", right, wrong, rope_qkv_error, "triton", "cpu", SHAPES[2], torch.float32)
+    error = interpreted(
+        with_fault, "rope", right, wrong, rope_qkv_error, "triton", "cpu", SHAPES[2], torch.float32
+    )
     assert error > TOLERANCE[torch.float32]
 
 
@@ -155,13 +204,19 @@ NORM_FAULTS = [
 @needs_triton
 @pytest.mark.parametrize("right, wrong", NORM_FAULTS)
 def test_planted_faults_of_norms_are_caught(interpreted, right, wrong):
-    """No eps, one weight for both, values in the keys' gradient, half of a head's mean, a half of a gradient in another's place."""
-    error = interpreted(with_fault, "rope", right, wrong, normed_error, "triton", "cpu", SHAPES[2], torch.float32)
+    """No eps, one weight for both, values in the keys' gradient, half of a head's mean, a half of
+    a gradient in another's place.
+    """
+    error = interpreted(
+        with_fault, "rope", right, wrong, normed_error, "triton", "cpu", SHAPES[2], torch.float32
+    )
     assert error > TOLERANCE[torch.float32]
 
 
 def test_in_place_is_refused_where_it_would_spoil_a_gradient():
-    """Another reader of x that needs it in backward is told by autograd; a leaf that requires grad is named at once."""
+    """Another reader of x that needs it in backward is told by autograd; a leaf that
+    requires grad is named at once.
+    """
     cos, sin = tables(2, 4, "cpu")
     leaf = torch.zeros(1, 1, 2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="rope: x is a leaf that requires grad"):

@@ -62,12 +62,16 @@ def batch_of(config: Config, microbatches: int) -> list[Microbatch]:
 
 @pytest.mark.parametrize("name", generators.GENERATORS)
 @pytest.mark.parametrize("microbatches", [1, 5])
-def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure, name: str, microbatches: int) -> None:
+def test_a_plan_gives_the_sum_of_losses_and_their_gradient(
+    configure: Configure, name: str, microbatches: int
+) -> None:
     """A microbatch lost, repeated or weighted otherwise; the order of a schedule must not matter."""
     config = configure(f"model.dropout=0.1 parallel.schedule={name}")
     stages, engine = engine_of(config)
     batch = batch_of(config, microbatches)
-    loss = Runtime(stages, engine, SOLO).run(generators.build(name, 1, microbatches), batch, {"cross_entropy": 0.125})["cross_entropy"]
+    loss = Runtime(stages, engine, SOLO).run(
+        generators.build(name, 1, microbatches), batch, {"cross_entropy": 0.125}
+    )["cross_entropy"]
 
     copy = whole_model(config)
     losses = torch.stack([copy.loss(copy.hidden(m.tokens, m.key), m.targets) for m in batch])
@@ -80,7 +84,9 @@ def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure,
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_the_loss_writes_its_gradient_in_forward(configure: Configure, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_loss_writes_its_gradient_in_forward(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Backward would read all logits once more to write it. Evaluation wants none, and pays for none."""
     calls: list[str] = []
     for function in (cross_entropy.losses, cross_entropy.write_gradients, cross_entropy.losses_and_gradients):
@@ -91,7 +97,9 @@ def test_the_loss_writes_its_gradient_in_forward(configure: Configure, monkeypat
 
         monkeypatch.setattr(cross_entropy, function.__name__, called)
     stages, engine = engine_of(config := configure(f"parallel.schedule={name}"))
-    Runtime(stages, engine, SOLO).run(generators.build(name, 1, 3), batch_of(config, 3), {"cross_entropy": 0.125})
+    Runtime(stages, engine, SOLO).run(
+        generators.build(name, 1, 3), batch_of(config, 3), {"cross_entropy": 0.125}
+    )
     assert calls == ["losses_and_gradients"] * 3
     calls.clear()
     for stage in stages:
@@ -118,7 +126,9 @@ def watched(stages: Sequence[nn.Module]) -> Iterator[list[StorageWeakRef]]:
 @pytest.mark.parametrize("name", generators.GENERATORS)
 @pytest.mark.parametrize("microbatches", [1, 6])
 def test_activations_die_with_their_backward(configure: Configure, name: str, microbatches: int) -> None:
-    """Memory would grow with the microbatches: under 1F1B one stage holds one at a time, under GPipe all of them."""
+    """Memory would grow with the microbatches: under 1F1B one stage holds one at a
+    time, under GPipe all of them.
+    """
     config = configure(f"parallel.schedule={name}")
     stages, engine = engine_of(config)
     runtime = Runtime(stages, engine, SOLO)
@@ -147,7 +157,9 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
 
 
 def test_the_first_half_of_backward_frees_all_but_the_products(configure: Configure) -> None:
-    """Weights' gradients that wait would hold whole graphs, and the memory that split schedules promise would not be what they take."""
+    """Weights' gradients that wait would hold whole graphs, and the memory that split schedules
+    promise would not be what they take.
+    """
     config = configure()
     stages, engine = engine_of(config)
     runtime = Runtime(stages, engine, SOLO)
@@ -157,15 +169,24 @@ def test_the_first_half_of_backward_frees_all_but_the_products(configure: Config
     gc.disable()
     with watched(stages) as seen:
 
-        def counted(op: schedule.Op, method: Callable[[schedule.Action], None], action: schedule.Action) -> None:
+        def counted(
+            op: schedule.Op, method: Callable[[schedule.Action], None], action: schedule.Action
+        ) -> None:
             method(action)
             outputs[op] = sum(not storage.expired() for storage in seen)
-            pairs = {m: [t for part in parts for t in part.tensors] for (m, _), parts in runtime.parts.items()}
-            waiting = {m: [StorageWeakRef(t.untyped_storage()) for t in pair if t.is_floating_point()] for m, pair in pairs.items()}
+            pairs = {
+                m: [t for part in parts for t in part.tensors] for (m, _), parts in runtime.parts.items()
+            }
+            waiting = {
+                m: [StorageWeakRef(t.untyped_storage()) for t in pair if t.is_floating_point()]
+                for m, pair in pairs.items()
+            }
             del pairs
             kept.update(waiting)
             for microbatch, storages in kept.items():
-                assert microbatch in waiting or all(storage.expired() for storage in storages), "multiplied, and not freed"
+                assert microbatch in waiting or all(storage.expired() for storage in storages), (
+                    "multiplied, and not freed"
+                )
 
         runtime.methods.update({op: partial(counted, op, method) for op, method in runtime.methods.items()})
         runtime.run(SPLIT, batch_of(config, 3), {"cross_entropy": 1.0})
@@ -177,7 +198,9 @@ def test_the_first_half_of_backward_frees_all_but_the_products(configure: Config
 
 
 def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> None:
-    """A graph held for a backward that never comes would hold all of a validation's activations; dropout would blur its loss."""
+    """A graph held for a backward that never comes would hold all of a validation's
+    activations; dropout would blur its loss.
+    """
     config = configure("model.dropout=0.3")
     stage = whole_model(config).eval()
     batch = batch_of(config, 3)

@@ -1,4 +1,6 @@
-"""`launch/samples.py`: the names it gives are those of the tokens that the run reads, and its proof sees what goes wrong."""
+"""`launch/samples.py`: the names it gives are those of the tokens that the run reads, and
+its proof sees what goes wrong.
+"""
 
 import json
 from collections import Counter
@@ -24,12 +26,15 @@ from megacore.tools.verify import coverage
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
 from megacore.train.loader import Loader
 
-DOCUMENTS = {"a": [7, 1, 30, 22, 5, 66], "b": [40, 2, 19], "c": [9, 3]}  # their lengths; a's samples: 26, b's 12, c's 2
+# their lengths; a's samples: 26, b's 12, c's 2
+DOCUMENTS = {"a": [7, 1, 30, 22, 5, 66], "b": [40, 2, 19], "c": [9, 3]}
 SHARES = [(2.0, "a"), (1.0, "b"), (0.4, "c")]
 
 
 def write(folder: Path, name: str) -> str:
-    """A corpus whose token at every position is the position, and whose second document has two sequences where it can."""
+    """A corpus whose token at every position is the position, and whose second document
+    has two sequences where it can.
+    """
     start = 0
     with IndexedWriter(str(folder / name), np.uint16) as writer:
         for length in DOCUMENTS[name]:
@@ -61,14 +66,16 @@ def found(config: str, folder: Path, *arguments: str, status: int = 0) -> list[d
     return json.loads(path.read_text())
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 4])
 def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, data_size: int) -> None:
     """Against the tokens of the loader of every data rank, and documents counted from their lengths."""
     rows = found(config, tmp_path, "--step", "4:5", f"parallel.data={data_size}")
-    assert [(row["step"], row["position"]) for row in rows] == [(step, position) for step in (4, 5) for position in range(8)]
+    assert [(row["step"], row["position"]) for row in rows] == [
+        (step, position) for step in (4, 5) for position in range(8)
+    ]
     resolved = load(config, [f"parallel.data={data_size}"], data_size).config
     stream = training_stream(resolved)
     for rank in range(data_size):
@@ -77,7 +84,11 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
         loader = Loader(resolved, cast(Mesh, mesh), stream)
         for step in (4, 5):
             for j, microbatch in enumerate(loader.step(step)):
-                own = [row for row in rows if (row["step"], row["data_rank"], row["microbatch"]) == (step, rank, j)]
+                own = [
+                    row
+                    for row in rows
+                    if (row["step"], row["data_rank"], row["microbatch"]) == (step, rank, j)
+                ]
                 for row, inputs, targets in zip(own, microbatch.tokens, microbatch.targets, strict=True):
                     for end, token in (("first", inputs[0]), ("last", targets[-1])):
                         lengths = DOCUMENTS[Path(row["corpus"]).name]
@@ -101,15 +112,32 @@ def test_the_global_batch_is_the_same_in_every_layout(config: str, tmp_path: Pat
 def test_text_and_table(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = found(config, tmp_path, "--step", "1", "--text")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "position", "corpus", "epoch", "sample", "first", "last", "data", "rank", "microbatch", "text"]
+    assert lines[0].split() == [
+        "step",
+        "position",
+        "corpus",
+        "epoch",
+        "sample",
+        "first",
+        "last",
+        "data",
+        "rank",
+        "microbatch",
+        "text",
+    ]
     assert len(lines) == 9 and len(set(map(len, (line.partition("'")[0] for line in lines[1:])))) == 1
     for row, line in zip(rows, lines[1:], strict=True):
         start = row["sample"] * 5
         assert row["text"] == bytes(range(start, start + 6)).decode(errors="replace")
-        assert line.endswith(repr(row["text"])) and f"{row['first']['document']}:{row['first']['offset']}" in line
+        assert (
+            line.endswith(repr(row["text"]))
+            and f"{row['first']['document']}:{row['first']['offset']}" in line
+        )
 
 
-def test_the_plot_counts_what_the_run_reads(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_counts_what_the_run_reads(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Against every sample of the run looked up on its own, at each step that is drawn."""
     parts = found(config, tmp_path, "--plot", str(tmp_path / "blend.png"))
     stream = training_stream(load(config).config)
@@ -120,21 +148,32 @@ def test_the_plot_counts_what_the_run_reads(config: str, tmp_path: Path, capsys:
         assert part["samples"] == [read[: 8 * step].count(part["prefix"]) for step in part["steps"]]
         assert part["share"] == part["samples"][-1] / 480
     assert (tmp_path / "blend.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{tmp_path}/a: {parts[0]['samples'][-1]} samples, {parts[0]['share']:.2%} of the run, " in capsys.readouterr().out
+    assert (
+        f"{tmp_path}/a: {parts[0]['samples'][-1]} samples, {parts[0]['share']:.2%} of the run, "
+        in capsys.readouterr().out
+    )
 
 
-# --- the proof --------------------------------------------------------------------------------------------------------
+# --- the proof ----------------------------------------------------------------------------------------------
 
 
 def counted(stream: SampleStream, corpus: int, epoch: int, read: list[int]) -> Counter[int]:
-    """How often each sample of an epoch is among the global indices `read`, by asking for one after another."""
+    """How often each sample of an epoch is among the global indices `read`, by asking
+    for one after another.
+    """
     places = [stream.where(index) for index in read]
-    return Counter(sample for prefix, e, sample in places if prefix == stream.corpora[corpus].prefix and e == epoch)
+    return Counter(
+        sample for prefix, e, sample in places if prefix == stream.corpora[corpus].prefix and e == epoch
+    )
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_the_proof_is_a_plain_count(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: int) -> None:
-    """Epochs that begin and end within a step, some steps at a time: against every sample of 1600 looked up on its own."""
+def test_the_proof_is_a_plain_count(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: int
+) -> None:
+    """Epochs that begin and end within a step, some steps at a time: against every
+    sample of 1600 looked up on its own.
+    """
     monkeypatch.setattr(coverage, "BLOCK", 20)
     findings = found(config, tmp_path, "--prove", f"--epoch={epoch}", "--layouts", "dp2:3,dp4:9,dp1")
     stream = training_stream(load(config).config)
@@ -150,7 +189,9 @@ def test_visits_count_the_blend(config: str) -> None:
     stream = training_stream(load(config).config)
     corpora = [stream.where(index)[0] for index in range(300)]
     for corpus, tokens in enumerate(stream.corpora):
-        assert [visits(stream.shares, corpus, n) for n in range(301)] == [corpora[:n].count(tokens.prefix) for n in range(301)]
+        assert [visits(stream.shares, corpus, n) for n in range(301)] == [
+            corpora[:n].count(tokens.prefix) for n in range(301)
+        ]
 
 
 def same_for_all(indices: np.ndarray) -> np.ndarray:
@@ -171,7 +212,9 @@ def shifted_rank(indices: np.ndarray) -> np.ndarray:
 
 
 def counted_by_ranks(indices: np.ndarray) -> np.ndarray:
-    """Each step begins where a run would be that had always had these data ranks, with a batch of each rank's own."""
+    """Each step begins where a run would be that had always had these data ranks,
+    with a batch of each rank's own.
+    """
     return indices + indices.min(axis=(1, 2, 3), keepdims=True) * (indices.shape[1] - 1)
 
 
@@ -185,15 +228,22 @@ FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray] | None, list[Leg]]] =
     "growing repeats a step": (None, [Leg(1, 1, 2), Leg(2, 2, 4), Leg(1, 5)]),
     "growing loses a step": (None, [Leg(1, 1, 1), Leg(2, 3, 4), Leg(1, 5)]),
     "shrinking repeats a step": (None, [Leg(1, 1, 2), Leg(2, 3, 4), Leg(1, 4)]),
-    "a run that has grown counts its samples by its ranks": (counted_by_ranks, [Leg(1, 1, 1), Leg(2, 2, 3), Leg(1, 4)]),
+    "a run that has grown counts its samples by its ranks": (
+        counted_by_ranks,
+        [Leg(1, 1, 1), Leg(2, 2, 3), Leg(1, 4)],
+    ),
     "a resume starts the epoch again": (None, [Leg(4, 1, 2), Leg(2, 1)]),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("corpus", [0, 1])
-def test_planted_faults_are_found(config: str, monkeypatch: pytest.MonkeyPatch, fault: str, corpus: int) -> None:
-    """Each is reported with the samples that are missing or repeated, as a plain count finds them, and where they were read."""
+def test_planted_faults_are_found(
+    config: str, monkeypatch: pytest.MonkeyPatch, fault: str, corpus: int
+) -> None:
+    """Each is reported with the samples that are missing or repeated, as a plain count finds
+    them, and where they were read.
+    """
     broken, legs = FAULTS[fault]
     if broken is not None:
         monkeypatch.setattr(coverage, "dealt", lambda *arguments: broken(batches.dealt(*arguments)))
@@ -226,7 +276,10 @@ def test_where_a_sample_is_read_twice_is_named(config: str) -> None:
     positions = {stream.where(index)[2]: index - 8 for index in range(8, 16)}
     for example in finding.examples:
         microbatch = positions[int(example.split()[1])] // 2
-        assert f"step 2, data rank {microbatch} of 4, microbatch 0; step 2, data rank 0 of 1, microbatch {microbatch}" in example
+        assert (
+            f"step 2, data rank {microbatch} of 4, microbatch 0; step 2, data rank 0 of 1, microbatch "
+            f"{microbatch}" in example
+        )
 
 
 def test_a_count_that_wraps_is_not_taken_for_one(config: str) -> None:
@@ -244,13 +297,18 @@ def test_a_device_is_written_to_and_not_replaced(config: str, tmp_path: Path) ->
     assert link.is_symlink() and not link.is_file()
 
 
-def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_not_proved_is_status_1(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(coverage, "dealt", lambda *arguments: same_for_all(batches.dealt(*arguments)))
-    assert all(EpochCoverage(**finding).missing for finding in found(config, tmp_path, "--prove", "--layouts", "dp2", status=1))
+    assert all(
+        EpochCoverage(**finding).missing
+        for finding in found(config, tmp_path, "--prove", "--layouts", "dp2", status=1)
+    )
     assert "NOT proved" in capsys.readouterr().out
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +318,10 @@ def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest
         (["--step", "0"], "--step: 0 goes beyond"),
         (["--step", "9:3"], "--step: 9:3 ends before it begins"),
         (["--step", "x"], "--step: x is no step"),
-        (["--prove", "--layouts", "dp3"], "--layouts: dp3: 8 = micro_batch_size 2 × microbatches × data 3 has no whole solution"),
+        (
+            ["--prove", "--layouts", "dp3"],
+            "--layouts: dp3: 8 = micro_batch_size 2 × microbatches × data 3 has no whole solution",
+        ),
         (["--prove", "--layouts", "dp4,dp2"], "--layouts: dp4 has no last step"),
         (["--prove", "--layouts", "dp4:9,dp2:20"], "--layouts: dp2:20 has a last step"),
         (["--prove", "--layouts", "dp4:9,dp2:9,dp1"], "--layouts: dp2:9 ends before it begins, with step 10"),
@@ -279,7 +340,7 @@ def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest
         (["--step", "3", "parallel.data=3"], "train.global_batch_size: 8 = micro_batch_size 2"),
         (["--step", "3", "--json", "nowhere/found.json"], "--json: cannot write nowhere/found.json"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(config: str, arguments: list[str], complaint: str) -> None:
     with pytest.raises(UserError) as caught:
         run(["--config", config, *arguments])

@@ -32,11 +32,15 @@ class World:
         self.file.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()))
 
     def fleet(self, *overrides: str, spares: int = 0, **rules: object) -> Fleet:
-        fleet = Fleet(self.file, str(self.config), list(overrides), ANSWERS, rules=Rules(**rules), spares=spares)  # type: ignore[arg-type]
+        fleet = Fleet(
+            self.file, str(self.config), list(overrides), ANSWERS, rules=Rules(**rules), spares=spares
+        )  # type: ignore[arg-type]
         fleet.silence = lambda host: "asleep" if host in self.silent else None  # type: ignore[method-assign]
         return fleet
 
-    def start(self, fleet: Fleet, *, gained: bool = True, failed: bool = False, lost: tuple[str, ...] = ()) -> dict[str, int]:
+    def start(
+        self, fleet: Fleet, *, gained: bool = True, failed: bool = False, lost: tuple[str, ...] = ()
+    ) -> dict[str, int]:
         """Starts a run, which ends so; the hosts that it was given."""
         fleet.command(["deepspeed", "--hostfile", str(self.file), "x.py"], self.folder)
         fleet.ended(gained=gained, failed=failed, lost=lost)
@@ -57,11 +61,23 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         ({"a": 2}, {"a": 2, "b": 1}, {"a": 2, "b": 1}, True, "b joins: 2 ranks become 3"),
         ({"a": 2}, {"a": 2, "b": 1}, {"a": 2, "b": 1}, False, ""),  # not more often than
         ({"a": 2}, {"b": 2, "a": 2}, {"b": 2}, True, ""),  # as many ranks: nothing is won
-        ({"a": 2, "b": 2}, {"a": 2}, {"a": 2}, False, "b leaves: 4 ranks become 2"),  # which nobody can put off
+        (
+            {"a": 2, "b": 2},
+            {"a": 2},
+            {"a": 2},
+            False,
+            "b leaves: 4 ranks become 2",
+        ),  # which nobody can put off
         ({"a": 2, "b": 2}, {"a": 2, "c": 2}, {"a": 2, "c": 2}, False, "b leaves; c joins: 4 ranks become 4"),
         ({"a": 4}, {"a": 2}, {"a": 2}, False, "a has 2 slots: 4 ranks become 2"),
         ({"a": 2}, {"a": 4}, {"a": 4}, True, "a has 4 slots: 2 ranks become 4"),
-        ({"a": 4}, {"a": 4}, {"a": 2}, True, "another size is wanted: 4 ranks become 2"),  # by the user's command
+        (
+            {"a": 4},
+            {"a": 4},
+            {"a": 2},
+            True,
+            "another size is wanted: 4 ranks become 2",
+        ),  # by the user's command
         ({"a": 2}, {"b": 1}, {}, True, ""),  # nothing would be left: those that are there go on
     ],
 )
@@ -73,14 +89,17 @@ def test_a_change_is_made_for_ranks_that_are_won_or_hosts_that_leave(
 
 
 @pytest.mark.parametrize(
-    ("room", "answer", "ranks"), [(1, None, 0), (2, None, 2), (9, None, 6), (9, 4, 4), (9, 1, 2), (9, 50, 6), (3, 5, 3), (1, 1, 0)]
+    ("room", "answer", "ranks"),
+    [(1, None, 0), (2, None, 2), (9, None, 6), (9, 4, 4), (9, 1, 2), (9, 50, 6), (3, 5, 3), (1, 1, 0)],
 )
 def test_a_command_decides_between_the_least_and_the_most(room: int, answer: int | None, ranks: int) -> None:
     """Its answer would overrule what else the user has said, or what there is."""
     assert Rules(least=2, most=6).ranks(room, answer) == ranks
 
 
-def test_a_host_joins_and_one_line_says_what_it_brings(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_joins_and_one_line_says_what_it_brings(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of five slots a batch of 12 takes four: the fifth must be named, and a host that brings no rank is no reason to stop."""
     fleet = world.fleet(pause=60.0)
     assert world.start(fleet) == {"a": 2}
@@ -92,7 +111,9 @@ def test_a_host_joins_and_one_line_says_what_it_brings(world: World, capsys: pyt
     world.start(fleet)
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("supervise: 4 ranks on 2 of 2 hosts: parallel.tensor=1 ")
-    assert line.endswith("; data 4 is the largest for 5 slots and a global batch of 12; left over: b (1 slot)")
+    assert line.endswith(
+        "; data 4 is the largest for 5 slots and a global batch of 12; left over: b (1 slot)"
+    )
     world.name(a=2, b=3, c=1)
     world.now += 60.0
     assert fleet.look() == "c joins: 4 ranks become 6" and world.start(fleet) == {"a": 2, "b": 3, "c": 1}
@@ -136,7 +157,10 @@ def test_a_host_that_is_lost_again_and_again(world: World) -> None:
     assert world.start(fleet) == {"a": 2}
     world.now += 60.0
     assert fleet.look() == "b joins: 2 ranks become 4"
-    assert world.start(world_least := world.fleet(pause=60.0, least=4), failed=True, lost=("b",)) == {"a": 2, "b": 2}
+    assert world.start(world_least := world.fleet(pause=60.0, least=4), failed=True, lost=("b",)) == {
+        "a": 2,
+        "b": 2,
+    }
     assert world.start(world_least) == {"a": 2, "b": 2}
 
 
@@ -222,6 +246,8 @@ def test_the_supervisor_is_never_kept_waiting(world: World, monkeypatch: pytest.
 @pytest.mark.parametrize("text", ["0", "8:4", "x", "", "4:", "-1", "1.5", "1:2:3", "9" * 9, "٣"])
 def test_sizes_that_are_none(text: str) -> None:
     """A traceback, or a range that holds nothing."""
-    with pytest.raises(ConfigError, match=r"^config error: --ranks: .* is no number of ranks \(a number such as 8"):
+    with pytest.raises(
+        ConfigError, match=r"^config error: --ranks: .* is no number of ranks \(a number such as 8"
+    ):
         size_of("--ranks", text)
     assert (size_of("--ranks", "4"), size_of("--ranks", "2:8")) == ((4, 4), (2, 8))

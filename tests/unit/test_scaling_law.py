@@ -1,4 +1,6 @@
-"""launch/scaling.py: laws that are known are found again, mistakes of published fits are caught, and budgets are spent as the law says."""
+"""launch/scaling.py: laws that are known are found again, mistakes of published fits are caught, and
+budgets are spent as the law says.
+"""
 
 import json
 import math
@@ -31,7 +33,10 @@ def synthetic(law: Law, noise: float = 0.0) -> list[Run]:
     source = np.random.default_rng(0)
     config: Any = None
     grid = [(n, d) for n in np.geomspace(4e7, 1e10, 6) for d in np.geomspace(1e9, 3e11, 5)]
-    return [Run(f"{n}/{d}", config, n, d, 6 * n * d, law.loss(n, d) * math.exp(noise * source.normal())) for n, d in grid]
+    return [
+        Run(f"{n}/{d}", config, n, d, 6 * n * d, law.loss(n, d) * math.exp(noise * source.normal()))
+        for n, d in grid
+    ]
 
 
 def off(found: Law, law: Law) -> float:
@@ -51,7 +56,9 @@ def test_a_known_law_is_recovered(law: Law) -> None:
         assert low < getattr(law, name) < high and high - low < 0.2
 
 
-def stops_early(objective: Any, starts: Array, tolerance: float, most: int, *, scale: float, gradient: float) -> tuple[Array, Array]:
+def stops_early(
+    objective: Any, starts: Array, tolerance: float, most: int, *, scale: float, gradient: float
+) -> tuple[Array, Array]:
     """A minimiser that is given `scale` times the loss, and a usual tolerance."""
 
     def scaled(points: Array, numbers: Numbers) -> tuple[Array, Array]:
@@ -62,28 +69,62 @@ def stops_early(objective: Any, starts: Array, tolerance: float, most: int, *, s
 
 
 def test_a_mean_or_a_loose_tolerance_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Besiroglu et al. found in the first estimates: the same tolerance does for a sum what it does not for a mean."""
+    """What Besiroglu et al. found in the first estimates: the same tolerance does for a
+    sum what it does not for a mean.
+    """
     runs, tolerance = synthetic(HOFFMANN), 3e-4
     errors = {}
-    for name, scale, gradient in (("sum", 1.0, tolerance), ("mean", 1 / len(runs), tolerance), ("loose", 1.0, 30 * tolerance)):
+    for name, scale, gradient in (
+        ("sum", 1.0, tolerance),
+        ("mean", 1 / len(runs), tolerance),
+        ("loose", 1.0, 30 * tolerance),
+    ):
         monkeypatch.setattr(parametric, "minimise", partial(stops_early, scale=scale, gradient=gradient))
         errors[name] = off(parametric.fit(runs, samples=0).law, HOFFMANN)
     assert errors["sum"] < 0.01 < min(errors["mean"], errors["loose"]), errors
 
 
-def write_run(folder: Path, hidden: int, layers: int, steps: int, loss: float | None, **sections: dict[str, Any]) -> None:
+def write_run(
+    folder: Path, hidden: int, layers: int, steps: int, loss: float | None, **sections: dict[str, Any]
+) -> None:
     """A finished run's records."""
-    model = {"hidden_size": hidden, "num_layers": layers, "num_heads": hidden // 16, "vocab_size": VOCABULARY, "norm": "rmsnorm"}
+    model = {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": hidden // 16,
+        "vocab_size": VOCABULARY,
+        "norm": "rmsnorm",
+    }
     model |= {"activation": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}
-    train = {"steps": steps, "seq_len": SEQUENCE, "global_batch_size": BATCH, "micro_batch_size": BATCH, "precision": "bf16"}
-    config = {"model": model, "train": train, "data": {"train": "data/text", "valid": "data/text_valid"}, "optim": {"warmup_steps": 10}}
+    train = {
+        "steps": steps,
+        "seq_len": SEQUENCE,
+        "global_batch_size": BATCH,
+        "micro_batch_size": BATCH,
+        "precision": "bf16",
+    }
+    config = {
+        "model": model,
+        "train": train,
+        "data": {"train": "data/text", "valid": "data/text_valid"},
+        "optim": {"warmup_steps": 10},
+    }
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    line = {"step": steps, "loss": 9.0, "grad_norm": 1.0, "tokens": steps * BATCH * SEQUENCE, "tokens_per_second": 1.0, "step_seconds": 1.0}
+    line = {
+        "step": steps,
+        "loss": 9.0,
+        "grad_norm": 1.0,
+        "tokens": steps * BATCH * SEQUENCE,
+        "tokens_per_second": 1.0,
+        "step_seconds": 1.0,
+    }
     line |= {"mfu": None, "memory_bytes": 1, "skipped": 0}
-    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps({"step": steps, "valid_loss": loss}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps(line) + "\n" + json.dumps({"step": steps, "valid_loss": loss}) + "\n"
+    )
 
 
 def own_count(hidden: int, layers: int) -> int:
@@ -97,7 +138,9 @@ SMALL = Law(1.5, math.log(300.0), math.log(200.0), 0.42, 0.33)
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep's folder with runs of five sizes and four numbers of tokens, and beside it one with a run that is larger and longer."""
+    """A sweep's folder with runs of five sizes and four numbers of tokens, and beside it one with a
+    run that is larger and longer.
+    """
     folder = tmp_path_factory.mktemp("law")
     names = []
     for hidden, layers in SIZES:
@@ -106,7 +149,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
             loss = SMALL.loss(own_count(hidden, layers), steps * BATCH * SEQUENCE)
             write_run(folder / "trials" / names[-1], hidden, layers, steps, loss)
     (folder / "sweep.json").write_text(json.dumps({"trials": names}))
-    write_run(folder / "beyond/trials/larger", 192, 5, 8000, SMALL.loss(own_count(192, 5), 8000 * BATCH * SEQUENCE))
+    write_run(
+        folder / "beyond/trials/larger", 192, 5, 8000, SMALL.loss(own_count(192, 5), 8000 * BATCH * SEQUENCE)
+    )
     (folder / "beyond/sweep.json").write_text(json.dumps({"trials": ["larger"]}))
     return folder
 
@@ -142,12 +187,19 @@ def test_parabolas_through_equal_compute() -> None:
     for group in found.groups:
         assert group.parameters == pytest.approx(HOFFMANN.best_parameters(group.flops, 6.0), rel=0.03)
         assert 6 * group.parameters * group.tokens == pytest.approx(group.flops)
-    with pytest.raises(UserError, match="0 groups of equal compute .* 4 more have no minimum between their sizes"):
-        isoflop.fit([run for run in runs if run.parameters < 0.9 * HOFFMANN.best_parameters(run.flops, 6.0)] * 2, samples=1)
+    with pytest.raises(
+        UserError, match="0 groups of equal compute .* 4 more have no minimum between their sizes"
+    ):
+        isoflop.fit(
+            [run for run in runs if run.parameters < 0.9 * HOFFMANN.best_parameters(run.flops, 6.0)] * 2,
+            samples=1,
+        )
 
 
 def test_minimiser_and_gradient() -> None:
-    """It finds a curved valley's end from many starts at once; the law's gradient is that of finite differences."""
+    """It finds a curved valley's end from many starts at once; the law's gradient
+    is that of finite differences.
+    """
 
     def valley(x: Array, numbers: Numbers) -> tuple[Array, Array]:
         a, b = 1 - x[:, 0], x[:, 1] - x[:, 0] ** 2
@@ -161,7 +213,9 @@ def test_minimiser_and_gradient() -> None:
     problem, weights = parametric.Problem(n, d, loss * 1e-3), source.integers(1, 4, (1, 9)).astype(float)
     at = np.array([[-0.7, -1.1, -1.3, 0.3, 0.4]])
     steps = 1e-6 * np.eye(5)
-    slopes = [(problem.evaluate(at + s, weights)[0] - problem.evaluate(at - s, weights)[0])[0] / 2e-6 for s in steps]
+    slopes = [
+        (problem.evaluate(at + s, weights)[0] - problem.evaluate(at - s, weights)[0])[0] / 2e-6 for s in steps
+    ]
     assert np.allclose(problem.evaluate(at, weights)[1][0], slopes, rtol=1e-5, atol=1e-10)
 
 
@@ -170,26 +224,45 @@ def test_a_budget_is_spent_best(sweep: Path) -> None:
     largest = read_runs([str(sweep / "beyond")], None, 5)[0]
     family = budget.Family(largest.config, ["train.global_batch_size=64"], None, None)
     found = family.best(SMALL, 1e16)
-    assert found.flops == pytest.approx(1e16, rel=0.01) and found.tokens == found.config.train.steps * 64 * SEQUENCE
+    assert (
+        found.flops == pytest.approx(1e16, rel=0.01)
+        and found.tokens == found.config.train.steps * 64 * SEQUENCE
+    )
     every = [family.sized(heads) for heads in range(1, 41)]
     assert found.loss == pytest.approx(min(SMALL.loss(n, 1e16 / rate) for _, n, rate in every), rel=1e-5)
     model = found.config.model
-    assert found.parameters == own_count(model.hidden_size, model.num_layers), "a feed-forward size that was derived is derived anew"
-    assert model.hidden_size / model.num_layers == pytest.approx(192 / 5, rel=0.2) and found.config.head_size == 16
+    assert found.parameters == own_count(model.hidden_size, model.num_layers), (
+        "a feed-forward size that was derived is derived anew"
+    )
+    assert (
+        model.hidden_size / model.num_layers == pytest.approx(192 / 5, rel=0.2)
+        and found.config.head_size == 16
+    )
     assert found.config.optim.warmup_steps == pytest.approx(found.config.train.steps * 10 / 8000, abs=1)
     changed = {"train": largest.config.train.model_copy(update={"batch_ramp": ((100, 8),)})}
     changed |= {"optim": largest.config.optim.model_copy(update={"kind": "ademamix", "slow_warmup": 8000})}
     for own, samples in (([], 64), (["train.batch_ramp=[[1000000, 32]]"], 32)):
-        other = budget.Family(largest.config.model_copy(update=changed), ["train.global_batch_size=64", *own], None, None).best(SMALL, 1e16)
-        assert other.flops == pytest.approx(1e16, rel=0.01) and other.tokens == other.config.train.steps * samples * SEQUENCE
-        assert other.config.optim.model_dump()["slow_warmup"] == other.config.train.steps, "what follows from the steps does so anew"
+        other = budget.Family(
+            largest.config.model_copy(update=changed), ["train.global_batch_size=64", *own], None, None
+        ).best(SMALL, 1e16)
+        assert (
+            other.flops == pytest.approx(1e16, rel=0.01)
+            and other.tokens == other.config.train.steps * samples * SEQUENCE
+        )
+        assert other.config.optim.model_dump()["slow_warmup"] == other.config.train.steps, (
+            "what follows from the steps does so anew"
+        )
     device, cluster = read_device("h100"), read_cluster("dgx_h100")
-    optimal, plan = budget.for_hours(family, SMALL, 0.01, device, lambda own: budget.laid_out(own, 1, device, cluster, 80.0))
+    optimal, plan = budget.for_hours(
+        family, SMALL, 0.01, device, lambda own: budget.laid_out(own, 1, device, cluster, 80.0)
+    )
     assert optimal.flops == pytest.approx(0.01 * 3600 * device.peak_flops["bf16"] * plan.mfu, rel=0.03)
 
 
 def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table, prediction of a run that was not in the fit, picture, and the best model's config with its layout."""
+    """Table, prediction of a run that was not in the fit, picture, and the best
+    model's config with its layout.
+    """
     files = {name: str(tmp_path / name) for name in ("law.json", "law.png", "best.json")}
     arguments = [
         str(sweep),
@@ -202,10 +275,25 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         "--plot",
         files["law.png"],
     ]
-    spend = ["--budget", "1e17", "--device", "h100", "--world", "2", "--price", "2", "--output", files["best.json"]]
+    spend = [
+        "--budget",
+        "1e17",
+        "--device",
+        "h100",
+        "--world",
+        "2",
+        "--price",
+        "2",
+        "--output",
+        files["best.json"],
+    ]
     assert scaling.run([*arguments, *spend, "train.global_batch_size=64"]) == 0
     said = capsys.readouterr().out
-    assert "no parabolas: 0 groups of equal compute" in said and "inside the interval" in said and "device hours" in said
+    assert (
+        "no parabolas: 0 groups of equal compute" in said
+        and "inside the interval" in said
+        and "device hours" in said
+    )
     found = json.loads(Path(files["law.json"]).read_text())
     assert found["law"]["alpha"]["value"] == pytest.approx(0.42, rel=0.01) and len(found["runs"]) == 20
     assert found["held_out"][0]["predicted"] == pytest.approx(found["held_out"][0]["loss"], rel=1e-3)
@@ -240,7 +328,9 @@ def one(folder: Path, **changes: Any) -> None:
 
 def unfinished(folder: Path) -> None:
     one(folder)
-    (folder / "0/metrics.jsonl").write_text((folder / "0/metrics.jsonl").read_text().replace('"step": 100', '"step": 90'))
+    (folder / "0/metrics.jsonl").write_text(
+        (folder / "0/metrics.jsonl").read_text().replace('"step": 100', '"step": 90')
+    )
 
 
 def two(folder: Path, **changes: Any) -> None:
@@ -255,37 +345,99 @@ def garbled(folder: Path) -> None:
 
 BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (one, (), "config error: arguments: 1 runs do not determine five constants (at least 8)"),
-    (same_tokens, (), "config error: arguments: the runs have 1 different numbers of tokens: their part of the loss cannot be told"),
+    (
+        same_tokens,
+        (),
+        "config error: arguments: the runs have 1 different numbers of tokens: their part of the loss "
+        "cannot be told",
+    ),
     (in_step, (), "config error: arguments: sizes and tokens grow together: nobody can tell what each does"),
     (rising, (), "config error: arguments: the loss does not fall with N in these runs"),
     (unfinished, (), "log error: 0/metrics.jsonl: stands at step 90 of 100 (finished runs)"),
     (garbled, (), "log error: 0: holds no run's records: line 1 is no record of a step"),
-    (partial(one, loss=None), (), "log error: 0/metrics.jsonl: the final loss is nan (without runs that diverged)"),
-    (partial(two, data={"valid": "data/other"}), (), "config error: data.valid: 1 has 'data/other' and 0 'data/text_valid'"),
+    (
+        partial(one, loss=None),
+        (),
+        "log error: 0/metrics.jsonl: the final loss is nan (without runs that diverged)",
+    ),
+    (
+        partial(two, data={"valid": "data/other"}),
+        (),
+        "config error: data.valid: 1 has 'data/other' and 0 'data/text_valid'",
+    ),
     (partial(two, train={"seq_len": 32}), (), "config error: train.seq_len: 1 has 32 and 0 64"),
-    (partial(one, model={"source": "evil.py"}), (), "config error: 0: model.source: nobody says what a model of the user's own computes"),
-    (one, ("none",), "log error: none/config.json: cannot be read: No such file or directory (finished runs' folders"),
-    (one, ("a.b=1",), "config error: a.b=1: a setting of the best model, and there is no budget (also --budget or --device-hours)"),
+    (
+        partial(one, model={"source": "evil.py"}),
+        (),
+        "config error: 0: model.source: nobody says what a model of the user's own computes",
+    ),
+    (
+        one,
+        ("none",),
+        "log error: none/config.json: cannot be read: No such file or directory (finished runs' folders",
+    ),
+    (
+        one,
+        ("a.b=1",),
+        "config error: a.b=1: a setting of the best model, and there is no budget (also --budget or "
+        "--device-hours)",
+    ),
     (one, ("--budget", "-1"), "config error: --budget: -1.0 is not usable (a number above 0)"),
-    (one, ("--budget", "1e9", "--device-hours", "2"), "config error: --device-hours: stands beside --budget (one of the two)"),
-    (one, ("--device-hours", "2"), "config error: --device-hours: what they compute depends on the device (also --device and --world)"),
-    (one, ("--budget", "1e9", "--device", "h100"), "config error: --world: a plan needs both (--device and --world)"),
-    (one, ("--output", "x.json"), "config error: --output: there is no budget to spend (also --budget or --device-hours)"),
-    (one, ("--least-ratio", "-1"), "config error: --least-ratio: -1.0 is no number of tokens (0 or more, such as 2)"),
-    (one, ("--least-ratio", "nan"), "config error: --least-ratio: nan is no number of tokens (0 or more, such as 2)"),
-    (one, ("--level", "95"), "config error: --level: 95.0 is no part of the fits (between 0 and 1, such as 0.95)"),
+    (
+        one,
+        ("--budget", "1e9", "--device-hours", "2"),
+        "config error: --device-hours: stands beside --budget (one of the two)",
+    ),
+    (
+        one,
+        ("--device-hours", "2"),
+        "config error: --device-hours: what they compute depends on the device (also --device and --world)",
+    ),
+    (
+        one,
+        ("--budget", "1e9", "--device", "h100"),
+        "config error: --world: a plan needs both (--device and --world)",
+    ),
+    (
+        one,
+        ("--output", "x.json"),
+        "config error: --output: there is no budget to spend (also --budget or --device-hours)",
+    ),
+    (
+        one,
+        ("--least-ratio", "-1"),
+        "config error: --least-ratio: -1.0 is no number of tokens (0 or more, such as 2)",
+    ),
+    (
+        one,
+        ("--least-ratio", "nan"),
+        "config error: --least-ratio: nan is no number of tokens (0 or more, such as 2)",
+    ),
+    (
+        one,
+        ("--level", "95"),
+        "config error: --level: 95.0 is no part of the fits (between 0 and 1, such as 0.95)",
+    ),
     (one, ("--loss", "final"), "config error: --loss: invalid choice: 'final'"),
     (one, ("--plot", "x.txt"), "config error: --plot: cannot write x.txt: its ending names no image format"),
     (one, ("--samples", "0"), "config error: --samples: '0' is no whole number from 1"),
 ]
 
 
-@pytest.mark.parametrize("make, arguments, line", BAD, ids=[line.partition(": ")[2][:50] for _, _, line in BAD])
+@pytest.mark.parametrize(
+    "make, arguments, line", BAD, ids=[line.partition(": ")[2][:50] for _, _, line in BAD]
+)
 def test_mistakes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None],
-    arguments: tuple[str, ...], line: str,
-) -> None:  # fmt: skip
-    """Too few runs, designs from which no law follows, runs that are none, and options that do not go together."""
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], None],
+    arguments: tuple[str, ...],
+    line: str,
+) -> None:
+    """Too few runs, designs from which no law follows, runs that are none, and
+    options that do not go together.
+    """
     monkeypatch.chdir(tmp_path)
     make(tmp_path)
     runs = sorted(path.name for path in tmp_path.iterdir())

@@ -21,7 +21,11 @@ TABLE = Path(__file__).resolve().parents[2] / "docs/schedules.md"
 
 def rows() -> dict[str, list[str]]:
     """The cells behind each schedule's name in the page's first table."""
-    lines = [line.strip("| \n").split(" | ") for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    lines = [
+        line.strip("| \n").split(" | ")
+        for line in TABLE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
     return {cells[0].strip("`"): cells[1:] for cells in reversed(lines)}  # of equal names the first remains
 
 
@@ -34,11 +38,15 @@ def value(cell: str, **names: int) -> Fraction:
 
 def test_every_schedule_has_a_row() -> None:
     """A schedule would be offered that nobody can compare."""
-    assert rows().keys() == GENERATORS.keys(), "the first table of docs/schedules.md has other rows than GENERATORS"
+    assert rows().keys() == GENERATORS.keys(), (
+        "the first table of docs/schedules.md has other rows than GENERATORS"
+    )
 
 
 def test_the_config_names_every_schedule() -> None:
-    """A schedule could not be chosen, or would be checked and timed with other chunks, or with chunks on other ranks, than it has."""
+    """A schedule could not be chosen, or would be checked and timed with other chunks, or with
+    chunks on other ranks, than it has.
+    """
     names = get_args(get_args(ParallelConfig.model_fields["schedule"].annotation)[0])
     assert {*names} == {*GENERATORS, "auto"}, "Parallel.schedule names others than GENERATORS"
     placed = {name: generated(name, 4, 1).placement for name in GENERATORS}
@@ -57,7 +65,9 @@ def test_the_table_says_what_is_so(name: str, p: int) -> None:
     plan = build(name, p, m, v)
     forward, inputs, weights = (6, 6, 6) if plan.splits else (6, 9, 3)
     stages = plan.stages
-    timeline = simulate(plan, [forward / v] * stages, [(inputs + weights) / v] * stages, 0.0, [weights / v] * stages)
+    timeline = simulate(
+        plan, [forward / v] * stages, [(inputs + weights) / v] * stages, 0.0, [weights / v] * stages
+    )
     names = {"p": p, "m": m, "v": v, "F": forward, "B": inputs, "W": weights}
     idle = timeline.makespan - m * (forward + inputs + weights)
     expected = float(value(bubble, **names))
@@ -74,8 +84,15 @@ def test_the_table_says_what_is_so(name: str, p: int) -> None:
 
 
 def test_schedules_are_compared_for_a_config() -> None:
-    """`launch/plan.py --compare-schedules` would leave one out, offer what the layers do not suffice for, or time another config."""
-    overrides = ["parallel.pipeline=4", "model.num_layers=8", "train.global_batch_size=32", "model.vocab_size=256"]
+    """`launch/plan.py --compare-schedules` would leave one out, offer what the layers do not
+    suffice for, or time another config.
+    """
+    overrides = [
+        "parallel.pipeline=4",
+        "model.num_layers=8",
+        "train.global_batch_size=32",
+        "model.vocab_size=256",
+    ]
     config = load(str(TABLE.parents[1] / "configs/gpt_tiny.json"), overrides, 4).config
     found = {(other.parallel.schedule, other.chunks): step_times(other)[0] for other in alternatives(config)}
     assert {name for name, _ in found} == {"auto", *GENERATORS} and ("interleaved", 4) not in found
@@ -94,8 +111,12 @@ DEEPSPEED = ["engine.kind=deepspeed", f"engine.config={TABLE.parents[1]}/configs
         (["engine.kind=fsdp", "model.tie_embeddings=false"], set()),
     ],
 )
-def test_schedules_suit_the_engine(engine: list[str], refused: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user would be told of a schedule that pretrain.py refuses; or `auto` would choose chunks that the engine cannot hold, and fail."""
+def test_schedules_suit_the_engine(
+    engine: list[str], refused: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user would be told of a schedule that pretrain.py refuses; or `auto` would choose chunks that
+    the engine cannot hold, and fail.
+    """
     overrides = ["parallel.pipeline=2", "model.num_layers=12", "train.global_batch_size=16", *engine]
     config = load(str(TABLE.parents[1] / "configs/gpt_tiny.json"), overrides, 4).config
     found = alternatives(config)
@@ -111,5 +132,9 @@ def test_schedules_suit_the_engine(engine: list[str], refused: set[str], monkeyp
     monkeypatch.setattr(partition, "_FASTER", {})
     assert partitioned(auto).chunks == (1 if engine is DEEPSPEED else 2), "two are faster here"
     assert (v_shaped(2) in tried) == (not refused)
-    monkeypatch.setattr(partition, "simulate", lambda *_, **__: pytest.fail("each stage's layers, costs and memory would simulate anew"))
+    monkeypatch.setattr(
+        partition,
+        "simulate",
+        lambda *_, **__: pytest.fail("each stage's layers, costs and memory would simulate anew"),
+    )
     assert partitioned(auto).chunks == partitioned(auto.model_copy()).chunks

@@ -1,4 +1,6 @@
-"""Windows and caps of attention's scores: in parts, in training and where text is written, against the formula on whole sequences."""
+"""Windows and caps of attention's scores: in parts, in training and where text is written, against
+the formula on whole sequences.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +51,9 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, sco
 @pytest.mark.parametrize("step", [1, 4, 512])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_parts_equal_the_formula(scoring: Scoring, documents: Documents | None, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_equal_the_formula(
+    scoring: Scoring, documents: Documents | None, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the queries of a part are few, so that windows end in other parts."""
     monkeypatch.setattr(scored, "STEP", step)
     *whole, grad = inputs(2, SEQ, 8)
@@ -74,7 +78,9 @@ class Alone:
 
 @pytest.mark.parametrize("method", attention.METHODS)
 def test_gradients_of_many_parts_are_added_up_in_fp32(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key is in a part for every few queries: added up in bf16, its gradient would lose a digit with the length of the text."""
+    """A key is in a part for every few queries: added up in bf16, its gradient would lose a
+    digit with the length of the text.
+    """
     monkeypatch.setattr(scored, "STEP", 2)
     monkeypatch.setattr(attention, "pass_on", lambda x, group: Alone(x))
     for name in ("by_heads", "by_tokens"):
@@ -89,15 +95,21 @@ def test_gradients_of_many_parts_are_added_up_in_fp32(method: str, monkeypatch: 
         return [gradient.float() for gradient in torch.autograd.grad(out, own, drawn[3].to(dtype))]
 
     exact = gradients(attention.attend, torch.float32)
-    errors = [[float((a - b).norm() / b.norm()) for a, b in zip(gradients(f, torch.bfloat16), exact, strict=True)]
-              for f in (attention.METHODS[method].apply, attention.attend)]  # fmt: skip
+    errors = [
+        [float((a - b).norm() / b.norm()) for a, b in zip(gradients(f, torch.bfloat16), exact, strict=True)]
+        for f in (attention.METHODS[method].apply, attention.attend)
+    ]
     assert all(own < 1.2 * usual for own, usual in zip(*errors, strict=True)), errors
 
 
 @pytest.mark.parametrize("step", [1, 4, 512])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
-def test_each_pair_is_in_one_part(documents: Documents | None, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every rank's queries and every rank's keys, as a ring meets them: a key lost at a shard's edge, or counted twice, shows here."""
+def test_each_pair_is_in_one_part(
+    documents: Documents | None, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every rank's queries and every rank's keys, as a ring meets them: a key lost at a shard's
+    edge, or counted twice, shows here.
+    """
     monkeypatch.setattr(scored, "STEP", step)
     met = torch.zeros(2, 1, SEQ, SEQ, dtype=torch.int64)
     shards = runs_by_rank(SEQ, 3, None)
@@ -106,7 +118,9 @@ def test_each_pair_is_in_one_part(documents: Documents | None, step: int, monkey
             for part in scored_parts(queries, keys, documents, Scoring(5)):
                 at = [positions(runs)[own] for runs, own in ((queries, part.queries), (keys, part.keys))]
                 behind = torch.arange(part.shift, part.shift + len(at[0]))[:, None] - torch.arange(len(at[1]))
-                assert torch.equal(behind, at[0][:, None] - at[1]), "a part counts from its first query and key"
+                assert torch.equal(behind, at[0][:, None] - at[1]), (
+                    "a part counts from its first query and key"
+                )
                 seen = part.scoring.sees(behind)
                 assert seen.any(1).all(), "a query without a key has no softmax"
                 rows = range(2) if part.row is None else [part.row]
@@ -151,11 +165,15 @@ def test_text_is_written_as_it_is_read(name: str, attention: str) -> None:
         torch.testing.assert_close(found, whole, rtol=1e-11, atol=1e-11)
     sizes = [cache._layers[block.attention][0].shape[2] for block in stage.inner]  # type: ignore[index, union-attr, unused-ignore]
     windows = [stage.config.model.window_of(block) for block in range(3)]
-    assert sizes == [12 if window is None else window for window in windows], "the next token's window, and one that may be taken back"
+    assert sizes == [12 if window is None else window for window in windows], (
+        "the next token's window, and one that may be taken back"
+    )
 
 
 def test_windows_grow_with_the_steps() -> None:
-    """Each block with a window computes, and writes text, as a model with the window of that step; behind the schedule with the last."""
+    """Each block with a window computes, and writes text, as a model with the window of that step;
+    behind the schedule with the last.
+    """
     growing = {"window_schedule": [[2, 1], [5, 3]], "window": 6, "global_every": 2}
     stage, tokens = built(**growing).eval(), torch.arange(12)[None]
     for step, window in ((1, 1), (2, 1), (3, 3), (5, 3), (6, 6), (99, 6)):
@@ -166,7 +184,9 @@ def test_windows_grow_with_the_steps() -> None:
 
 
 @pytest.mark.parametrize(("name", "forgotten"), [("cap", "cap"), ("window", "window")])
-def test_a_cap_or_window_missing_in_decoding_shows(name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_or_window_missing_in_decoding_shows(
+    name: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: the comparison above would notice."""
     stage = built(**MODELS[name]).eval()
     tokens = torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(3))
@@ -187,14 +207,22 @@ def test_logits_are_capped() -> None:
 def test_masked_pairs_are_no_work() -> None:
     """Counted by the formula, and by the products that a block of a long sequence really executes."""
     assert [seen_pairs(6, window) for window in (None, 9, 3, 1)] == [21, 21, 15, 6]
-    without, windowed, mixed = (block_flops(config_of(**own), True) for own in ({}, {"window": 4}, {"window": 4, "global_every": 3}))
+    without, windowed, mixed = (
+        block_flops(config_of(**own), True) for own in ({}, {"window": 4}, {"window": 4, "global_every": 3})
+    )
     assert without - windowed == 3 / 2 * (without - mixed) > 0
 
     def products(**model: Any) -> int:
         config = config_of(attention="sdpa", **model)
         train = config.train.model_copy(update={"seq_len": 8192, "precision": "bf16"})
-        config = config.model_copy(update={"train": train, "model": config.model.model_copy(update={"max_positions": 8192})})
-        return sum(2 * n * a * b * c for work in cost_of(config, 1).work.values() for (a, b, c), n in work.products.items())
+        config = config.model_copy(
+            update={"train": train, "model": config.model.model_copy(update={"max_positions": 8192})}
+        )
+        return sum(
+            2 * n * a * b * c
+            for work in cost_of(config, 1).work.values()
+            for (a, b, c), n in work.products.items()
+        )
 
     everything, narrow = (products(window=window) for window in (8192, 512))
     assert narrow < everything / 4

@@ -18,7 +18,10 @@ SETTINGS = 200
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_no_known_schedule_is_faster(quarter: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With random times, transfers and limits. `auto` would be a name for something slower, or would hold more than it may."""
+    """With random times, transfers and limits.
+
+    `auto` would be a name for something slower, or would hold more than it may.
+    """
     monkeypatch.setattr(auto, "MOST_MOVES", 0)  # before single actions are moved
     better = 0
     for seed in range(quarter * SETTINGS // 4, (quarter + 1) * SETTINGS // 4):
@@ -33,7 +36,9 @@ def test_no_known_schedule_is_faster(quarter: int, monkeypatch: pytest.MonkeyPat
         validate(lower(plan), microbatches)
         assert max(costs.held(plan)) <= max(limit, chunks)
         known = [generated(name, ranks, microbatches, chunks) for name in GENERATORS if fits(name, chunks)]
-        spans = [costs.makespan(lower(other)) for other in known if max(costs.held(other)) <= max(limit, chunks)]
+        spans = [
+            costs.makespan(lower(other)) for other in known if max(costs.held(other)) <= max(limit, chunks)
+        ]
         if spans:
             assert costs.makespan(lower(plan)) <= min(spans) + 1e-9, seed
             better += costs.makespan(lower(plan)) < min(spans) - 1e-9
@@ -41,9 +46,12 @@ def test_no_known_schedule_is_faster(quarter: int, monkeypatch: pytest.MonkeyPat
 
 
 def can_end(ranks: int, microbatches: int, limit: int, span: int) -> bool:
-    """Whether any plan of one chunk a rank, whose actions all take a unit, needs no more than `span` on each rank. Tries all of them."""
+    """Whether any plan of one chunk a rank, whose actions all take a unit, needs no more than `span`
+    on each rank. Tries all of them.
+    """
     whole = 3 * microbatches
-    Row = tuple[int, int, int, int]  # forwards, inputs' and weights' backwards done, and the first action's time, -1 before it
+    # forwards, inputs' and weights' backwards done, and the first action's time, -1 before it
+    Row = tuple[int, int, int, int]
 
     def options(rank: int, rows: tuple[Row, ...], now: int) -> Iterator[Row]:
         f, b, w, first = rows[rank]
@@ -64,7 +72,10 @@ def can_end(ranks: int, microbatches: int, limit: int, span: int) -> bool:
             return True
         if now > span + ranks:
             return False
-        return any(from_here(after, now + 1) for after in product(*(list(options(rank, rows, now)) for rank in range(ranks))))
+        return any(
+            from_here(after, now + 1)
+            for after in product(*(list(options(rank, rows, now)) for rank in range(ranks)))
+        )
 
     return from_here(((0, 0, 0, -1),) * ranks, 0)
 
@@ -85,9 +96,10 @@ def test_no_plan_is_faster_than_the_one_found(ranks: int, microbatches: int, lim
     assert not can_end(ranks, microbatches, limit, span - 1)
 
 
-# Qi et al. 2023, Zero Bubble Pipeline Parallelism, tables 5 and 9: 8 stages, milliseconds; microbatches, forward, backward of inputs and of
-# weights, a transfer, and the bubble of ZB-2p. Of what a forward leaves, sbh(34 + 5as/h), 32·sbh wait for the weights (section 2); their
-# models have 24 and 32 heads, 2304 and 4096 features and 1024 tokens.
+# Qi et al. 2023, Zero Bubble Pipeline Parallelism, tables 5 and 9: 8 stages, milliseconds; microbatches,
+# forward, backward of inputs and of weights, a transfer, and the bubble of ZB-2p. Of what a forward leaves,
+# sbh(34 + 5as/h), 32·sbh wait for the weights (section 2); their models have 24 and 32 heads, 2304 and 4096
+# features and 1024 tokens.
 SMALL, LARGE = 32 / (34 + 5 * 24 * 1024 / 2304), 32 / (34 + 5 * 32 * 1024 / 4096)
 ZB_2P = [
     (24, 18.522, 18.086, 9.337, 0.601, SMALL, 0.0433),
@@ -99,11 +111,22 @@ ZB_2P = [
 ]
 
 
-@pytest.mark.parametrize(("microbatches", "forward", "inputs", "weights", "transfer", "waiting", "published"), ZB_2P)
+@pytest.mark.parametrize(
+    ("microbatches", "forward", "inputs", "weights", "transfer", "waiting", "published"), ZB_2P
+)
 def test_twice_the_memory_leaves_no_more_bubble_than_published(
-    microbatches: int, forward: float, inputs: float, weights: float, transfer: float, waiting: float, published: float
+    microbatches: int,
+    forward: float,
+    inputs: float,
+    weights: float,
+    transfer: float,
+    waiting: float,
+    published: float,
 ) -> None:
-    """A search that used no memory beyond 1F1B's would be at ZB-H1's bubble, up to 0.16. The rate is that of the longest stage."""
+    """A search that used no memory beyond 1F1B's would be at ZB-H1's bubble, up to 0.16.
+
+    The rate is that of the longest stage.
+    """
     ranks = 8
     costs = Costs((forward,) * ranks, (inputs,) * ranks, (weights,) * ranks, transfer, (), (waiting,) * ranks)
     plan = lower(search([looped(ranks)], microbatches, costs, 2 * ranks))

@@ -8,7 +8,32 @@ import pytest
 
 from megacore.data.shuffle import derive_key, permute
 
-SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 97, 100, 255, 256, 257, 1009, 4095, 4096, 4097, 65537]
+SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    97,
+    100,
+    255,
+    256,
+    257,
+    1009,
+    4095,
+    4096,
+    4097,
+    65537,
+]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -40,13 +65,17 @@ def test_stable() -> None:
 
 
 def excess(counts: np.ndarray, expected: float) -> float:
-    """Pearson's chi-square of `counts` against a uniform expectation, in its standard deviations above the mean."""
+    """Pearson's chi-square of `counts` against a uniform expectation, in its
+    standard deviations above the mean.
+    """
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 def neighbour_distances(orders: np.ndarray) -> float:
-    """Whether what follows a sample is any other, equally often: `excess` of the distances in ``[keys, n]`` orders."""
+    """Whether what follows a sample is any other, equally often: `excess` of the
+    distances in ``[keys, n]`` orders.
+    """
     n = orders.shape[1]
     counts = np.bincount((np.diff(orders, axis=1) % n).ravel(), minlength=n)[1:]
     return excess(counts, counts.sum() / (n - 1))
@@ -67,7 +96,9 @@ def test_looks_uniform(n: int) -> None:
 
 
 def test_uniformity_check_catches_bad_orders() -> None:
-    """The tests above fail for a random affine map, a bijection too, and for an identity that ignores its key."""
+    """The tests above fail for a random affine map, a bijection too, and for an
+    identity that ignores its key.
+    """
     n, rng = 1009, np.random.default_rng(0)
     affine = np.stack([(np.arange(n) * rng.integers(1, n) + rng.integers(n)) % n for _ in range(500)])
     assert places(affine) < 5 < neighbour_distances(affine)
@@ -78,15 +109,21 @@ def test_uniformity_check_catches_bad_orders() -> None:
 def test_every_order_of_few(n: int) -> None:
     """On tiny corpora each of the n! orders comes up equally often over the epochs."""
     every = list(permutations(range(n)))
-    seen = Counter(tuple(permute(np.arange(n), n, derive_key(7, epoch)).tolist()) for epoch in range(100 * len(every)))
+    seen = Counter(
+        tuple(permute(np.arange(n), n, derive_key(7, epoch)).tolist()) for epoch in range(100 * len(every))
+    )
     assert excess(np.array([seen[order] for order in every]), 100) < 5
 
 
 def test_keys_differ() -> None:
     """Seeds, corpora and epochs each have an order of their own, also where their numbers are swapped."""
-    keys = {derive_key(seed, corpus, epoch) for seed in range(10) for corpus in range(10) for epoch in range(10)}
+    keys = {
+        derive_key(seed, corpus, epoch) for seed in range(10) for corpus in range(10) for epoch in range(10)
+    }
     assert len(keys) == 1000
     assert derive_key(1) != derive_key(1, 0) != derive_key(0, 1)
-    assert len({derive_key(seed) for seed in (0, *(1 << bit for bit in range(64)))}) == 65, "of a number every bit counts"
+    assert len({derive_key(seed) for seed in (0, *(1 << bit for bit in range(64)))}) == 65, (
+        "of a number every bit counts"
+    )
     orders = {tuple(permute(np.arange(50), 50, key).tolist()) for key in keys}
     assert len(orders) == 1000

@@ -25,7 +25,9 @@ def configure(tmp_path: Path) -> Configure:
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, precision: str, bad: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    configure: Configure, precision: str, bad: float
+) -> None:
     """One overflow would turn every weight into NaN; a skipped step that counted would bend bias correction."""
     stage, engine = engine_of(configure(f"train.precision={precision}"))
     backward_of(engine, stage, 1.0)
@@ -79,7 +81,9 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
     assert statistics.grad_norm.isfinite() == (bad in ("loss", "spike")) and statistics.skipped == 1
     assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
     assert engine.state() == state | {"skipped": 1}
-    assert str(engine.spikes.recent.tolist()) == str(window), "a norm beyond those that count would move the median"
+    assert str(engine.spikes.recent.tolist()) == str(window), (
+        "a norm beyond those that count would move the median"
+    )
 
 
 def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:
@@ -104,10 +108,16 @@ def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
         accumulate(config, stage, engine, 1)
         statistics = engine.step(1e-3)
         norms[precision] = statistics.grad_norm.item()
-        moment = torch.cat([t.flatten() for name, (t, _) in engine.tensors().items() if name.startswith("adam_m")])
-        assert float(moment.norm()) == pytest.approx((1 - config.optim.beta1) * config.optim.grad_clip, rel=1e-3)
+        moment = torch.cat(
+            [t.flatten() for name, (t, _) in engine.tensors().items() if name.startswith("adam_m")]
+        )
+        assert float(moment.norm()) == pytest.approx(
+            (1 - config.optim.beta1) * config.optim.grad_clip, rel=1e-3
+        )
         assert statistics.skipped == 0
-    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=1e-2) and norms["fp32"] > 2 * config.optim.grad_clip
+    assert (
+        norms["fp16"] == pytest.approx(norms["fp32"], rel=1e-2) and norms["fp32"] > 2 * config.optim.grad_clip
+    )
 
 
 def test_loss_scale_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +146,9 @@ def test_loss_scale_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_learning_rate_at_its_corners(schedule: str, points: dict[int, float]) -> None:
     """Warmup that begins at zero, or a decay that ends a step early or late, is not the documented schedule."""
-    optim = OptimConfig.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "schedule": schedule})
+    optim = OptimConfig.model_validate(
+        {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "schedule": schedule}
+    )
     cosine = {35: 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 85: 0.1 + 0.45 * (1 - math.cos(math.pi / 4))}
     for step, rate in (points | cosine if schedule == "cosine" else points).items():
         assert learning_rate(optim, step, 200) == pytest.approx(rate, abs=1e-12), step
@@ -169,7 +181,10 @@ def test_older_checkpoints_say_a_scale_of_1_without_scaling(configure: Configure
     reader: Any = SimpleNamespace(state={"engine": engine, "config": sections})
     initial = fp16.state()["loss_scale"]
     fp16.load_state(engine_state(reader), fp16.tensors())
-    assert fp16.state()["loss_scale"] == (initial if precision == "bf16" else 1.0) and fp16.state()["updates"] == 3
+    assert (
+        fp16.state()["loss_scale"] == (initial if precision == "bf16" else 1.0)
+        and fp16.state()["updates"] == 3
+    )
 
 
 @pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from megacore.kernels import softmax
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, launches, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    launches,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
 SCALE = 0.37
 FAULT = 1e-5
@@ -32,8 +40,12 @@ def visible(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.ones(shape[-2:], dtype=torch.bool).tril(shape[-1] - shape[-2])
 
 
-def expected(scores: torch.Tensor, seen: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and gradient in fp64, by autograd through the definition: what is not seen has no weight."""
+def expected(
+    scores: torch.Tensor, seen: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and gradient in fp64, by autograd through the definition: what is
+    not seen has no weight.
+    """
     exact = scores.double().requires_grad_()
     weights = torch.exp(SCALE * (exact - exact.detach().amax(-1, keepdim=True))) * seen
     probabilities = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
@@ -48,7 +60,9 @@ def error_against_fp64(
     sizes: dict[str, int] | None = None,
     shift: float = 0.0,
 ) -> float:
-    """Largest error of probabilities and gradient, relative to the largest value of each; `sizes` replace the module's own."""
+    """Largest error of probabilities and gradient, relative to the largest value of each;
+    `sizes` replace the module's own.
+    """
     scores = (seeded(shape, device, spread=3.0) + shift).to(dtype).requires_grad_()
     grad_output = seeded(shape, device, dtype, seed=1)
     seen = visible(shape).to(device)
@@ -59,7 +73,9 @@ def error_against_fp64(
         (grad_scores,) = torch.autograd.grad(probabilities, scores, grad_output)
     assert probabilities.dtype == dtype
     beyond = ~seen.expand(shape)
-    assert not probabilities[beyond].any() and not grad_scores[beyond].any(), "not exactly zero beyond what is seen"
+    assert not probabilities[beyond].any() and not grad_scores[beyond].any(), (
+        "not exactly zero beyond what is seen"
+    )
     pairs = zip((probabilities, grad_scores), expected(scores.detach(), seen, grad_output), strict=True)
     return max(relative_error(got, exact) if exact.any() else float(got.any()) for got, exact in pairs)
 
@@ -72,19 +88,25 @@ def paths_run(device: str, shape: tuple[int, ...], sizes: dict[str, int]) -> set
 
 
 def check_extremes(device: str) -> None:
-    """Scores that overflow a naive exp, equal ones, and -inf ones (a whole first block of them) stay exact and finite."""
+    """Scores that overflow a naive exp, equal ones, and -inf ones (a whole first
+    block of them) stay exact and finite.
+    """
     for max_block in (softmax.MAX_BLOCK, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(softmax, "MAX_BLOCK", max_block)
             huge = torch.full((1, 2, 3, 53), -3e38, device=device)
             huge[..., 1] = 3e38
             one_hot = softmax.causal_softmax(huge, 1.0, "triton")
-            assert torch.equal(one_hot, softmax.causal_softmax_eager(huge, 1.0)) and one_hot[..., 1].min() == 1
+            assert (
+                torch.equal(one_hot, softmax.causal_softmax_eager(huge, 1.0)) and one_hot[..., 1].min() == 1
+            )
             flat = softmax.causal_softmax(torch.full_like(huge, 7e37), 1.0, "triton")
             torch.testing.assert_close(flat[0, 0, -1], torch.full_like(flat[0, 0, -1], 1 / 53))
             blocked = torch.zeros_like(huge)
             blocked[..., :50] = float("-inf")
-            torch.testing.assert_close(softmax.causal_softmax(blocked, 1.0, "triton"), softmax.causal_softmax_eager(blocked, 1.0))
+            torch.testing.assert_close(
+                softmax.causal_softmax(blocked, 1.0, "triton"), softmax.causal_softmax_eager(blocked, 1.0)
+            )
 
 
 def check_nan(device: str) -> None:
@@ -95,14 +117,19 @@ def check_nan(device: str) -> None:
             scores = torch.zeros(1, 1, 19, 19, device=device)
             scores[..., 9] = float("nan")
             probabilities = softmax.causal_softmax(scores, 1.0, "triton")[0, 0]
-            assert not probabilities[:9].isnan().any() and all(probabilities[i, : i + 1].isnan().all() for i in range(9, 19))
+            assert not probabilities[:9].isnan().any() and all(
+                probabilities[i, : i + 1].isnan().all() for i in range(9, 19)
+            )
 
 
 def check_strided_and_empty(device: str) -> None:
     """A transposed view and gradient give what their contiguous copies give; no rows are no error."""
     scores = torch.randn(2, 7, 3, 5, device=device).transpose(1, 3).requires_grad_()  # [2, 5, 3, 7]
     grad_output = torch.randn(2, 7, 3, 5, device=device).transpose(1, 3)
-    fused, eager = softmax.causal_softmax(scores, SCALE, "triton"), softmax.causal_softmax_eager(scores, SCALE)
+    fused, eager = (
+        softmax.causal_softmax(scores, SCALE, "triton"),
+        softmax.causal_softmax_eager(scores, SCALE),
+    )
     torch.testing.assert_close(fused, eager)
     torch.testing.assert_close(*(torch.autograd.grad(y, scores, grad_output)[0] for y in (fused, eager)))
     empty = torch.empty(0, 2, 3, 3, device=device, requires_grad=True)
@@ -114,12 +141,16 @@ def check_strided_and_empty(device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape, sizes", CAUSAL, ids=str)
 def test_causal_triton_equals_fp64(interpreted, shape, sizes, dtype):
-    assert interpreted(error_against_fp64, "triton", "cpu", shape, dtype, sizes) < INTERPRETED_TOLERANCE[dtype]
+    assert (
+        interpreted(error_against_fp64, "triton", "cpu", shape, dtype, sizes) < INTERPRETED_TOLERANCE[dtype]
+    )
 
 
 @needs_triton
 def test_both_paths_run(interpreted):
-    """Rows of one block and longer ones are different code: the cases above must reach both, and several rows a program."""
+    """Rows of one block and longer ones are different code: the cases above must reach
+    both, and several rows a program.
+    """
     names = ("_forward_kernel", "_backward_kernel")
     assert interpreted(paths_run, "cpu", (1, 1, 2, 17), {}) == {(name, True, True) for name in names}
     assert interpreted(paths_run, "cpu", (1, 1, 2, 17), LONG) == {(name, False, False) for name in names}
@@ -178,7 +209,11 @@ def sound_error(device: str) -> float:
 )
 def test_the_check_catches_planted_faults(interpreted, right, wrong):
     """A tenth of a percent is caught; unspoilt, scores of -300 round by 2^-18 each, which is what is left."""
-    assert interpreted(with_fault, "softmax", right, wrong, worst_error, "cpu") > FAULT > interpreted(sound_error, "cpu")
+    assert (
+        interpreted(with_fault, "softmax", right, wrong, worst_error, "cpu")
+        > FAULT
+        > interpreted(sound_error, "cpu")
+    )
 
 
 def test_refusals():

@@ -1,4 +1,6 @@
-"""configs/forks/speedrun.py against the same model in a page of plain PyTorch, which knows nothing of megacore."""
+"""configs/forks/speedrun.py against the same model in a page of plain PyTorch,
+which knows nothing of megacore.
+"""
 
 from pathlib import Path
 
@@ -17,11 +19,14 @@ from tests.unit.test_generate import worst_logits
 FORK = Path(__file__).parents[2] / "configs/forks/speedrun.py"
 SIZES = {"source": str(FORK), "norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False}
 WINDOWS = {"window": 5, "full_every": 3, "valued": 2, "logit_cap": 2.0}
-TOLERANCE = 1e-10  # fp64, relative to the largest gradient of the parameter: some thousand terms in another order
+# fp64, relative to the largest gradient of the parameter: some thousand terms in another order
+TOLERANCE = 1e-10
 
 
 def config_of(folder: Path, **model: object) -> Config:
-    path = training.write_config(folder, "unused", model={**SIZES, **WINDOWS, **model}, train={"precision": "fp64"})
+    path = training.write_config(
+        folder, "unused", model={**SIZES, **WINDOWS, **model}, train={"precision": "fp64"}
+    )
     return load(path, []).config
 
 
@@ -37,7 +42,9 @@ def turned(x: Tensor, theta: float) -> Tensor:
     return torch.cat((z.real, z.imag), -1)
 
 
-def plain_loss(w: dict[str, Tensor], config: Config, tokens: Tensor, targets: Tensor, forget_skips: bool = False) -> Tensor:
+def plain_loss(
+    w: dict[str, Tensor], config: Config, tokens: Tensor, targets: Tensor, forget_skips: bool = False
+) -> Tensor:
     """The mean loss of the weights `w`, written from the papers. `forget_skips`: a mistake."""
     model, count = config.model, config.model.num_layers
     heads, head = model.num_heads, model.hidden_size // model.num_heads
@@ -45,19 +52,31 @@ def plain_loss(w: dict[str, Tensor], config: Config, tokens: Tensor, targets: Te
     behind = torch.arange(tokens.shape[1])[:, None] - torch.arange(tokens.shape[1])
     kept: list[Tensor] = []
     for i in range(count):
-        own = {name.removeprefix(f"blocks.{i}."): value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
+        own = {
+            name.removeprefix(f"blocks.{i}."): value
+            for name, value in w.items()
+            if name.startswith(f"blocks.{i}.")
+        }
         x = own["scales.0"] * x + own["scales.1"] * first
         if i >= count - count // 2:
             skip = kept.pop()
             x = x if forget_skips else x + own["scales.2"] * skip
         q, k, v = torch.einsum("bth,dpeh->pbdte", rms(x), own["attention.qkv.weight"])
         if i < 2 or i >= count - 2:
-            v = own["attention.mix"][0] * v + own["attention.mix"][1] * own["attention.values"][tokens].transpose(1, 2)
-        scores = turned(rms(q), model.rope_theta) @ turned(rms(k), model.rope_theta).transpose(2, 3) / head**0.5
+            v = own["attention.mix"][0] * v + own["attention.mix"][1] * own["attention.values"][
+                tokens
+            ].transpose(1, 2)
+        scores = (
+            turned(rms(q), model.rope_theta) @ turned(rms(k), model.rope_theta).transpose(2, 3) / head**0.5
+        )
         seen = (behind >= 0) & ((behind < 5) | (i % 3 == 2))
         y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         x = x + y.transpose(1, 2).reshape(*x.shape[:2], heads * head) @ own["attention.output.weight"].T
-        x = x + (rms(x) @ own["feed_forward.up.weight"].T).clamp(min=0).pow(2) @ own["feed_forward.down.weight"].T
+        x = (
+            x
+            + (rms(x) @ own["feed_forward.up.weight"].T).clamp(min=0).pow(2)
+            @ own["feed_forward.down.weight"].T
+        )
         if i < count // 2:
             kept.append(x)
     x = x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w["norm.weight"]
@@ -67,14 +86,20 @@ def plain_loss(w: dict[str, Tensor], config: Config, tokens: Tensor, targets: Te
 
 @pytest.mark.parametrize("layers", [5, 6])
 def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, layers: int) -> None:
-    """A skip from the wrong block, a window one too wide, a value mixed after the norm; an odd count has a block without a partner."""
+    """A skip from the wrong block, a window one too wide, a value mixed after the norm; an odd count
+    has a block without a partner.
+    """
     config = config_of(tmp_path, num_layers=layers)
     stage = perturbed(config, 0.2)
-    tokens, targets = torch.randint(training.VOCAB_SIZE, (2, 3, 16), generator=torch.Generator().manual_seed(0))
+    tokens, targets = torch.randint(
+        training.VOCAB_SIZE, (2, 3, 16), generator=torch.Generator().manual_seed(0)
+    )
     loss = stage({}, Microbatch(tokens, targets, 0))[1]["cross_entropy"] / targets.numel()
     loss.backward()
     for mistake in (False, True):
-        w = {name: parameter.detach().clone().requires_grad_() for name, parameter in stage.named_parameters()}
+        w = {
+            name: parameter.detach().clone().requires_grad_() for name, parameter in stage.named_parameters()
+        }
         other = plain_loss(w, config, tokens, targets, mistake)
         other.backward()
         worst = max(
@@ -82,10 +107,14 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, layers: int) -> No
             for name, p in stage.named_parameters()
             if p.grad is not None
         )
-        assert (worst > 1e-3) if mistake else (worst < TOLERANCE and abs(loss.item() - other.item()) < TOLERANCE)
+        assert (
+            (worst > 1e-3) if mistake else (worst < TOLERANCE and abs(loss.item() - other.item()) < TOLERANCE)
+        )
     assert all(parameter.grad is not None for parameter in stage.parameters())
 
 
 def test_a_text_is_written_as_a_whole_pass_would(tmp_path: Path) -> None:
-    """The cap, the window and the tokens' vectors in decoding: a prompt, single tokens, and several at once."""
+    """The cap, the window and the tokens' vectors in decoding: a prompt, single tokens,
+    and several at once.
+    """
     assert worst_logits(config_of(tmp_path), (5, 1, 1, 3, 1, 1)) < 1e-12

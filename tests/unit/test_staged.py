@@ -1,6 +1,8 @@
-"""Sums in stages on a GPU: the stages follow each other beside the computation, which waits for none of them before the end.
+"""Sums in stages on a GPU: the stages follow each other beside the computation, which waits
+for none of them before the end.
 
-A model of streams stands for the device: a stream knows what it has waited for, and an operation what its stream had when it began.
+A model of streams stands for the device: a stream knows what it has waited for, and an operation what its
+stream had when it began.
 """
 
 from collections.abc import Iterator
@@ -84,16 +86,29 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def levels_of(device: Device, within: int) -> Levels:
-    groups = [Group(name, tuple(range(n)), 0, Wire(device, name) if n > 1 else None) for name, n in (("within", within), ("between", 2))]  # type: ignore[arg-type]
+    groups = [
+        Group(name, tuple(range(n)), 0, Wire(device, name) if n > 1 else None)
+        for name, n in (("within", within), ("between", 2))
+    ]  # type: ignore[arg-type]
     return Levels(*groups)
 
 
-KINDS = [(2, None, True), (2, None, False), (2, torch.bfloat16, True), (2, torch.bfloat16, False), (1, torch.bfloat16, True)]
+KINDS = [
+    (2, None, True),
+    (2, None, False),
+    (2, torch.bfloat16, True),
+    (2, torch.bfloat16, False),
+    (1, torch.bfloat16, True),
+]
 
 
 @pytest.mark.parametrize(("within", "narrow", "whole"), KINDS)
-def test_backward_waits_for_no_stage_of_a_sum(device: Device, within: int, narrow: torch.dtype | None, whole: bool) -> None:
-    """Else every bucket that begins holds up the backward pass until the bucket before has crossed the network once."""
+def test_backward_waits_for_no_stage_of_a_sum(
+    device: Device, within: int, narrow: torch.dtype | None, whole: bool
+) -> None:
+    """Else every bucket that begins holds up the backward pass until the bucket
+    before has crossed the network once.
+    """
     device.compute.behind.add("the last gradient")
     work = reduce.start_sum(torch.zeros(8), levels_of(device, within), narrow, whole=whole)
     while work.left:
@@ -103,7 +118,9 @@ def test_backward_waits_for_no_stage_of_a_sum(device: Device, within: int, narro
     began = list(device.began)
     assert len(began) >= 2 and device.compute.behind == {"the last gradient", *began}
     for i, behind in enumerate(device.began.values()):
-        assert behind == {"the last gradient", *began[:i]}, "a stage would read what the one before has not brought"
+        assert behind == {"the last gradient", *began[:i]}, (
+            "a stage would read what the one before has not brought"
+        )
 
 
 def test_so_it_is_where_parameters_are_gathered(device: Device) -> None:

@@ -21,7 +21,13 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.json")
 def test_a_run_does_not_load_the_compiler() -> None:
     """Every command would start 1.5 s later, and every rank of a thousand: a decorator of `torch.compiler` is enough for that."""
     loaded = "import sys, megacore.train.trainer, megacore.tools.verify.record; print({*sys.modules} & {'torch._dynamo', 'sympy'})"
-    done = subprocess.run([sys.executable, "-c", loaded], cwd=Path(CONFIG).parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", loaded],
+        cwd=Path(CONFIG).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
@@ -32,7 +38,9 @@ def test_fake_ranks_have_the_groups_of_real_ones() -> None:
     for rank in range(8):
         with fake_rank(config, rank, 8) as mesh:
             assert mesh.coordinates == {"pp": rank // 4, "dp": rank // 2 % 2, "cp": 0, "tp": rank % 2}
-            assert mesh.tp.ranks == (rank - rank % 2, rank - rank % 2 + 1) and mesh.tp.process_group is not None
+            assert (
+                mesh.tp.ranks == (rank - rank % 2, rank - rank % 2 + 1) and mesh.tp.process_group is not None
+            )
 
 
 def test_other_ranks_look_at_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""Texts in compressed files, tables and saved data sets arrive as from plain JSON lines; a damaged one is named in a line."""
+"""Texts in compressed files, tables and saved data sets arrive as from plain JSON lines; a
+damaged one is named in a line.
+"""
 
 import gzip
 import json
@@ -21,16 +23,25 @@ from megacore.tools.prepare.prepare import prepare
 
 EXTRA = "pyarrow is not installed: pip install -e '.[datasets]'"
 TEXTS = ["é" * n + f" {n}\nand more" for n in (1, 700, 3, 0, 1400, 120, 7)] + ["", "two\r\nlines", "日" * 900]
-TALKS = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "é" * n + "!"}] for n in range(1, 30)]
+TALKS = [
+    [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "é" * n + "!"}]
+    for n in range(1, 30)
+]
 
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if texts were large: many blocks, parts and tasks, of which every second puts what is done on the disk."""
+    """As if texts were large: many blocks, parts and tasks, of which every second
+    puts what is done on the disk.
+    """
     for module, name, value in (
-        (sources, "BLOCK_BYTES", 256), (sources, "CUT_WINDOW", 128), (streams, "PART_BYTES", 300),
-        (streams, "PART_ROWS", 2), (prepare_module, "TASK_BYTES", 1000), (prepare_module, "COMMIT_BYTES", 1500),
-    ):  # fmt: skip
+        (sources, "BLOCK_BYTES", 256),
+        (sources, "CUT_WINDOW", 128),
+        (streams, "PART_BYTES", 300),
+        (streams, "PART_ROWS", 2),
+        (prepare_module, "TASK_BYTES", 1000),
+        (prepare_module, "COMMIT_BYTES", 1500),
+    ):
         monkeypatch.setattr(module, name, value)
 
 
@@ -42,7 +53,9 @@ def arrow(texts: list[Any], key: str = "text", kind: str = "string") -> Any:
     """A table with a column of texts, and another one."""
     pa = pytest.importorskip("pyarrow", reason=EXTRA)
     column = pa.array(texts, getattr(pa, kind)() if kind != "dictionary" else None)
-    return pa.table({"id": list(range(len(texts))), key: column.dictionary_encode() if kind == "dictionary" else column})
+    return pa.table(
+        {"id": list(range(len(texts))), key: column.dictionary_encode() if kind == "dictionary" else column}
+    )
 
 
 def parquet(path: Path, texts: list[Any], **more: Any) -> None:
@@ -68,14 +81,18 @@ def stream(path: Path, texts: list[Any], **more: Any) -> None:
 
 
 def saved(folder: Path, texts: list[Any], **more: Any) -> None:
-    """As `save_to_disk` of the package datasets writes it, with a file that another command has left there."""
+    """As `save_to_disk` of the package datasets writes it, with a file that another
+    command has left there.
+    """
     folder.mkdir()
     middle = len(texts) // 2
     for i, part in enumerate((texts[:middle], texts[middle:])):
         stream(folder / f"data-{i:05}-of-00002.arrow", part, **more)
     shutil.copy(folder / "data-00000-of-00002.arrow", folder / "cache-1a2b.arrow")
     (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"data-{i:05}-of-00002.arrow"} for i in range(2)]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": f"data-{i:05}-of-00002.arrow"} for i in range(2)]})
+    )
 
 
 def saved_splits(folder: Path, texts: list[Any], **more: Any) -> None:
@@ -105,33 +122,56 @@ FORMS: dict[str, Callable[[Path, list[Any]], object]] = {
 
 def files(prefix: Path) -> dict[str, bytes]:
     """What was written, by the name behind the prefix; without the sidecars, which name no source."""
-    return {path.name.removeprefix(prefix.name): path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}*")}
+    return {
+        path.name.removeprefix(prefix.name): path.read_bytes()
+        for path in prefix.parent.glob(f"{prefix.name}*")
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_what_json_lines_give(form: str, tmp_path: Path) -> None:
-    """The same documents, in the same order and with the same ends, on the same side; also from a folder among others."""
+    """The same documents, in the same order and with the same ends, on the same side;
+    also from a folder among others.
+    """
     (tmp_path / "plain.jsonl").write_bytes(as_lines(TEXTS))
     (tmp_path / "in").mkdir()
     FORMS[form](tmp_path / "in" / form, TEXTS)
     done: list[int] = []
     for name, inputs in (("out/plain", "plain.jsonl"), ("out/other", f"in/{form}"), ("out/folder", "in")):
         on_start = lambda total: done.append(-total)  # noqa: E731
-        prepare([str(tmp_path / inputs)], str(tmp_path / name), "bytes", valid_fraction=0.3, on_start=on_start, on_bytes=done.append)
+        prepare(
+            [str(tmp_path / inputs)],
+            str(tmp_path / name),
+            "bytes",
+            valid_fraction=0.3,
+            on_start=on_start,
+            on_bytes=done.append,
+        )
     plain = files(tmp_path / "out/plain")
     assert plain == files(tmp_path / "out/other") == files(tmp_path / "out/folder") and len(plain) == 6
     assert sum(done) == 0, "the progress ends elsewhere than at its total"
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstd], ids=["gz", "zst"])
-@pytest.mark.parametrize("text", ["one line\nand\n" * 99 + "end", "日é" * 2000, "", "\n" * 999], ids=["lines", "one", "empty", "blank"])
+@pytest.mark.parametrize(
+    "text",
+    ["one line\nand\n" * 99 + "end", "日é" * 2000, "", "\n" * 999],
+    ids=["lines", "one", "empty", "blank"],
+)
 def test_a_compressed_text_is_one_document(pack: Any, text: str, tmp_path: Path) -> None:
-    """Cut between characters, put together again, and ended once; beside another one, so that both may be for validation."""
+    """Cut between characters, put together again, and ended once; beside another one, so
+    that both may be for validation.
+    """
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"{text}{name}", newline="")
         (tmp_path / f"{name}.md.x").write_bytes(pack(f"{text}{name}".encode()))
     for name, ending in (("plain", "txt"), ("packed", "md.x")):
-        prepare([str(tmp_path / f"{each}.{ending}") for each in ("a", "b")], str(tmp_path / "out" / name), "bytes", valid_fraction=0.5)
+        prepare(
+            [str(tmp_path / f"{each}.{ending}") for each in ("a", "b")],
+            str(tmp_path / "out" / name),
+            "bytes",
+            valid_fraction=0.5,
+        )
     plain, packed = files(tmp_path / "out/plain"), files(tmp_path / "out/packed")
     assert plain[".bin"] == packed[".bin"] and plain["_valid.bin"] == packed["_valid.bin"] and plain[".bin"]
     assert plain[".json"].split(b"unigram")[0] == packed[".json"].split(b"unigram")[0]
@@ -140,7 +180,9 @@ def test_a_compressed_text_is_one_document(pack: Any, text: str, tmp_path: Path)
 @pytest.mark.parametrize("form", ["talks.jsonl.gz", "talks.parquet", "talks"])
 def test_conversations(form: str, tmp_path: Path) -> None:
     """A table gives every message every key, and none to a key that a message had not."""
-    records = [[*talk[:1], talk[1] | {"tool_calls": None}] if form != "talks.jsonl.gz" else talk for talk in TALKS]
+    records = [
+        [*talk[:1], talk[1] | {"tool_calls": None}] if form != "talks.jsonl.gz" else talk for talk in TALKS
+    ]
     if form == "talks.jsonl.gz":
         (tmp_path / form).write_bytes(gzip.compress(as_lines(TALKS, "messages")))
     else:
@@ -158,12 +200,22 @@ def test_conversations(form: str, tmp_path: Path) -> None:
 
             pyarrow.parquet.write_table(table, tmp_path / form)
     (tmp_path / "plain.jsonl").write_bytes(as_lines(TALKS, "messages"))
-    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls is defined }}: {{ m.content }}\n{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.tool_calls is defined }}: {{ m.content }}\n{% endfor %}"
+    )
     template += "{% if add_generation_prompt %}assistantFalse: {% endif %}"
     (tmp_path / "t.jinja").write_text(template)
     for name, source in (("plain", "plain.jsonl"), ("other", form)):
-        prepare([str(tmp_path / source)], str(tmp_path / "out" / name), "bytes", chat=True, template=str(tmp_path / "t.jinja"))
-    assert files(tmp_path / "out/plain") == files(tmp_path / "out/other") and MASK in files(tmp_path / "out/plain")
+        prepare(
+            [str(tmp_path / source)],
+            str(tmp_path / "out" / name),
+            "bytes",
+            chat=True,
+            template=str(tmp_path / "t.jinja"),
+        )
+    assert files(tmp_path / "out/plain") == files(tmp_path / "out/other") and MASK in files(
+        tmp_path / "out/plain"
+    )
 
 
 def test_a_tokenizer_is_trained_on_tables_too(tmp_path: Path) -> None:
@@ -184,39 +236,106 @@ def flip(path: Path) -> None:
 
 NOISE = [np.random.default_rng(i).bytes(400).hex() for i in range(30)]  # compressed, it still has many parts
 DAMAGED: list[tuple[str, Callable[[Path], object], str]] = [
-    ("a.jsonl.gz", lambda p: (FORMS["a.jsonl.gz"](p, NOISE), cut(p)), "cannot be read to its end: Compressed file ended"),
+    (
+        "a.jsonl.gz",
+        lambda p: (FORMS["a.jsonl.gz"](p, NOISE), cut(p)),
+        "cannot be read to its end: Compressed file ended",
+    ),
     ("a.jsonl.gz", lambda p: (FORMS["a.jsonl.gz"](p, NOISE), flip(p)), "cannot be read to its end"),
     ("a.jsonl.gz", lambda p: p.write_bytes(b""), "does not begin as a file of gzip does"),
     ("a.jsonl.gz", lambda p: p.write_bytes(gzip.compress(b"")), "no document has any text"),
-    ("a.jsonl.gz", lambda p: p.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": \n')), "line 2 is not JSON"),
-    ("a.jsonl.gz", lambda p: p.write_bytes(gzip.compress(as_lines(["a"], "body"))), "line 1 has no text under the key text (--text-key"),
+    (
+        "a.jsonl.gz",
+        lambda p: p.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": \n')),
+        "line 2 is not JSON",
+    ),
+    (
+        "a.jsonl.gz",
+        lambda p: p.write_bytes(gzip.compress(as_lines(["a"], "body"))),
+        "line 1 has no text under the key text (--text-key",
+    ),
     ("a.jsonl.gz", lambda p: p.write_bytes(gzip.compress(b"\xff\n")), "is not UTF-8"),
     ("a.tar.gz", lambda p: p.write_bytes(gzip.compress(bytes(257) + b"ustar")), "is a tar archive"),
-    ("a.json.gz", lambda p: p.write_bytes(gzip.compress(as_lines(["a", "b"]))), "a name that ends with .jsonl.gz"),
-    ("a.txt.gz", lambda p: p.write_bytes(gzip.compress(b"x" * (1 << 21), 9)), "unpacks to more than 500 times its size"),
-    ("a.jsonl.gz", lambda p: p.write_bytes(gzip.compress(NOISE[0].encode() * 20)), "has a line of more than 10,000 bytes"),
-    ("a.txt.zst", lambda p: (p.write_bytes(zstd("".join(NOISE).encode())), cut(p)), "cannot be read to its end: Truncated"),
-    ("a.txt.zst", lambda p: p.write_bytes(b"\x28\xb5\x2f\xfd\0\xa8" + bytes(40)), "cannot be read to its end"),
-    ("a.parquet", lambda p: (parquet(p, NOISE), cut(p)), "cannot be read to its end: Parquet magic bytes not found"),
+    (
+        "a.json.gz",
+        lambda p: p.write_bytes(gzip.compress(as_lines(["a", "b"]))),
+        "a name that ends with .jsonl.gz",
+    ),
+    (
+        "a.txt.gz",
+        lambda p: p.write_bytes(gzip.compress(b"x" * (1 << 21), 9)),
+        "unpacks to more than 500 times its size",
+    ),
+    (
+        "a.jsonl.gz",
+        lambda p: p.write_bytes(gzip.compress(NOISE[0].encode() * 20)),
+        "has a line of more than 10,000 bytes",
+    ),
+    (
+        "a.txt.zst",
+        lambda p: (p.write_bytes(zstd("".join(NOISE).encode())), cut(p)),
+        "cannot be read to its end: Truncated",
+    ),
+    (
+        "a.txt.zst",
+        lambda p: p.write_bytes(b"\x28\xb5\x2f\xfd\0\xa8" + bytes(40)),
+        "cannot be read to its end",
+    ),
+    (
+        "a.parquet",
+        lambda p: (parquet(p, NOISE), cut(p)),
+        "cannot be read to its end: Parquet magic bytes not found",
+    ),
     ("a.parquet", lambda p: p.write_bytes(b"PAR1" + bytes(92) + b"PAR1"), "cannot be read to its end"),
     ("a.parquet", lambda p: p.write_bytes(b""), "does not begin as a file of Parquet does"),
     ("a.parquet", lambda p: parquet(p, []), "no document has any text"),
-    ("a.parquet", lambda p: parquet(p, ["a"], key="body"), "has no column text (--text-key with the column of its text; there is body)"),
-    ("a.parquet", lambda p: parquet(p, [1, 2], kind="int64"), "has a column text of int64, which is no text (--text-key with"),
+    (
+        "a.parquet",
+        lambda p: parquet(p, ["a"], key="body"),
+        "has no column text (--text-key with the column of its text; there is body)",
+    ),
+    (
+        "a.parquet",
+        lambda p: parquet(p, [1, 2], kind="int64"),
+        "has a column text of int64, which is no text (--text-key with",
+    ),
     ("a.parquet", lambda p: parquet(p, ["a", "b", "c", None]), "row 4 has no text in the column text"),
     ("a.feather", lambda p: (feather(p, NOISE), cut(p, 20)), "cannot be read to its end"),
     ("a.arrow", lambda p: (stream(p, NOISE), cut(p, 300)), "cannot be read to its end"),
-    ("s", lambda p: (saved(p, NOISE), (p / "state.json").write_text('{"a": 1}')), "s/state.json: names no files under _data_files"),
-    ("s", lambda p: (saved(p, NOISE), (p / "state.json").write_text('{"_data_files": ["../x"]}')), "names no files under _data_files"),
-    ("s", lambda p: (saved(p, NOISE), (p / "data-00001-of-00002.arrow").unlink()), "data-00001-of-00002.arrow: cannot be read: No such"),
-    ("s", lambda p: (saved_splits(p, NOISE), (p / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')), "s/train)"),
-]  # fmt: skip
+    (
+        "s",
+        lambda p: (saved(p, NOISE), (p / "state.json").write_text('{"a": 1}')),
+        "s/state.json: names no files under _data_files",
+    ),
+    (
+        "s",
+        lambda p: (saved(p, NOISE), (p / "state.json").write_text('{"_data_files": ["../x"]}')),
+        "names no files under _data_files",
+    ),
+    (
+        "s",
+        lambda p: (saved(p, NOISE), (p / "data-00001-of-00002.arrow").unlink()),
+        "data-00001-of-00002.arrow: cannot be read: No such",
+    ),
+    (
+        "s",
+        lambda p: (
+            saved_splits(p, NOISE),
+            (p / "dataset_dict.json").write_text('{"splits": ["train", "test"]}'),
+        ),
+        "s/train)",
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "make", "complaint"), DAMAGED)
 @pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece:300"])
-def test_damaged(name: str, make: Any, complaint: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line that says where and what, and nothing is left: a cut file would be a shorter corpus, and nobody would know."""
+def test_damaged(
+    name: str, make: Any, complaint: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that says where and what, and nothing is left: a cut file would be a shorter
+    corpus, and nobody would know.
+    """
     monkeypatch.setattr(streams, "SUSPECT_BYTES", 1 << 16)
     monkeypatch.setattr(streams, "MOST_LINE", 10_000)
     if not name.endswith(".gz"):
@@ -225,11 +344,15 @@ def test_damaged(name: str, make: Any, complaint: str, tokenizer: str, tmp_path:
     with pytest.raises(UserError) as caught:
         prepare([str(tmp_path / name)], str(tmp_path / "out/x"), tokenizer)
     said = str(caught.value)
-    assert (complaint in said or "learned from" in said) and "\n" not in said and not (tmp_path / "out").exists(), said
+    assert (
+        (complaint in said or "learned from" in said) and "\n" not in said and not (tmp_path / "out").exists()
+    ), said
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet", "a.feather", "a.arrow", "saved", "hf:stories"])
-def test_without_the_extra_its_name_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_its_name_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of a file among others in a folder: left out, it would be missed by nobody."""
     if not name.startswith("hf:"):
         FORMS[name](tmp_path / name, TEXTS)
@@ -239,8 +362,22 @@ def test_without_the_extra_its_name_is_told(name: str, tmp_path: Path, monkeypat
     for module in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, module, None)
     for given in (name,) if name.startswith("hf:") else (str(tmp_path / name), str(tmp_path)):
-        with pytest.raises(UserError, match=r"needs the package \w+, which is not installed \(pip install 'megacore\[datasets\]'"):
-            script.run(["--input", given, "--output", str(tmp_path / "out/x"), "--tokenizer", "bytes", "--workers", "1"])
+        with pytest.raises(
+            UserError,
+            match=r"needs the package \w+, which is not installed \(pip install 'megacore\[datasets\]'",
+        ):
+            script.run(
+                [
+                    "--input",
+                    given,
+                    "--output",
+                    str(tmp_path / "out/x"),
+                    "--tokenizer",
+                    "bytes",
+                    "--workers",
+                    "1",
+                ]
+            )
     assert not (tmp_path / "out").exists()
 
 
@@ -251,7 +388,9 @@ def test_a_single_compressed_text_is_not_divided(tmp_path: Path) -> None:
 
 
 def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set in a folder is streamed as one of the hub would be; a name that leads nowhere is one line."""
+    """A data set in a folder is streamed as one of the hub would be; a name that leads
+    nowhere is one line.
+    """
     pytest.importorskip("datasets", reason="datasets is not installed: pip install -e '.[datasets]'")
     for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
@@ -262,7 +401,11 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         prepare([given], str(tmp_path / "out" / name), "bytes", text_key="body", valid_fraction=0.3)
     assert files(tmp_path / "out/plain") == files(tmp_path / "out/hub")
     for given, key, complaint in (
-        (f"hf:{tmp_path}/set::test", "text", "has no column text (--text-key with the column of its text; there are id, body)"),
+        (
+            f"hf:{tmp_path}/set::test",
+            "text",
+            "has no column text (--text-key with the column of its text; there are id, body)",
+        ),
         (f"hf:{tmp_path}/set::test", "id", "row 1 has no text in the column id"),
         (f"hf:{tmp_path}/set::other", "body", "cannot be streamed: Bad split: other"),
         (f"hf:{tmp_path}/nowhere", "body", "cannot be streamed: "),

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from megacore.kernels import swiglu
-from tests.kernel_checks import INTERPRETED_TOLERANCE, TOLERANCE, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import (
+    INTERPRETED_TOLERANCE,
+    TOLERANCE,
+    needs_triton,
+    relative_error,
+    seeded,
+    with_fault,
+)
 
 SHAPES = [
     (1, 2),
@@ -24,18 +31,25 @@ def error_against_fp64(implementation: str, device: str, shape: tuple[int, ...],
     exact = x.detach().double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     exact_y = gate / (1 + torch.exp(-gate)) * up
-    (grad_x,), (exact_grad,) = torch.autograd.grad(y, x, grad), torch.autograd.grad(exact_y, exact, grad.double())
+    (grad_x,), (exact_grad,) = (
+        torch.autograd.grad(y, x, grad),
+        torch.autograd.grad(exact_y, exact, grad.double()),
+    )
     return max(relative_error(y, exact_y), relative_error(grad_x, exact_grad))
 
 
 def check_strided_extreme_and_empty(device: str) -> None:
-    """A view of some columns and a transposed gradient give what their copies give; the gate saturates; no rows are no error."""
+    """A view of some columns and a transposed gradient give what their copies give; the gate
+    saturates; no rows are no error.
+    """
     x = seeded((5, 24), device)[:, 3:17].detach().requires_grad_()
     grad = seeded((7, 5), device).T
     fused, eager = swiglu.swiglu(x, implementation="triton"), swiglu.swiglu(x, implementation="eager")
     torch.testing.assert_close(fused, eager)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (fused, eager)))
-    far = torch.tensor([[-1e4, -200.0, 200.0, float("nan"), 2.0, 2.0, 2.0, 2.0]], device=device, requires_grad=True)
+    far = torch.tensor(
+        [[-1e4, -200.0, 200.0, float("nan"), 2.0, 2.0, 2.0, 2.0]], device=device, requires_grad=True
+    )
     y = swiglu.swiglu(far, implementation="triton")
     assert y[0, :3].tolist() == [0, 0, 400] and y[0, 3].isnan()
     assert torch.autograd.grad(y[0, :3].sum(), far)[0][0, [0, 1, 2, 4, 5, 6]].tolist() == [0, 0, 2, 0, 0, 200]
@@ -71,7 +85,9 @@ FAULTS = [
 @needs_triton
 @pytest.mark.parametrize("right, wrong", FAULTS)
 def test_planted_faults_are_caught(interpreted, right, wrong):
-    error = interpreted(with_fault, "swiglu", right, wrong, error_against_fp64, "triton", "cpu", (3, 14), torch.float32)
+    error = interpreted(
+        with_fault, "swiglu", right, wrong, error_against_fp64, "triton", "cpu", (3, 14), torch.float32
+    )
     assert error > TOLERANCE[torch.float32]
 
 

@@ -1,6 +1,8 @@
-"""No step waits for its device: a host that does cannot run ahead, and the device idles until it has caught up.
+"""No step waits for its device: a host that does cannot run ahead, and the device
+idles until it has caught up.
 
-On meta tensors, which hold nothing: reading one fails. What a GPU also waits for, and they do not refuse, is refused here.
+On meta tensors, which hold nothing: reading one fails. What a GPU also waits for, and they do not refuse, is
+refused here.
 """
 
 from collections.abc import Iterator
@@ -37,9 +39,21 @@ from tests.unit.test_prometheus import scrape
 META = torch.device("meta")
 # Whose results' sizes, or whose ways, depend on values: on a GPU the host asks for these and waits.
 SYNCHRONISING = {
-    "_local_scalar_dense", "nonzero", "masked_select", "median", "nanmedian", "equal", "is_nonzero", "unique_dim", "_unique2",
-    "unique_consecutive", "bincount", "histc", "repeat_interleave", "_linalg_check_errors",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "median",
+    "nanmedian",
+    "equal",
+    "is_nonzero",
+    "unique_dim",
+    "_unique2",
+    "unique_consecutive",
+    "bincount",
+    "histc",
+    "repeat_interleave",
+    "_linalg_check_errors",
+}
 
 
 class Refusing(TorchDispatchMode):
@@ -53,9 +67,13 @@ class Refusing(TorchDispatchMode):
         if any(tensor.device == META for tensor in tensors):
             assert name not in SYNCHRONISING, f"{func} waits for the device"
             if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-                assert not any(index is not None and index.dtype == torch.bool for index in args[1]), "an index of booleans is counted"
+                assert not any(index is not None and index.dtype == torch.bool for index in args[1]), (
+                    "an index of booleans is counted"
+                )
             if name in ("_to_copy", "copy_") and len({tensor.device for tensor in tensors}) > 1:
-                blocking = not kwargs.get("non_blocking") and not (name == "copy_" and len(args) > 2 and args[2])
+                blocking = not kwargs.get("non_blocking") and not (
+                    name == "copy_" and len(args) > 2 and args[2]
+                )
                 assert not blocking, f"{func} from or to the host waits for the copy"
         return found
 
@@ -67,12 +85,18 @@ def refusing() -> Iterator[None]:
     def checked(make: Any) -> Any:
         def made(*args: Any, **options: Any) -> Any:
             there = args and isinstance(args[0], Tensor) and args[0].device == META
-            assert there or torch.device(options.get("device") or "cpu") != META, f"torch.{make.__name__} copies from the host, which waits"
+            assert there or torch.device(options.get("device") or "cpu") != META, (
+                f"torch.{make.__name__} copies from the host, which waits"
+            )
             return make(*args, **options)
 
         return made
 
-    with mock.patch("torch.tensor", checked(torch.tensor)), mock.patch("torch.as_tensor", checked(torch.as_tensor)), Refusing():
+    with (
+        mock.patch("torch.tensor", checked(torch.tensor)),
+        mock.patch("torch.as_tensor", checked(torch.as_tensor)),
+        Refusing(),
+    ):
         yield
 
 
@@ -82,7 +106,13 @@ CONFIGS = {
     "bf16, spikes": ["train.precision=bf16", "optim.spike_threshold=6"],
     "dropout, recompute": ["model.dropout=0.1", "train.recompute=selective"],
     "recompute all": ["train.recompute=full", "model.chunked_loss=true"],
-    "llama": ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.qk_norm=true"],
+    "llama": [
+        "model.position=rope",
+        "model.norm=rmsnorm",
+        "model.activation=swiglu",
+        "model.num_kv_heads=2",
+        "model.qk_norm=true",
+    ],
     "experts that drop tokens": ["model.bias=false", "model.num_experts=4", "model.capacity_factor=0.5"],
     "untied, sgd": ["model.tie_embeddings=false", "optim.kind=sgd", "optim.grad_clip=0"],
 }
@@ -91,7 +121,9 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
     """Forward, backward, reduction, norm, guard and update of two steps."""
-    config = load(training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1).config
+    config = load(
+        training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1
+    ).config
     step = TrainStep(config, Mesh(config, RankInfo(), META), draw=False)
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     with refusing():
@@ -101,19 +133,38 @@ def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
 
 
 def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
-    """A loop of the trainer that logs every step. What waits for the device is left out by name: the figures of steps long done, and
-    what ranks tell each other of a logged one. A loss that is handed on as a tensor would be read whenever somebody scrapes."""
+    """A loop of the trainer that logs every step.
+
+    What waits for the device is left out by name: the figures of steps long done, and what ranks tell each
+    other of a logged one. A loss that is handed on as a tensor would be read whenever somebody scrapes.
+    """
     port = free_port()
-    overrides = [f"log.dir={tmp_path}/run", f"log.prometheus_port={port}", "train.steps=2", "checkpoint.last=false"]
-    path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True})
+    overrides = [
+        f"log.dir={tmp_path}/run",
+        f"log.prometheus_port={port}",
+        "train.steps=2",
+        "checkpoint.last=false",
+    ]
+    path = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True}
+    )
     config = load(path, overrides, 1).config
     exporter = Exporter(port, RankInfo(), META)
-    with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "hosts", lambda self: [(0, 0)]):
+    with (
+        mock.patch.object(Trainer, "resume", lambda self: 0),
+        mock.patch.object(Mesh, "hosts", lambda self: [(0, 0)]),
+    ):
         trainer = trainer_of(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
-    read = mock.patch.object(trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)])
-    told = mock.patch.object(trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T)
-    arrived = mock.patch.object(trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0)])
+    read = mock.patch.object(
+        trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)]
+    )
+    told = mock.patch.object(
+        trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T
+    )
+    arrived = mock.patch.object(
+        trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0)]
+    )
     try:
         with read, told, arrived, refusing():
             trainer.loop()
@@ -153,7 +204,8 @@ def test_deepspeed_is_handed_its_gradient_without_waiting() -> None:
 def test_what_waits_is_refused(wait: Any) -> None:
     """A test that sees none of it would pass on anything."""
     x = torch.empty(4, device=META)
-    # The dispatch mode asserts; what asks for values of a meta tensor is refused by PyTorch, in one of two ways.
+    # The dispatch mode asserts; what asks for values of a meta tensor is refused by PyTorch, in one of two
+    # ways.
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), refusing():
         wait(x)
 

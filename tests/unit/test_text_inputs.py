@@ -1,4 +1,6 @@
-"""What a preparation is given and cannot read is named for what it is, and with how much of the input it was."""
+"""What a preparation is given and cannot read is named for what it is, and with how
+much of the input it was.
+"""
 
 import json
 import os
@@ -35,16 +37,26 @@ def run(folder: Path, *inputs: str, tokenizer: str = "bytes", more: tuple[str, .
         ("a.txt", b'{"text": "a"}\n\n{"text": "b"}', "is JSON, an object a line", ".jsonl"),
     ],
 )
-def test_a_file_that_is_no_text_is_named_for_what_it_is(name: str, content: bytes, what: str, right: str, tmp_path: Path) -> None:
-    """Of a packed file it was said that it is no UTF-8, and that iconv helps; a JSON list was learned, brackets and all."""
+def test_a_file_that_is_no_text_is_named_for_what_it_is(
+    name: str, content: bytes, what: str, right: str, tmp_path: Path
+) -> None:
+    """Of a packed file it was said that it is no UTF-8, and that iconv helps; a JSON list
+    was learned, brackets and all.
+    """
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
         run(tmp_path, name)
     said = str(caught.value)
-    assert said.startswith(f"data error: {tmp_path / name}: {what}") and right in said and not (tmp_path / "out").exists()
+    assert (
+        said.startswith(f"data error: {tmp_path / name}: {what}")
+        and right in said
+        and not (tmp_path / "out").exists()
+    )
 
 
-@pytest.mark.parametrize("content", [b"[link](to)", b"{% a %}\n{{ b }}", b'{"a": 1}', b"[section]\na=1", b'{\n"a": 1\n}'])
+@pytest.mark.parametrize(
+    "content", [b"[link](to)", b"{% a %}\n{{ b }}", b'{"a": 1}', b"[section]\na=1", b'{\n"a": 1\n}']
+)
 def test_text_with_brackets_is_text(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     corpus = run(tmp_path, "a.txt")
@@ -52,7 +64,9 @@ def test_text_with_brackets_is_text(content: bytes, tmp_path: Path) -> None:
 
 
 def test_what_a_folder_holds_besides_text_is_named_with_its_share(tmp_path: Path, capsys: Any) -> None:
-    """An array beside a text was dropped, and only counted; a link to a folder, and a folder that a glob finds, not even that."""
+    """An array beside a text was dropped, and only counted; a link to a folder, and a folder
+    that a glob finds, not even that.
+    """
     for name, content in {"a.txt": TEXT * 40, "b.npy": ARRAY, ".git/x": b"x" * 60, "sub/c.txt": TEXT}.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
@@ -62,18 +76,24 @@ def test_what_a_folder_holds_besides_text_is_named_with_its_share(tmp_path: Path
     assert bytes(corpus.read(0, corpus.num_tokens)) == TEXT * 41
     lines = capsys.readouterr().err.splitlines()
     expected = [
-        (".git", "hidden: 60 bytes, 5.9% of the input"), ("b.npy", "a NumPy array: 100 bytes, 9.8% of the input"),
-        ("far", "a link to a folder: 0 bytes"), ("gone", "no plain file: 0 bytes"),
-    ]  # fmt: skip
+        (".git", "hidden: 60 bytes, 5.9% of the input"),
+        ("b.npy", "a NumPy array: 100 bytes, 9.8% of the input"),
+        ("far", "a link to a folder: 0 bytes"),
+        ("gone", "no plain file: 0 bytes"),
+    ]
     for name, what in expected:
-        assert any(line.startswith(f"warning: left out '{tmp_path}/in/{name}', which is {what}") for line in lines), (name, lines)
+        assert any(
+            line.startswith(f"warning: left out '{tmp_path}/in/{name}', which is {what}") for line in lines
+        ), (name, lines)
     assert len(lines) == len(expected)
     for name in ("b.npy", "far"):
         (tmp_path / "in" / name).unlink()
     assert run(tmp_path, "in/*").num_tokens == len(TEXT) * 41
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables/b.npy").write_bytes(ARRAY)
-    with pytest.raises(UserError, match=r"tables: holds no text, but \S+/tables/b.npy: a NumPy array \(UTF-8 text"):
+    with pytest.raises(
+        UserError, match=r"tables: holds no text, but \S+/tables/b.npy: a NumPy array \(UTF-8 text"
+    ):
         run(tmp_path, "tables")
 
 
@@ -91,24 +111,39 @@ def test_of_thousands_that_are_left_out_the_largest_are_named(tmp_path: Path, ca
 
 def test_a_missing_text_key_names_the_option_and_the_keys(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "a", "id": 3, "title": "b"}) + "\n")
-    with pytest.raises(UserError, match=r"line 1 has no text under the key text \(--text-key with the key of its text; there are body, ti"):
+    with pytest.raises(
+        UserError,
+        match=r"line 1 has no text under the key text \(--text-key with the key of its text; there are "
+        r"body, ti",
+    ):
         run(tmp_path, "a.jsonl")
 
 
 def test_a_folder_of_a_tokenizer(tmp_path: Path) -> None:
-    """Its tokenizer.json, or its only .model; the sidecar names the file, which a run's data.tokenizer can be."""
+    """Its tokenizer.json, or its only .model; the sidecar names the file, which a
+    run's data.tokenizer can be.
+    """
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     (tmp_path / "model").mkdir()
     (tmp_path / "a.txt").write_bytes(TEXT)
-    with pytest.raises(UserError, match=r"data error: \S+/model: holds no tokenizer.json and no .model \(transformers.AutoTokenizer"):
+    with pytest.raises(
+        UserError,
+        match=r"data error: \S+/model: holds no tokenizer.json and no .model \(transformers.AutoTokenizer",
+    ):
         run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
     train(tmp_path / "model/a.model")
     run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
     assert '"tokenizer": "' + str(tmp_path / "model/a.model") in (tmp_path / "out/x.json").read_text()
     train(tmp_path / "model/b.model")
-    with pytest.raises(UserError, match=r"model: holds 2 .model files \(one of them: \S+/a.model, \S+/b.model"):
+    with pytest.raises(
+        UserError, match=r"model: holds 2 .model files \(one of them: \S+/a.model, \S+/b.model"
+    ):
         run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
-    content = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
     (tmp_path / "model/tokenizer.json").write_text(json.dumps(content))
     run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
     assert '"tokenizer": "' + str(tmp_path / "model/tokenizer.json") in (tmp_path / "out/x.json").read_text()
@@ -121,13 +156,17 @@ def train(path: Path) -> None:
 def documents(prefix: str) -> list[bytes]:
     corpus = IndexedTokens(prefix)
     starts, lengths = corpus.documents(0, corpus.num_documents)
-    return sorted(bytes(corpus.read(int(start), int(length))) for start, length in zip(starts, lengths, strict=True))
+    return sorted(
+        bytes(corpus.read(int(start), int(length))) for start, length in zip(starts, lengths, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", ["lines", "files"])
 @pytest.mark.parametrize("fraction", ["1e-9", "0.1", "0.999999999"])
 def test_both_sides_get_a_document(kind: str, fraction: str, tmp_path: Path) -> None:
-    """Of 20 documents the draw for a tenth left the validation set empty in one case of eight; the processes do not matter."""
+    """Of 20 documents the draw for a tenth left the validation set empty in one case of
+    eight; the processes do not matter.
+    """
     for seed in range(6):
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -153,7 +192,9 @@ def test_a_process_that_was_ended_is_one_line(tmp_path: Path, monkeypatch: pytes
     """By the kernel, for one, when memory ends."""
     monkeypatch.setattr(prepare_module, "encode_task", ended)
     (tmp_path / "a.txt").write_bytes(TEXT)
-    with pytest.raises(UserError, match=r"out/x: cannot be prepared: one of its processes was ended \(enough memory"):
+    with pytest.raises(
+        UserError, match=r"out/x: cannot be prepared: one of its processes was ended \(enough memory"
+    ):
         run(tmp_path, "a.txt", more=("--workers", "2"))
     assert not (tmp_path / "out").exists()
 
@@ -161,7 +202,11 @@ def test_a_process_that_was_ended_is_one_line(tmp_path: Path, monkeypatch: pytes
 def test_no_token_that_ends_documents_is_said(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     (tmp_path / "a.txt").write_bytes(b"a")
-    content = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     run(tmp_path, "a.txt", tokenizer=str(tmp_path / "tokenizer.json"))
     assert capsys.readouterr().err.startswith("warning: no token ends a document: neither ")

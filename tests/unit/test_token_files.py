@@ -30,7 +30,9 @@ def run(folder: Path, given: str, *more: str, size: int = SIZE) -> str:
     (folder / "model").mkdir(exist_ok=True)
     tokenizer = word_tokenizer(folder / "model/tokenizer.json", size)
     prefix = str(folder / "out/x")
-    script.run(["--nanogpt", "--input", str(folder / given), "--output", prefix, "--tokenizer", tokenizer, *more])
+    script.run(
+        ["--nanogpt", "--input", str(folder / given), "--output", prefix, "--tokenizer", tokenizer, *more]
+    )
     return prefix
 
 
@@ -39,7 +41,9 @@ def test_tokens_and_documents(folder: Path) -> None:
     for name, documents in ((prefix, DOCUMENTS), (f"{prefix}_valid", DOCUMENTS[:2])):
         corpus = IndexedTokens(name)
         starts, lengths = corpus.documents(0, corpus.num_documents)
-        assert [corpus.read(int(s), int(n)).tolist() for s, n in zip(starts, lengths, strict=True)] == documents
+        assert [
+            corpus.read(int(s), int(n)).tolist() for s, n in zip(starts, lengths, strict=True)
+        ] == documents
         known = Sidecar.load(name)
         assert known is not None and (known.vocab_size, known.max_token) == (SIZE, 49_999)
         assert known.text_bytes == sum(len(f"w{token}") for document in documents for token in document)
@@ -64,7 +68,9 @@ def test_a_file_alone(folder: Path) -> None:
     ],
 )
 def test_what_is_none_of_its_files(folder: Path, content: bytes | None, size: int, complaint: str) -> None:
-    """The ids of a larger vocabulary would have wrapped round in two bytes: nothing in the file says so, but the tokenizer does."""
+    """The ids of a larger vocabulary would have wrapped round in two bytes: nothing in the file
+    says so, but the tokenizer does.
+    """
     (folder / "train.bin").unlink()
     if content is not None:
         (folder / "train.bin").write_bytes(content)
@@ -78,5 +84,7 @@ def test_options_that_do_not_fit(folder: Path) -> None:
         with pytest.raises(UserError, match="--nanogpt: the tokens of one input are taken as they are"):
             run(folder, "", *more)
     with pytest.raises(UserError, match="--output: .* would overwrite .*train.bin"):
-        script.run(["--nanogpt", "--input", str(folder), "--output", f"{folder}/train", "--tokenizer", "bytes"])
+        script.run(
+            ["--nanogpt", "--input", str(folder), "--output", f"{folder}/train", "--tokenizer", "bytes"]
+        )
     assert (folder / "train.bin").stat().st_size == 2 * sum(map(len, DOCUMENTS))

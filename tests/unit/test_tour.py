@@ -1,4 +1,6 @@
-"""docs/tour.md leads through code that exists: a renamed function or a moved file would send readers astray."""
+"""docs/tour.md leads through code that exists: a renamed function or a moved file would
+send readers astray.
+"""
 
 import ast
 import re
@@ -16,15 +18,29 @@ def names_in(path: Path) -> set[str]:
     """Functions, classes, methods and module-level names that a file defines."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return defined | {t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    return defined | {
+        t.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for t in node.targets
+        if isinstance(t, ast.Name)
+    }
 
 
 def wrong_in(text: str) -> list[str]:
     """What a guide names that does not exist."""
     wrong = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
-    named = [(path, name) for path, first, more in NAMED.findall(text) for name in [first, *re.findall(r"`(\w+)`", more)]]
+    named = [
+        (path, name)
+        for path, first, more in NAMED.findall(text)
+        for name in [first, *re.findall(r"`(\w+)`", more)]
+    ]
     named += [(path, name) for name, path in ALSO_IN.findall(text)]
-    return wrong + [f"{path} · {name}" for path, name in named if (ROOT / path).exists() and name not in names_in(ROOT / path)]
+    return wrong + [
+        f"{path} · {name}"
+        for path, name in named
+        if (ROOT / path).exists() and name not in names_in(ROOT / path)
+    ]
 
 
 GUIDES = [
@@ -44,7 +60,10 @@ def test_the_tour_names_what_matters() -> None:
 
 
 def test_a_wrong_name_is_reported() -> None:
-    text = "`megacore/distributed/mesh.py` · `Mesh`, `Mush`, and `run` in `megacore/distributed/mesh.py`, `megacore/nowhere.py`"
+    text = (
+        "`megacore/distributed/mesh.py` · `Mesh`, `Mush`, and `run` in `megacore/distributed/mesh.py`, "
+        "`megacore/nowhere.py`"
+    )
     assert wrong_in(text) == [
         "megacore/nowhere.py",
         "megacore/distributed/mesh.py · Mush",
@@ -59,7 +78,8 @@ PROMISES = {
     "Another axis": "tests/distributed/test_seams.py · test_another_axis",
     "A new block": "tests/distributed/test_source.py",
     "Another loss": "tests/distributed/test_seams_flow.py · test_every_layout_is_one_process",
-    "A layer's own state, such as scales": "tests/distributed/test_seams_placement.py · test_buffers_move_between_layouts",
+    "A layer's own state, such as scales": "tests/distributed/test_seams_placement.py · "
+    "test_buffers_move_between_layouts",
     "Another tokenizer": "tests/unit/test_data_tokenizer.py",
     "Another order of samples": "tests/unit/test_data_samples.py",
     "Another schedule of the rate": "tests/unit/test_verify.py",

@@ -36,7 +36,14 @@ from megacore.tools.verify.record import ProofRecord, noise
 from megacore.tools.verify.reference import training_samples
 from megacore.tools.verify.replay import Replay, cancelled, directions, rate, rounded, undirected
 from megacore.tools.verify.run import Options, Proof, prove
-from megacore.tools.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
+from megacore.tools.verify.shrink import (
+    learned_at_cuts,
+    load_whole,
+    shrink,
+    unevenness,
+    with_stages,
+    write_case,
+)
 from megacore.tools.verify.tolerances import Bounds
 from megacore.tools.verify.trace import SeenGradient
 from tests.pieces import piece
@@ -64,7 +71,9 @@ def test_changed_files_choose_layouts() -> None:
     for place, names in BESIDES.items():
         assert (root / place).exists(), f"{place} is no more, so nothing is chosen for what became of it"
         assert [parse(name).name for name in besides([f"{place}ring.py"])] == list(dict.fromkeys(names))
-    assert besides(["README.md", "docs/proof.md"]) == [] and set(besides(["megacore/pipeline/runtime.py"])) > set(SCHEDULES)
+    assert besides(["README.md", "docs/proof.md"]) == [] and set(
+        besides(["megacore/pipeline/runtime.py"])
+    ) > set(SCHEDULES)
     assert {"cp4", "dp3", "cp2tp2sp"} < set(DEFAULT)
     with pytest.raises(ConfigError, match="--changed: git says"):
         changed_since("no-such-commit")
@@ -73,10 +82,19 @@ def test_changed_files_choose_layouts() -> None:
 def test_a_ds_config_stays_in_the_small_config() -> None:
     """Without it verify would ask for the ds_config that the user has given, and not say what DeepSpeed cannot do."""
     ds_config = {"zero_optimization": {"stage": 1}}
-    given = ds_config | {"train_batch_size": 16, "scheduler": {"type": "WarmupLR"}}  # what it says of the run, the small config says anew
-    overrides = ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}", "train.global_batch_size=16", "optim.warmup_steps=1000"]
+    given = ds_config | {
+        "train_batch_size": 16,
+        "scheduler": {"type": "WarmupLR"},
+    }  # what it says of the run, the small config says anew
+    overrides = [
+        "engine.kind=deepspeed",
+        f"engine.config={json.dumps(given)}",
+        "train.global_batch_size=16",
+        "optim.warmup_steps=1000",
+    ]
     user = load_whole(
-        "configs/gpt_tiny.json", [*overrides, "train.steps=2000", "optim.lag=[2,2]", "optim.schedule=constant", "optim.warmup=log"]
+        "configs/gpt_tiny.json",
+        [*overrides, "train.steps=2000", "optim.lag=[2,2]", "optim.schedule=constant", "optim.warmup=log"],
     )
     assert shrink(user, [parse("dp2")], 3, "bf16")["engine"]["config"] == ds_config
 
@@ -84,18 +102,27 @@ def test_a_ds_config_stays_in_the_small_config() -> None:
 @pytest.mark.parametrize("width", [80, 140, 300])
 def test_the_table_of_a_proof_is_whole(width: int) -> None:
     """A cut cell shows no exponent, and a cut title does not say which layout it is."""
-    found = {("x",): SimpleNamespace(name="blocks.0.attention.output.weight", kind="gradient", relative=3e-15)}
-    results = [SimpleNamespace(layout=parse(name), impossible=None, failure=None, differences=found, beyond=[]) for name in DEFAULT]
+    found = {
+        ("x",): SimpleNamespace(name="blocks.0.attention.output.weight", kind="gradient", relative=3e-15)
+    }
+    results = [
+        SimpleNamespace(layout=parse(name), impossible=None, failure=None, differences=found, beyond=[])
+        for name in DEFAULT
+    ]
     proof: Any = SimpleNamespace(results=results, names=["blocks.0.attention.output.weight"])
     console = Console(width=width, soft_wrap=True, file=io.StringIO())
     for table in tables(proof, width):
         console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert [name for line in text.splitlines() for name in line.split() if name in DEFAULT] == list(DEFAULT)
-    assert text.count(" 3e-15") == len(DEFAULT) and "…" not in text and max(map(len, text.splitlines())) <= width
+    assert (
+        text.count(" 3e-15") == len(DEFAULT) and "…" not in text and max(map(len, text.splitlines())) <= width
+    )
 
 
-@pytest.mark.parametrize("name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "xp2", "pp2@", "pp2@zb"])
+@pytest.mark.parametrize(
+    "name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "xp2", "pp2@", "pp2@zb"]
+)
 def test_what_is_no_layout_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--layouts"):
         parse(name)
@@ -103,7 +130,10 @@ def test_what_is_no_layout_is_refused(name: str) -> None:
 
 def test_a_refusal_of_layouts_says_which_and_what_would_be_right() -> None:
     """`parallel.expert there are no experts` is no sentence; and of the one layout that suits every model nobody would know."""
-    with pytest.raises(ConfigError, match=r"none is possible: in ep2, parallel.expert: there are no experts to divide \(.* such as one\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"none is possible: in ep2, parallel.expert: there are no experts to divide \(.* such as one\)",
+    ):
         prove(Options("configs/gpt_tiny.json", [], [parse("ep2")]))
     with pytest.raises(ConfigError, match=r"'two' is no layout \(one, or such as tp2pp2dp2"):
         parse("two")
@@ -115,18 +145,32 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
     user = load_whole(str(path), [])
     layouts = [layout for layout in map(parse, DEFAULT) if impossible(layout, user) is None]
     odd_heads = path.stem == "finetune_chat"  # 9 heads, 3 of keys and values: no two tensor ranks divide them
-    assert [layout.name for layout in layouts] == [name for name in DEFAULT if not (odd_heads and "tp" in name)]
+    assert [layout.name for layout in layouts] == [
+        name for name in DEFAULT if not (odd_heads and "tp" in name)
+    ]
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
     for layout in layouts:
         small = load(str(case), layout.overrides(), layout.world).config
-    kinds = ("block", "norm", "activation", "position", "bias", "tie_embeddings", "qkv_bias", "qk_norm", "dropout")
+    kinds = (
+        "block",
+        "norm",
+        "activation",
+        "position",
+        "bias",
+        "tie_embeddings",
+        "qkv_bias",
+        "qk_norm",
+        "dropout",
+    )
     assert [getattr(small.model, kind) for kind in kinds] == [getattr(user.model, kind) for kind in kinds]
     assert small.model.num_heads // small.kv_heads == min(user.model.num_heads // user.kv_heads, 4)
     assert small.model.vocab_size % 4 == user.model.vocab_size % 4
     assert small.train.recompute == user.train.recompute and small.parallel.schedule == user.parallel.schedule
     parameters = sum(p.numel() for p in whole_model(load(str(case)).config).parameters())
     assert parameters < 2_500_000
-    for stages in () if path.stem == "deepseek_v3" else (2, 4):  # 61 blocks of two kinds and a V: no few blocks are cut alike
+    for stages in (
+        () if path.stem == "deepseek_v3" else (2, 4)
+    ):  # 61 blocks of two kinds and a V: no few blocks are cut alike
         assert unevenness(small, stages) == unevenness(user, stages)
         assert small.model.num_layers <= 9
 
@@ -139,13 +183,18 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
         ("configs/gpt_tiny.json", ["model.num_layers=12", "model.vocab_size=64"], 4, [3, 3, 3, 3]),
     ],
 )
-def test_an_uneven_split_stays_uneven(path: str, overrides: list[str], stages: int, split: list[int], tmp_path: Path) -> None:
+def test_an_uneven_split_stays_uneven(
+    path: str, overrides: list[str], stages: int, split: list[int], tmp_path: Path
+) -> None:
     """With a block a stage, or as many on each, one that runs `layers // stages` of them would be right."""
     user = load_whole(path, overrides)
     assert [len(layers) for layers in stage_layers(partitioned(with_stages(user, stages)))] == split
     small = load(str(write_case(tmp_path, shrink(user, [parse(f"pp{stages}")], 3, "fp64")))).config
     assert unevenness(small, stages) == unevenness(user, stages)
-    short = [len(layers) > small.model.num_layers // stages for layers in stage_layers(partitioned(with_stages(small, stages)))]
+    short = [
+        len(layers) > small.model.num_layers // stages
+        for layers in stage_layers(partitioned(with_stages(small, stages)))
+    ]
     assert any(short) == (len(set(split)) > 1)
 
 
@@ -160,26 +209,47 @@ def test_an_uneven_split_stays_uneven(path: str, overrides: list[str], stages: i
         (1, "one,tp2", {"one": 1, "tp2": 1}),
     ],
 )
-def test_fewer_microbatches_than_stages_stay_fewer(batch: int, names: str, wanted: dict[str, int], tmp_path: Path) -> None:
+def test_fewer_microbatches_than_stages_stay_fewer(
+    batch: int, names: str, wanted: dict[str, int], tmp_path: Path
+) -> None:
     """Such a pipeline never fills up, and warms up in another way; one that does fill up must go on doing so."""
     user = load_whole("configs/gpt_1b.json", ["train.micro_batch_size=1", f"train.global_batch_size={batch}"])
     layouts = [parse(name) for name in names.split(",")]
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
-    assert {x.name: load(str(case), x.overrides(), x.world).config.num_microbatches for x in layouts} == wanted
+    assert {
+        x.name: load(str(case), x.overrides(), x.world).config.num_microbatches for x in layouts
+    } == wanted
 
 
 @pytest.mark.parametrize(("users", "small"), [(1, 1), (2, 2), (3, 3), (4, 2), (7, 3), (16, 2)])
 def test_an_odd_micro_batch_stays_odd(users: int, small: int, tmp_path: Path) -> None:
     """Two ranks cut three sequences in the middle of one, and two between them."""
-    user = load_whole("configs/gpt_1b.json", [f"train.micro_batch_size={users}", f"train.global_batch_size={16 * users}"])
-    assert load(str(write_case(tmp_path, shrink(user, [parse("tp2sp")], 3, "fp64")))).config.train.micro_batch_size == small
+    user = load_whole(
+        "configs/gpt_1b.json", [f"train.micro_batch_size={users}", f"train.global_batch_size={16 * users}"]
+    )
+    assert (
+        load(
+            str(write_case(tmp_path, shrink(user, [parse("tp2sp")], 3, "fp64")))
+        ).config.train.micro_batch_size
+        == small
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_a_chunked_loss_keeps_several_chunks(micro_batch: int, tmp_path: Path) -> None:
     """With one, what is lost between chunks is never seen."""
-    overrides = ["model.chunked_loss=true", f"train.micro_batch_size={micro_batch}", f"train.global_batch_size={16 * micro_batch}"]
-    train = load(str(write_case(tmp_path, shrink(load_whole("configs/gpt_1b.json", overrides), [parse("tp4sp")], 3, "fp64")))).config.train
+    overrides = [
+        "model.chunked_loss=true",
+        f"train.micro_batch_size={micro_batch}",
+        f"train.global_batch_size={16 * micro_batch}",
+    ]
+    train = load(
+        str(
+            write_case(
+                tmp_path, shrink(load_whole("configs/gpt_1b.json", overrides), [parse("tp4sp")], 3, "fp64")
+            )
+        )
+    ).config.train
     tokens = train.micro_batch_size * train.seq_len
     assert default_chunk(tokens, "cpu") < tokens < 3 * default_chunk(tokens, "cpu")
 
@@ -199,7 +269,9 @@ def test_every_case_trains_on_a_blend(batch: int, masked: bool, tmp_path: Path) 
     samples = training_samples(config, 3 * batch)
     for index, (corpus, sample) in enumerate(samples):
         tokens = stream.samples(np.array([index]))[0]
-        assert tokens.tolist() == [int(corpus.tokens[p]) for first, stop in sample for p in range(first, stop)]
+        assert tokens.tolist() == [
+            int(corpus.tokens[p]) for first, stop in sample for p in range(first, stop)
+        ]
     assert len(samples) == 3 * batch
 
 
@@ -214,22 +286,36 @@ def test_a_document_is_cut_in_a_learned_sample(data: list[str], masked: bool, tm
         overrides = [*data, f"train.micro_batch_size={micro_batch}", f"train.global_batch_size={batch}"]
         folder = tmp_path / str(batch)
         folder.mkdir()
-        sections = shrink(load_whole("configs/gpt_1b.json", overrides), [parse("dp2")] if batch > 1 else [parse("one")], 3, "fp64")
+        sections = shrink(
+            load_whole("configs/gpt_1b.json", overrides),
+            [parse("dp2")] if batch > 1 else [parse("one")],
+            3,
+            "fp64",
+        )
         assert min(learned_at_cuts(load(str(write_case(folder, sections, masked))).config)) > 0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_the_proof_s_own_rate_is_the_run_s(schedule: str) -> None:
     """Written twice, so that a mistake in one is seen; this holds the two together where a proof of three steps does not reach."""
-    optim = OptimConfig(schedule=schedule, lr=1.0, min_lr=0.1, warmup_steps=3, decay_steps=4 if schedule == "wsd" else 15)
-    assert [rate(optim, step, 20) for step in range(1, 21)] == pytest.approx([learning_rate(optim, step, 20) for step in range(1, 21)])
+    optim = OptimConfig(
+        schedule=schedule, lr=1.0, min_lr=0.1, warmup_steps=3, decay_steps=4 if schedule == "wsd" else 15
+    )
+    assert [rate(optim, step, 20) for step in range(1, 21)] == pytest.approx(
+        [learning_rate(optim, step, 20) for step in range(1, 21)]
+    )
 
 
 def test_a_proof_in_fp64_is_as_sharp_as_the_documents_say() -> None:
     """Within 1e-9: a thousand times that is what a mistake in one small tensor may come to."""
     bounds = Bounds("fp64", 4, {"weight": 4096}, {(1, "weight"): 1e6})
     bounds.explain([Difference("gradient", 1, "weight", 0, 1.0)])
-    for kind, name in (("gradient", "weight"), ("adam_m", "weight"), ("parameter", "weight"), ("figure", "loss")):
+    for kind, name in (
+        ("gradient", "weight"),
+        ("adam_m", "weight"),
+        ("parameter", "weight"),
+        ("figure", "loss"),
+    ):
         assert bounds.of(Difference(kind, 1, name, 0, 0.0)) <= 1e-9
     assert bounds.of_activations(1.0) <= 1e-9
 
@@ -243,7 +329,11 @@ def test_bf16_has_a_cap_that_one_process_cannot_lift() -> None:
     }
     bounds.explain([replace(d, relative=2.2) for d in found.values()])
     most = {kind: bounds.of(d) for kind, d in found.items()}
-    assert 0.15 < most["gradient"] < 0.25 < most["adam_v"] < 0.5 and most["direction"] < 0.03 and most["figure"] < 0.05
+    assert (
+        0.15 < most["gradient"] < 0.25 < most["adam_v"] < 0.5
+        and most["direction"] < 0.03
+        and most["figure"] < 0.05
+    )
     assert bounds.of_activations(0.9) == bounds.gradient
     bounds = Bounds("bf16", 4, {"weight": 4096}, {})
     bounds.explain([replace(found["figure"], relative=0.005)])
@@ -277,13 +367,20 @@ def test_rounding_is_pytorch_s() -> None:
 def test_an_update_that_points_elsewhere_is_seen() -> None:
     """By the cosine over what stands clear of rounding: the sign of the rest is chance in bf16, as of all where gradients cancel."""
     moment, right = np.array([1.0, -1.0, 0.5, 0.01]), np.array([-1.0, 1.0, -1.0, -1.0])
-    reference = {"parameter 0|w": np.zeros(4), "parameter 1|w": right, "adam_m 1|w": moment, "adam_v 1|w": moment**2 * 5}
+    reference = {
+        "parameter 0|w": np.zeros(4),
+        "parameter 1|w": right,
+        "adam_m 1|w": moment,
+        "adam_v 1|w": moment**2 * 5,
+    }
 
     def found(update: np.ndarray, ratio: float = 1.0) -> list[float]:
         run = SimpleNamespace(whole=reference | {"parameter 1|w": update})
         return [d.relative for d in directions(run, SimpleNamespace(whole=reference), {(1, "w"): ratio}, 0.2)]  # type: ignore[arg-type]
 
-    assert found(right * [1, 1, 1, -1]) == pytest.approx([0.0]) and found(right * [1, -1, 1, 1]) == pytest.approx([2 / 3])
+    assert found(right * [1, 1, 1, -1]) == pytest.approx([0.0]) and found(
+        right * [1, -1, 1, 1]
+    ) == pytest.approx([2 / 3])
     assert found(-right, ratio=20.0) == []
     names, optim = ["w"], OptimConfig(beta1=0.9, beta2=0.95)
     assert cancelled(SimpleNamespace(whole=reference), optim, names) == {(1, "w"): 1.0}  # type: ignore[arg-type]
@@ -302,7 +399,9 @@ def test_what_was_in_flight_in_a_step() -> None:
         "1 × all_gather over dp (begun: optimizer step, awaited: forward)",
         "1 × all_reduce over dp (begun: backward, awaited: reduce gradients)",
     ]
-    assert in_flight(noted, Difference("gradient", 3, "w", 0, 1.0)) == ["1 × all_gather over dp (begun: optimizer step, awaited: never)"]
+    assert in_flight(noted, Difference("gradient", 3, "w", 0, 1.0)) == [
+        "1 × all_gather over dp (begun: optimizer step, awaited: never)"
+    ]
 
 
 def test_an_operation_on_what_differs_is_named_first() -> None:
@@ -311,8 +410,13 @@ def test_an_operation_on_what_differs_is_named_first() -> None:
     flights = Flights()
     on = {"all_gather": values, "reduce_scatter 1": gradients[:4], "reduce_scatter 2": gradients[4:]}
     flights.flights = [Flight(what, 1, "backward", 1, "forward", [memory_of(x)]) for what, x in on.items()]
-    noted = flights.spanning({"gradient|a": gradients[:4], "gradient|b": gradients[4:], "parameter|a": values})
-    first = {name: in_flight(noted, Difference(kind, 1, name, 0, 1.0))[0] for kind, name in (("gradient", "b"), ("figure", "loss"))}
+    noted = flights.spanning(
+        {"gradient|a": gradients[:4], "gradient|b": gradients[4:], "parameter|a": values}
+    )
+    first = {
+        name: in_flight(noted, Difference(kind, 1, name, 0, 1.0))[0]
+        for kind, name in (("gradient", "b"), ("figure", "loss"))
+    }
     assert {name: text.partition(" on what differs")[0] for name, text in first.items()} == {
         "b": "1 × reduce_scatter 2",
         "loss": "1 × all_gather",
@@ -327,7 +431,9 @@ def test_what_was_not_computed_again_is_not_called_equal() -> None:
     hidden = Replay(SimpleNamespace(whole={}), fsdp, ["w"]).lacking  # type: ignore[arg-type]
     assert "fsdp" in hidden
     found = {("gradient", 1, "w"): Difference("gradient", 1, "w", 0, 0.01)}
-    result = SimpleNamespace(layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed=hidden)
+    result = SimpleNamespace(
+        layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed=hidden
+    )
     proof: Any = Proof(SimpleNamespace(against=None, precision="bf16"), ["w"], [result])  # type: ignore[arg-type, list-item]
     assert "EQUAL" not in verdict(proof) and hidden in verdict(proof) and "direction" not in verdict(proof)
 
@@ -338,14 +444,22 @@ def test_a_bf16_proof_says_of_which_rules_it_compares_no_directions() -> None:
     names = ["a.weight", "b.weight", "norm.bias"]
     assert undirected(optim, names) == {"sgd": 2} and undirected(OptimConfig(), names) == {}
     found = {("gradient", 1, "a.weight"): Difference("gradient", 1, "a.weight", 0, 0.01)}
-    result = SimpleNamespace(layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed="")
+    result = SimpleNamespace(
+        layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed=""
+    )
     proof: Any = Proof(SimpleNamespace(against=None, precision="bf16"), names, [result], {"sgd": 2})  # type: ignore[arg-type, list-item]
-    assert verdict(proof).startswith("EQUAL") and "2 parameters of sgd" in verdict(proof) and "directions not compared" in verdict(proof)
+    assert (
+        verdict(proof).startswith("EQUAL")
+        and "2 parameters of sgd" in verdict(proof)
+        and "directions not compared" in verdict(proof)
+    )
 
 
 def test_shrinking_keeps_what_does_not_divide() -> None:
     layouts = [parse("tp2"), parse("pp4")]
-    user = load_whole("configs/gpt_1b.json", ["model.vocab_size=50257", "model.num_layers=23", "model.num_kv_heads=2"])
+    user = load_whole(
+        "configs/gpt_1b.json", ["model.vocab_size=50257", "model.num_layers=23", "model.num_kv_heads=2"]
+    )
     small = shrink(user, layouts, 3, "fp64")["model"]
     assert small["vocab_size"] % 4 == 1 and small["num_kv_heads"] == 2
     assert impossible(parse("tp4"), user) == "model.num_kv_heads: 2 is not a multiple of parallel.tensor 4"
@@ -362,17 +476,24 @@ def test_shrinking_keeps_what_does_not_divide() -> None:
         ("pp2", ["optim.schedule=wsd"]),
     ],
 )
-def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, overrides: list[str], tmp_path: Path) -> None:
+def test_the_small_config_suits_every_layout_that_the_user_s_allows(
+    names: str, overrides: list[str], tmp_path: Path
+) -> None:
     """Else a proof would be refused for numbers that nobody wrote."""
     layouts = [parse(name) for name in names.split(",")]
-    user = load_whole("configs/gpt_1b.json", ["model.num_heads=12", "model.hidden_size=1536", "model.ffn_size=6144", *overrides])
+    user = load_whole(
+        "configs/gpt_1b.json",
+        ["model.num_heads=12", "model.hidden_size=1536", "model.ffn_size=6144", *overrides],
+    )
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
     for layout in layouts:
         assert impossible(layout, user) is None
         small = load(str(case), layout.overrides(), layout.world).config
         assert small.model.vocab_size % layout.size("tensor") == user.model.vocab_size % layout.size("tensor")
         assert small.num_microbatches >= 2 and small.model.num_layers >= 4
-        assert small.kv_heads > layout.size("tensor")  # a rank's number must not do for that of its first head
+        assert small.kv_heads > layout.size(
+            "tensor"
+        )  # a rank's number must not do for that of its first head
     odd = load_whole("configs/gpt_1b.json", ["train.seq_len=9", "train.micro_batch_size=1"])
     assert impossible(parse("tp4sp"), odd) == "train.seq_len: 9 is not a multiple of parallel.tensor 4"
 
@@ -392,7 +513,10 @@ def test_a_replica_that_differs_is_found_on_its_rank(tmp_path: Path) -> None:
     whole = torch.arange(8, dtype=torch.float64).view(4, 2) + 1
     reference = records(tmp_path / "reference", [(whole, Shard((4, 2)))])
     copies = [(whole, piece((4, 2), None, 0, 2)), (whole * (1 + 1e-7), piece((4, 2), None, 1, 2))]
-    found = {(d.name, d.rank): d.relative for d in against_reference(records(tmp_path / "layout", copies), reference)}
+    found = {
+        (d.name, d.rank): d.relative
+        for d in against_reference(records(tmp_path / "layout", copies), reference)
+    }
     assert found["weight", 0] == 0 and math.isclose(found["weight", 1], 1e-7, rel_tol=1e-6)
     assert found["loss", 0] == found["loss", 1] == 0
 
@@ -400,18 +524,25 @@ def test_a_replica_that_differs_is_found_on_its_rank(tmp_path: Path) -> None:
 def test_a_figure_that_a_rank_lacks_is_a_difference(tmp_path: Path) -> None:
     """A rank that never came to a step's loss would agree with everybody."""
     whole = torch.ones(2, dtype=torch.float64)
-    reference, layout = (records(tmp_path / name, [(whole, Shard((2,)))] * ranks) for name, ranks in (("reference", 1), ("layout", 2)))
+    reference, layout = (
+        records(tmp_path / name, [(whole, Shard((2,)))] * ranks)
+        for name, ranks in (("reference", 1), ("layout", 2))
+    )
     del layout.figures[1]["1"]["loss"]
     found = {(d.name, d.rank): d.relative for d in against_reference(layout, reference) if d.kind == "figure"}
     assert found == {("loss", 0): 0.0, ("grad_norm", 0): 0.0, ("loss", 1): math.inf, ("grad_norm", 1): 0.0}
     layout.figures[0].clear()
-    assert {d.name for d in against_reference(layout, reference) if d.rank == 0 and d.relative == math.inf} == {"loss", "grad_norm"}
+    assert {
+        d.name for d in against_reference(layout, reference) if d.rank == 0 and d.relative == math.inf
+    } == {"loss", "grad_norm"}
 
 
 def test_every_rank_s_own_norm_is_computed_again() -> None:
     """Of a norm that is summed over some ranks only, the first may have the right one."""
     figures = [{"1": {"grad_norm": norm}} for norm in (5.0, 5.0, 4.0)]
-    replay = Replay(SimpleNamespace(whole={"gradient 1|w": np.array([3.0, 4.0])}, figures=figures), Config(), ["w"])  # type: ignore[arg-type]
+    replay = Replay(
+        SimpleNamespace(whole={"gradient 1|w": np.array([3.0, 4.0])}, figures=figures), Config(), ["w"]
+    )  # type: ignore[arg-type]
     replay._norm(1)
     assert [(d.rank, d.relative) for d in replay.found] == [(0, 0.0), (1, 0.0), (2, pytest.approx(0.2))]
 
@@ -422,14 +553,21 @@ def test_slices_are_compared_where_they_belong(tmp_path: Path) -> None:
     reference = records(tmp_path / "reference", [(whole, Shard((5, 2)))])
     shards = [piece((5, 2), 0, index, 2) for index in range(2)]
     layout = records(tmp_path / "layout", [(whole[:3], shards[0]), (whole[3:], shards[1])])
-    assert max(d.relative for d in against_reference(layout, reference)) == 0 and missing(layout, reference) == []
-    assert missing(records(tmp_path / "half", [(whole[:3], shards[0])]), reference) == ["gradient of weight, step 1"]
+    assert (
+        max(d.relative for d in against_reference(layout, reference)) == 0
+        and missing(layout, reference) == []
+    )
+    assert missing(records(tmp_path / "half", [(whole[:3], shards[0])]), reference) == [
+        "gradient of weight, step 1"
+    ]
 
 
 def test_not_a_number_is_never_equal(tmp_path: Path) -> None:
     whole = torch.full((2, 2), torch.nan, dtype=torch.float64)
     reference = records(tmp_path / "reference", [(whole, Shard((2, 2)))], loss=math.nan)
-    assert all(d.relative == math.inf for d in against_reference(reference, reference) if d.name != "grad_norm")
+    assert all(
+        d.relative == math.inf for d in against_reference(reference, reference) if d.name != "grad_norm"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -459,11 +597,18 @@ def test_what_watches_a_gradient_hands_it_on() -> None:
         for _ in range(2):
             getattr(seen, way)(*given)
             getattr(alone, way)(*given)
-        assert torch.equal(main.total, alone.total) and torch.allclose(sum(seen.parts, torch.zeros(())), alone.total), way
+        assert torch.equal(main.total, alone.total) and torch.allclose(
+            sum(seen.parts, torch.zeros(())), alone.total
+        ), way
 
 
 def test_noise_is_that_of_every_checkout() -> None:
     """`--against` would call two checkouts different that only draw another noise. The numbers are those of November 2026."""
-    drawn = {(130,): -1.6042106747627258, (3, 7): -0.7924339175224304, (64,): -0.34669721126556396, (): 0.06386983394622803}
+    drawn = {
+        (130,): -1.6042106747627258,
+        (3, 7): -0.7924339175224304,
+        (64,): -0.34669721126556396,
+        (): 0.06386983394622803,
+    }
     found = {shape: noise("blocks.0.norm1.weight", shape, torch.float64).sum().item() for shape in drawn}
     assert found == pytest.approx(drawn, rel=1e-12)

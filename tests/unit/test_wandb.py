@@ -24,7 +24,9 @@ from tests import forks
 from tests.commands import run_script
 from tests.training import write_config, write_corpus
 
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed (pip install wandb)")
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed (pip install wandb)"
+)
 
 
 def records(file: bytes) -> Iterator[bytes]:
@@ -52,8 +54,13 @@ def histories(folder: Path) -> Iterator[tuple[str, dict[int, dict[str, float]]]]
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
-                items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                rows[items["_step"]] = {name: value for name, value in items.items() if not name.startswith("_")}
+                items = {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                rows[items["_step"]] = {
+                    name: value for name, value in items.items() if not name.startswith("_")
+                }
         yield file.stem.removeprefix("run-"), rows
 
 
@@ -61,7 +68,13 @@ def histories(folder: Path) -> Iterator[tuple[str, dict[int, dict[str, float]]]]
 def test_wandb_has_the_figures_of_metrics_jsonl(tmp_path: Path) -> None:
     """Other figures or steps than were recorded, or a new run in wandb for each start of one run."""
     prefix = write_corpus(tmp_path)
-    log = {"dir": str(tmp_path / "run"), "wandb": "offline", "every": 2, "tensorboard": False, "figures": ["[!s]*"]}  # but speed/
+    log = {
+        "dir": str(tmp_path / "run"),
+        "wandb": "offline",
+        "every": 2,
+        "tensorboard": False,
+        "figures": ["[!s]*"],
+    }  # but speed/
     data = {"train": prefix, "valid": prefix}
     config = write_config(
         tmp_path, prefix, model={"num_layers": 1}, train={"steps": 8, "eval_every": 4, "eval_batches": 1}, data=data, log=log,
@@ -82,15 +95,22 @@ def test_wandb_has_the_figures_of_metrics_jsonl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import sys; sys.exit('no network')", "WARNING: wandb gets no more figures (no network); training goes on"),
+        (
+            "import sys; sys.exit('no network')",
+            "WARNING: wandb gets no more figures (no network); training goes on",
+        ),
         ("import time; time.sleep(60)", "WARNING: wandb has not sent all figures within 0.3 s"),
     ],
 )
-def test_wandb_never_ends_or_stalls_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+def test_wandb_never_ends_or_stalls_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
     """A run that waits for a server, or ends because it does not answer; or a line for every step."""
     monkeypatch.setattr(tracking, "COMMAND", [sys.executable, "-c", code])
     monkeypatch.setattr(tracking, "GRACE", 0.3 if "sleep" in code else 20.0)
-    config = load(write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run"), "wandb": "online"})).config
+    config = load(
+        write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run"), "wandb": "online"})
+    ).config
     lines: list[str] = []
     tracker = tracking.Tracker()
     tracker.open(config, tmp_path / "run", 1, lines.append)
@@ -109,7 +129,9 @@ def config_told(path: str, folder: str) -> Any:
     """What wandb's process is told of a run's config."""
     config, told = load(path, [f"log.dir={folder}"]).config, Path(folder) / "told"
     with mock.patch.object(tracking, "COMMAND", [sys.executable, "-c", ECHO.format(told)]):
-        trainer = trainer_of(config, Mesh(config, RankInfo(), torch.device("cpu")), Inputs(config, 0), [tracking.Tracker()])
+        trainer = trainer_of(
+            config, Mesh(config, RankInfo(), torch.device("cpu")), Inputs(config, 0), [tracking.Tracker()]
+        )
         trainer.run()
     trainer.mesh.close()
     return json.loads(told.read_text())["config"]
@@ -118,14 +140,19 @@ def config_told(path: str, folder: str) -> Any:
 def test_the_config_is_that_of_the_run(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Runs would be sorted by `auto`, which says nothing; and settings of a source that JSON has no type for would end the run."""
     settings = "class Settings(ModelConfig):"
-    source = forks.written(tmp_path, (settings, f"from pathlib import Path\n{settings}\n    at: Path = Path('x')"))
+    source = forks.written(
+        tmp_path, (settings, f"from pathlib import Path\n{settings}\n    at: Path = Path('x')")
+    )
     model = {"num_layers": 2, "source": str(source)}
     path = write_config(tmp_path, write_corpus(tmp_path), model=model, train={"steps": 1, "compile": "auto"})
     loaded = load(path)
     assert loaded.config.train.compile == "auto" and '"x"' in loaded.table()
     [told] = run_ranks(1, config_told, path, str(tmp_path / "run"))
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert told == recorded | {"model": recorded["model"] | {"source": str(source)}} and told["train"]["compile"] is False
+    assert (
+        told == recorded | {"model": recorded["model"] | {"source": str(source)}}
+        and told["train"]["compile"] is False
+    )
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +160,9 @@ def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     path = write_config(tmp_path, write_corpus(tmp_path))
     tracking.check_wandb(load(path).config)
-    with pytest.raises(ConfigError, match=r"log.wandb: wandb is not installed \(pip install 'megacore\[wandb\]', or off\)"):
+    with pytest.raises(
+        ConfigError, match=r"log.wandb: wandb is not installed \(pip install 'megacore\[wandb\]', or off\)"
+    ):
         tracking.check_wandb(load(path, ["log.wandb=offline"]).config)
 
 

@@ -1,4 +1,6 @@
-"""Who updates which whole matrices, and what that sends and takes: in dry runs of single ranks against the plan, and by hand."""
+"""Who updates which whole matrices, and what that sends and takes: in dry runs of single ranks
+against the plan, and by hand.
+"""
 
 from collections.abc import Callable
 from math import prod
@@ -28,7 +30,11 @@ LAYOUTS = {
     "dp3": (3, ["train.global_batch_size=6"], (0, 2)),
     "tp2dp2": (4, ["parallel.tensor=2", "parallel.sequence=true"], (0, 3)),
     "tp2 sharded": (4, ["parallel.tensor=2", "engine.shard_optimizer=true"], (0, 3)),
-    "in two levels, sharded": (8, ["parallel.tensor=2", "engine.shard_optimizer=true", "engine.reduce_levels=2"], (0, 5)),
+    "in two levels, sharded": (
+        8,
+        ["parallel.tensor=2", "engine.shard_optimizer=true", "engine.reduce_levels=2"],
+        (0, 5),
+    ),
     "pp2 cp2": (4, ["parallel.pipeline=2", "parallel.context=2"], (0, 3)),
     "tp2 copies of shards": (8, ["parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2"], (0, 3, 6)),
 }
@@ -38,7 +44,9 @@ LAYOUTS = {
 def configure(tmp_path: Path) -> Callable[..., Config]:
     """`configure(ranks, overrides)`: the tests' small config with Muon, resolved."""
     path = write_config(tmp_path, "unused", model={"num_layers": 2}, train={"precision": "fp32"})
-    return lambda ranks, overrides: load(path, ["optim.kind=muon", "engine.bucket_mib=0.02", *overrides], ranks).config
+    return lambda ranks, overrides: (
+        load(path, ["optim.kind=muon", "engine.bucket_mib=0.02", *overrides], ranks).config
+    )
 
 
 def updates_of(config: Config, place: Place) -> WholeUpdates:
@@ -48,8 +56,12 @@ def updates_of(config: Config, place: Place) -> WholeUpdates:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_and_memory_are_those_of_the_plan(configure: Callable[..., Config], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real step of a rank, in several rounds: each communicator's operations, their elements, and what is held from step to step."""
+def test_bytes_and_memory_are_those_of_the_plan(
+    configure: Callable[..., Config], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real step of a rank, in several rounds: each communicator's operations, their elements, and
+    what is held from step to step.
+    """
     monkeypatch.setattr(owners, "TOGETHER", 1)
     world, overrides, ranks = LAYOUTS[layout]
     config = configure(world, overrides)
@@ -60,7 +72,9 @@ def test_bytes_and_memory_are_those_of_the_plan(configure: Callable[..., Config]
         assert ("exchange" in sent or "broadcast" in sent) == (world > 1)
         planned = rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage]
         assert made_at_once(dry.journal) <= planned.update, "the room of an update"
-        before = rank_memory(config.model_copy(update={"optim": load_adamw(config)}), dry.tensor_rank, dry.shard_rank)[dry.stage]
+        before = rank_memory(
+            config.model_copy(update={"optim": load_adamw(config)}), dry.tensor_rank, dry.shard_rank
+        )[dry.stage]
         assert before.optimizer > planned.optimizer, "the momentum alone, where AdamW has two moments"
 
 
@@ -80,8 +94,12 @@ def load_adamw(config: Config) -> object:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_matrix_has_one_owner_who_gets_all_of_it_once(configure: Callable[..., Config], layout: str) -> None:
-    """A part that is lacking, or that comes twice, would leave what was in memory, or shift all behind it; work would be done twice."""
+def test_every_matrix_has_one_owner_who_gets_all_of_it_once(
+    configure: Callable[..., Config], layout: str
+) -> None:
+    """A part that is lacking, or that comes twice, would leave what was in memory, or shift all
+    behind it; work would be done twice.
+    """
     world, overrides, _ = LAYOUTS[layout]
     config = configure(world, overrides)
     places = [Place(0, t, d) for d in range(config.token_ranks) for t in range(config.parallel.tensor)]
@@ -107,8 +125,10 @@ def test_every_matrix_has_one_owner_who_gets_all_of_it_once(configure: Callable[
 def costs_of(updates: WholeUpdates) -> dict[str, float]:
     return {
         task.name: owners.cost_of(group.rule, updates.shards[task.name])
-        for group, dealing in updates.each for tasks in dealing.rounds for task in tasks
-    }  # fmt: skip
+        for group, dealing in updates.each
+        for tasks in dealing.rounds
+        for task in tasks
+    }
 
 
 def dealt(costs: dict[str, float], within: int, between: int) -> list[list[Task]]:
@@ -118,7 +138,10 @@ def dealt(costs: dict[str, float], within: int, between: int) -> list[list[Task]
 
 
 def test_the_costliest_are_dealt_first_and_to_all_copies() -> None:
-    """By hand: two tensor ranks and two copies. In the order of names, or to one copy alone, the longest would come last or together."""
+    """By hand: two tensor ranks and two copies.
+
+    In the order of names, or to one copy alone, the longest would come last or together.
+    """
     costs = {"a": 1.0, "b": 1.0, "c": 9.0, "d": 5.0, "e": 4.0, "f": 6.0, "g": 2.0}
     assert dealt(costs, 2, 2) == [
         [Task("c", 0, 0), Task("f", 0, 1), Task("d", 1, 0), Task("e", 1, 1)],
@@ -133,23 +156,39 @@ def test_a_copy_sends_only_to_the_owner_that_is_as_it_is() -> None:
     for own, times in ((replicated, 1), (lambda group: split(group, 0), 2)):
         shards = [Shard((8, 4), (own(group),), decay=True) for group in groups]
         dealing = Dealing(
-            {"w": shards[0]}, {"w": 1.0}, Holders(groups[0], SOLO, ("tp",)),
+            {"w": shards[0]},
+            {"w": 1.0},
+            Holders(groups[0], SOLO, ("tp",)),
             lambda name, rank, shards=shards: Part(shards[rank], 0, prod(shards[rank].local_shape)),  # type: ignore[misc]
-        )  # fmt: skip
+        )
         ((task,),) = dealing.rounds
         assert len([*dealing.senders(task)]) == times
         assert sum(part.size for _, part in dealing.senders(task)) == 32
 
 
-def test_parts_lie_where_their_rows_do(configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the offset of a piece is taken along the wrong dim. Then parts would lie over each other."""
+def test_parts_lie_where_their_rows_do(
+    configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: the offset of a piece is taken along the wrong dim.
+
+    Then parts would lie over each other.
+    """
     config = configure(2, ["parallel.tensor=2"])
     monkeypatch.setattr(
-        TensorSlice, "slices", property(lambda box: tuple(slice(o, o + s) for o, s in zip(box.offset[::-1], box.local_shape, strict=True)))
+        TensorSlice,
+        "slices",
+        property(
+            lambda box: tuple(slice(o, o + s) for o, s in zip(box.offset[::-1], box.local_shape, strict=True))
+        ),
     )
     updates, seen = updates_of(config, Place(0)), 0
     for _, dealing in updates.each:
-        for task in (task for tasks in dealing.rounds for task in tasks if len(updates.shards[task.name].global_shape) == 2):
+        for task in (
+            task
+            for tasks in dealing.rounds
+            for task in tasks
+            if len(updates.shards[task.name].global_shape) == 2
+        ):
             times, seen = torch.zeros(updates.shards[task.name].global_shape), seen + 1
             for _, part in dealing.senders(task):
                 for box in part.boxes:

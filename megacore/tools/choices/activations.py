@@ -27,12 +27,18 @@ def layer_costs(config: Config, own: range, loads: Loads = BALANCED) -> list[tup
     last = config.model.num_layers
     kinds = own if config.model.source is not None else [config.model.alike(layer) for layer in own]
     alike = [(kind, len([*same])) for kind, same in groupby(zip(kinds, map(loads.get, own), strict=True))]
-    runs = [*([((-1, None), 1)] if own.start == 0 else []), *alike, *([((last, None), 1)] if own.stop == last else [])]
+    runs = [
+        *([((-1, None), 1)] if own.start == 0 else []),
+        *alike,
+        *([((last, None), 1)] if own.stop == last else []),
+    ]
     costs = ((cost_of(config, layer + 1, load), count) for (layer, load), count in runs)
     return [(cost, sum(count for _, count in same)) for cost, same in groupby(costs, key=itemgetter(0))]
 
 
-def stage_activations(config: Config, stages: Sequence[range], loads: Loads = BALANCED) -> list[StageActivations]:
+def stage_activations(
+    config: Config, stages: Sequence[range], loads: Loads = BALANCED
+) -> list[StageActivations]:
     """The activations of each stage, given its inner layers."""
     found, alike = [], dict[Hashable, StageActivations]()
     for own in stages:
@@ -43,7 +49,9 @@ def stage_activations(config: Config, stages: Sequence[range], loads: Loads = BA
             found.append(alike[kind])
             continue
         runs = layer_costs(config, own, loads)
-        if config.train.offload_activations:  # of inner layers; beside the one at work, what another keeps is on its way
+        if (
+            config.train.offload_activations
+        ):  # of inner layers; beside the one at work, what another keeps is on its way
             ends = {0} if own.start == 0 else set()
             ends |= {len(runs) - 1} if behind else set()
             runs = [run if i in ends else (offloaded(run[0]), run[1]) for i, run in enumerate(runs)]
@@ -63,7 +71,10 @@ def composed(runs: Sequence[tuple[LayerCost, int]], logits: int) -> StageActivat
     for cost, count in runs:
         for i in {0, count - 1}:  # of equal layers the first or the last needs most
             begun, behind = before + i * cost.kept, waiting - waiting_before - (i + 1) * cost.waiting
-            begins = {Op.BACKWARD_INPUT: begun + behind - kept, Op.BACKWARD_WEIGHT: waiting_before + i * cost.waiting - waiting}
+            begins = {
+                Op.BACKWARD_INPUT: begun + behind - kept,
+                Op.BACKWARD_WEIGHT: waiting_before + i * cost.waiting - waiting,
+            }
             for op, most in cost.most.items():
                 at_work[op] = max(at_work[op], begins.get(op, begun - kept) + most)
         before, waiting_before = before + count * cost.kept, waiting_before + count * cost.waiting

@@ -22,6 +22,7 @@ def bubble_warning(config: Config) -> str | None:
     more = "a larger train.global_batch_size, a smaller train.micro_batch_size, fewer data ranks, or "
     more = more if count < SMALL * (ranks - 1) else ""
     return (
-        f"WARNING: the pipeline's ranks wait for {waiting:.1%} of a step, with {count} microbatch{'es' * (count > 1)} for {ranks} ranks"
+        f"WARNING: the pipeline's ranks wait for {waiting:.1%} of a step, with {count} "
+        f"microbatch{'es' * (count > 1)} for {ranks} ranks"
         f" ({more}another schedule: launch/plan.py --compare-schedules)"
     )

@@ -37,18 +37,28 @@ def check_shared(config: Config) -> None:
         layers = [model.layers[number] for stage in stages for number in layer_ranges(config)[stage]]
         if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
             wrong = f"of the layers of pipeline rank {rank} no parameter is trained"
-            raise ConfigError("model.source", wrong, "one in each rank of the pipeline at least, or fewer ranks")
+            raise ConfigError(
+                "model.source", wrong, "one in each rank of the pipeline at least, or fewer ranks"
+            )
     places = [place for place, _ in nn.Module.named_parameters(model, remove_duplicate=False)]
     own = Counter(model.logical_name(place) for place in places if place not in model.shared)
     if strangers := shared.keys() - own.keys():
-        raise ConfigError("model.source", f"a layer shares {min(strangers)}, which no layer has", "the full name of another's parameter")
+        raise ConfigError(
+            "model.source",
+            f"a layer shares {min(strangers)}, which no layer has",
+            "the full name of another's parameter",
+        )
     pipeline = len(layer_ranges(config)) > 1
     if pipeline and config.model.tie_embeddings and "embedding.weight" not in shared:
         right = "false, or a last layer that does"
-        raise ConfigError("model.tie_embeddings", "says that layers share embedding.weight, and none does", right)
+        raise ConfigError(
+            "model.tie_embeddings", "says that layers share embedding.weight, and none does", right
+        )
     if pipeline and (twice := [name for name, count in own.items() if count > 1]):
         wrong = f"several layers have a parameter of one name, {twice[0]}, and do not share it"
-        raise ConfigError("model.source", wrong, "names of their own, `shares` (docs/blocks.md), or parallel.pipeline=1")
+        raise ConfigError(
+            "model.source", wrong, "names of their own, `shares` (docs/blocks.md), or parallel.pipeline=1"
+        )
     rank_of = {stage: rank for rank, stages in enumerate(placement_of(config)) for stage in stages}
     if config.engine.kind == "fsdp" and config.token_ranks > 1:
         for name, stages in shared.items():

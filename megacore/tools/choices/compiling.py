@@ -29,7 +29,9 @@ from megacore.tools.choices.partition import partitioned
 from megacore.train.step import TrainStep
 
 LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed
-WORTH_MEASURING = 1800.0  # seconds that they take at least: measuring and compiling are then a few per cent of the run
+WORTH_MEASURING = (
+    1800.0  # seconds that they take at least: measuring and compiling are then a few per cent of the run
+)
 LAYERS = 2  # of the model that is measured; all blocks share one graph
 SECONDS, ROUNDS = 10.0, 15  # at most, of the measurement itself
 GAIN = 0.98  # compiled blocks are taken where a step takes less than this part of a plain one's time
@@ -53,7 +55,9 @@ def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config,
     found, why, cut = dict[str, str](), "", partitioned(config).partition
     if mesh.place.rank == 0:
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-        found = resolve_auto.resolved_auto(config, mesh.device.type, name, None if resumed is None else recorded_sections(resumed))
+        found = resolve_auto.resolved_auto(
+            config, mesh.device.type, name, None if resumed is None else recorded_sections(resumed)
+        )
     found = json.loads(broadcast_text(json.dumps(found), mesh.world, mesh.device))
     config = with_choices(config, found)
     if config.train.compile != "auto":
@@ -74,7 +78,13 @@ def can_compile(config: Config, device: torch.device) -> bool:
     """
     train, parallel = config.train, config.parallel
     own = config.model.source is not None or config.model.num_experts is not None
-    excluded = own or config.model.dropout or train.offload_activations or train.deterministic or train.precision == "fp64"
+    excluded = (
+        own
+        or config.model.dropout
+        or train.offload_activations
+        or train.deterministic
+        or train.precision == "fp64"
+    )
     divided = parallel.tensor > 1 or parallel.context > 1 or config.engine.kind != "native"
     split = parallel.pipeline > 1 and splits_backward(config) and parallel.schedule not in WHOLE
     return device.type == "cpu" and not (excluded or divided or split) and train.steps >= LEAST_STEPS
@@ -87,7 +97,9 @@ def with_choices(config: Config, chosen: dict[str, str]) -> Config:
     """The same config otherwise; the choices by dotted key."""
     for key, value in chosen.items():
         section, name = key.split(".")
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        config = config.model_copy(
+            update={section: getattr(config, section).model_copy(update={name: value})}
+        )
     return config
 
 
@@ -105,7 +117,12 @@ def measure(config: Config, mesh: Mesh) -> tuple[bool, str]:
     """Whether this machine is faster with compiled blocks, and in words what it measured, if anything."""
     small = Small(config, mesh)
     layers = config.model.num_layers / config.parallel.pipeline / min(LAYERS, config.model.num_layers)
-    run = small.seconds(with_compile(config, False)) * max(1.0, layers) * config.num_microbatches * config.train.steps
+    run = (
+        small.seconds(with_compile(config, False))
+        * max(1.0, layers)
+        * config.num_microbatches
+        * config.train.steps
+    )
     if run < WORTH_MEASURING:
         return False, ""
     started = time.monotonic()
@@ -138,9 +155,14 @@ class Small:
         model = config.model.model_copy(update={"num_layers": min(LAYERS, config.model.num_layers)})
         train = config.train.model_copy(update={"global_batch_size": config.train.micro_batch_size})
         alone = {"data": 1, "pipeline": 1, "schedule": "1f1b", "chunks": 1, "sequence": False}
-        parallel, engine = config.parallel.model_copy(update=alone), config.engine.model_copy(update={"shard_optimizer": False})
+        parallel, engine = (
+            config.parallel.model_copy(update=alone),
+            config.engine.model_copy(update={"shard_optimizer": False}),
+        )
         data = config.data.model_copy(update={"document_mask": False, "packing": "none", "train": None})
-        small = config.model_copy(update={"model": model, "train": train, "parallel": parallel, "engine": engine, "data": data})
+        small = config.model_copy(
+            update={"model": model, "train": train, "parallel": parallel, "engine": engine, "data": data}
+        )
         return TrainStep(small, Mesh(small, RankInfo(), self.device))
 
     def timed(self, step: TrainStep) -> float:

@@ -1,16 +1,18 @@
-"""How long context ranks wait for each other's keys and values, by method (`parallel.context_method`), and which method is fastest.
+"""How long context ranks wait for each other's keys and values, by method
+(`parallel.context_method`), and which method is fastest.
 
 With n keys and values of a rank, q its queries and c ranks, a block and microbatch costs what nothing hides:
 
 | method | forward | backward |
 |---|---|---|
 | gather | a gather of c·n, before attention begins | another, and a scatter of the gradients |
-| ring | c-1 times what a transfer of n takes longer than an c-th of attention | as often twice a transfer, and the gradients' way home |
-| ulysses | exchanges of q, keys, values and the output, before and behind attention | as many |
+| ring | c-1 times what a transfer of n takes longer than an c-th of attention | as often twice a transfer,
+and the gradients' way home | | ulysses | exchanges of q, keys, values and the output, before and behind
+attention | as many |
 
-Ring also merges its parts' outputs in fp32. Its transfers are messages from neighbour to neighbour: between machines a rank has one
-port, where a gather uses those of all its ranks. Where attention over pieces of sequences is slower than over whole ones, gather and
-ring also take the difference (`pieces_rate`).
+Ring also merges its parts' outputs in fp32. Its transfers are messages from neighbour to neighbour: between
+machines a rank has one port, where a gather uses those of all its ranks. Where attention over pieces of
+sequences is slower than over whole ones, gather and ring also take the difference (`pieces_rate`).
 """
 
 import math
@@ -22,8 +24,10 @@ from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
 
 Method = Literal["gather", "ring", "ulysses"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MERGED = 10  # bytes a feature to add a part to the output: it is read and written in fp32, and the part is read
-BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
+# bytes a feature to add a part to the output: it is read and written in fp32, and the part is read
+MERGED = 10
+# times the forward: five products for two, because the scores are computed again (Dao 2023)
+BACKWARD_ATTENTION = 2.5
 DEVICE = "h100"  # whose facts count for a GPU that is not known
 # Parts of what makers state, as for the planner's own runs (`tools/planner/fitted.json`).
 OF_PEAK, OF_MEMORY, OF_LINK = 0.5, 0.8, 0.8
@@ -67,8 +71,8 @@ class Links:
     def collective(self, share: float, moved: float, size: int, stride: int = 1) -> float:
         """Seconds of a ring of `size` ranks that are `stride` apart, over `moved` bytes of the whole.
 
-        `share` is 1 for a gather or a scatter, and 2 for a sum, which is both. A ring passes each link once a round. Where it
-        leaves a machine, it uses the links of all its ranks there.
+        `share` is 1 for a gather or a scatter, and 2 for a sum, which is both. A ring passes each link once a
+        round. Where it leaves a machine, it uses the links of all its ranks there.
         """
         if size <= 1 or moved <= 0:
             return 0.0
@@ -82,7 +86,8 @@ class Links:
         return self.call + share * (hops + moved * (size - 1) / size / slowest)
 
     def exchange(self, moved: float, size: int, stride: int = 1) -> float:
-        """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of its `moved` bytes to every other.
+        """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of
+        its `moved` bytes to every other.
 
         What leaves a machine goes through the rank's own port, while the rest goes through the links inside.
         """
@@ -99,7 +104,9 @@ class Links:
 
     def transfer(self, moved: float, distance: int) -> float:
         """Seconds of a message to the rank that is `distance` away, without the call."""
-        level = next((level for level in self.levels if level.ranks is None or distance < level.ranks), self.levels[-1])
+        level = next(
+            (level for level in self.levels if level.ranks is None or distance < level.ranks), self.levels[-1]
+        )
         return level.latency + moved / level.rate
 
 
@@ -111,13 +118,20 @@ class Rates:
     operations: float
     memory: float = math.inf
     ring_hidden: float = 1.0  # of attention, behind which a ring passes keys and values on
-    pieces_rate: Mapping[str, float] = field(default_factory=dict)  # of attention over whole sequences: its speed over a method's pieces
+    # of attention over whole sequences: its speed over a method's pieces
+    pieces_rate: Mapping[str, float] = field(default_factory=dict)
 
 
-# Ranks of one machine's CPU over gloo, on which nothing overlaps. Four ranks on two cores of an EPYC measured attention over 4,096 tokens,
-# forward and backward (`python -m benchmarks.context --tokens 4096`, 2026-11-22): a rank's operations a second over whole sequences, the
-# bytes that it sends, and how much slower attention is over pieces, whose products are smaller and whose gradients are added up.
-CPU = Rates(Links((Level(None, 6.5e8, 1e-4),), CALL), 3e10, ring_hidden=0.0, pieces_rate={"gather": 0.79, "ring": 0.86})
+# Ranks of one machine's CPU over gloo, on which nothing overlaps. Four ranks on two cores of an EPYC measured
+# attention over 4,096 tokens, forward and backward (`python -m benchmarks.context --tokens 4096`,
+# 2026-11-22): a rank's operations a second over whole sequences, the bytes that it sends, and how much slower
+# attention is over pieces, whose products are smaller and whose gradients are added up.
+CPU = Rates(
+    Links((Level(None, 6.5e8, 1e-4),), CALL),
+    3e10,
+    ring_hidden=0.0,
+    pieces_rate={"gather": 0.79, "ring": 0.86},
+)
 
 
 def rates(device: str, precision: str) -> Rates:
@@ -131,7 +145,9 @@ def rates(device: str, precision: str) -> Rates:
 
 
 def exposed(own: Divided, method: str, rates: Rates, attention: tuple[float, float]) -> tuple[float, float]:
-    """Seconds of forward and backward that a block's context ranks add to those of `attention`, forward and backward."""
+    """Seconds of forward and backward that a block's context ranks add to those of
+    `attention`, forward and backward.
+    """
     c, t, e = own.context, own.tensor, own.element
     if c == 1:
         return 0.0, 0.0
@@ -139,9 +155,12 @@ def exposed(own: Divided, method: str, rates: Rates, attention: tuple[float, flo
     forward, backward = (seconds * (1 / rates.pieces_rate.get(method, 1.0) - 1) for seconds in attention)
     if method == "ring":
         step = rates.links.call + rates.links.transfer(keys, t * (c - 1))
-        forward += MERGED * own.tokens * own.size / rates.memory * 3 / 4 * c  # three quarters of queries meet a rank's keys
+        # three quarters of queries meet a rank's keys
+        forward += MERGED * own.tokens * own.size / rates.memory * 3 / 4 * c
         hidden = [seconds / c * rates.ring_hidden for seconds in attention]
-        return forward + (c - 1) * max(0.0, step - hidden[0]), backward + (c - 1) * max(0.0, 2 * step - hidden[1]) + step
+        return forward + (c - 1) * max(0.0, step - hidden[0]), backward + (c - 1) * max(
+            0.0, 2 * step - hidden[1]
+        ) + step
     if method == "ulysses":
         dealt = e * own.tokens * own.head_size * max(own.kv_heads, c)
         one = 2 * (rates.links.exchange(e * own.tokens * own.size, c, t) + rates.links.exchange(dealt, c, t))
@@ -151,7 +170,8 @@ def exposed(own: Divided, method: str, rates: Rates, attention: tuple[float, flo
 
 
 def fastest(own: Divided, rates: Rates, *, again: bool, exchanges: bool) -> Method:
-    """The method whose ranks wait least in forward and backward, and `again` in a recomputed forward; of equals the first.
+    """The method whose ranks wait least in forward and backward, and `again` in a
+    recomputed forward; of equals the first.
 
     `exchanges`: whether the heads can be dealt to the ranks, as ulysses needs it.
     """

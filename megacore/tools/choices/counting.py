@@ -52,13 +52,18 @@ def _of_config(config: Config) -> Counted | str:
 
 @lru_cache(maxsize=16)
 def _counted(model: str, seq_len: int) -> Counted | str:
-    config = resolve({"model": json.loads(model), "train": {"seq_len": seq_len, "precision": "fp32"}}, [], "counting", 1).config
+    config = resolve(
+        {"model": json.loads(model), "train": {"seq_len": seq_len, "precision": "fp32"}}, [], "counting", 1
+    ).config
     source, layers = source_of(config), layers_of(config)
     assert source is not None
     try:
         with source.blamed(", counting its products"):
             context, ends = context_of(config, layers), (Embedding, head_of(config))
-            return tuple(None if spec.kind in ends else _of_layer(config, layers, i, context) for i, spec in enumerate(layers))
+            return tuple(
+                None if spec.kind in ends else _of_layer(config, layers, i, context)
+                for i, spec in enumerate(layers)
+            )
     except UserError as error:
         return error.wrong
 
@@ -67,9 +72,19 @@ def context_of(config: Config, layers: Layers) -> Context:
     """The context of one sequence without content."""
     seq_len, tables, zeros = config.train.seq_len, None, np.zeros((1, config.train.seq_len), np.int64)
     if config.model.position == "rope":
-        where = (config.head_size, config.model.rope_theta, torch.float32, META, config.model.rope_scaling, config.model.rotary_share)
+        where = (
+            config.head_size,
+            config.model.rope_theta,
+            torch.float32,
+            META,
+            config.model.rope_scaling,
+            config.model.rotary_share,
+        )
         tables = rope_tables(np.arange(seq_len), *where)
-    more = {name: torch.from_numpy(np.ascontiguousarray(of(Samples(zeros, zeros)))).to(META) for name, of in fields_of(layers).items()}
+    more = {
+        name: torch.from_numpy(np.ascontiguousarray(of(Samples(zeros, zeros)))).to(META)
+        for name, of in fields_of(layers).items()
+    }
     tokens = torch.from_numpy(zeros).to(META)
     batch = Microbatch(tokens, tokens, more=more)
     return Context(1, seq_len, tables, alone(config).tp, False, 0.0, 0, kernels="eager", batch=batch)
@@ -79,7 +94,11 @@ def _of_layer(config: Config, layers: Layers, number: int, context: Context) -> 
     layer: nn.Module = layers[number].build(config, alone(config), DTYPES["fp32"], META)
     flows = crossing(layers, number)
     taken = [
-        torch.empty(flows[name].shape(config, 1, context.seq_len), dtype=DTYPES[flows[name].precision(config)], device=META)
+        torch.empty(
+            flows[name].shape(config, 1, context.seq_len),
+            dtype=DTYPES[flows[name].precision(config)],
+            device=META,
+        )
         for name in layers[number].declared("reads")
     ]
     inputs = [x.requires_grad_() for x in taken if x.is_floating_point()]

@@ -1,4 +1,5 @@
-"""What the core knows of devices that it may meet: the dense peak at each precision (for MFU), memory and links (for `auto`).
+"""What the core knows of devices that it may meet: the dense peak at each precision (for MFU),
+memory and links (for `auto`).
 
 Constants are those that the makers publish; `megacore/tools/planner/devices` names each one's source.
 """
@@ -12,19 +13,38 @@ MACHINE = 8  # accelerators that one machine's links join, as is usual
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one device: operations and bytes a second. The links are what a rank sends, in a machine and from machine to machine."""
+    """Of one device: operations and bytes a second.
+
+    The links are what a rank sends, in a machine and from machine to machine.
+    """
 
     torch_names: str  # a pattern of what torch calls it, besides its name here
-    peaks: Mapping[str, float]  # by `train.precision`: dense (datasheets often print twice that), fp32 without TF32
+    # by `train.precision`: dense (datasheets often print twice that), fp32 without TF32
+    peaks: Mapping[str, float]
     memory: float
     link: float
     port: float
 
 
-def _facts(half: float, fp32: float, fp64: float, memory: float, link: float, port: float, names: str = "", bf16: bool = True) -> Facts:
+def _facts(
+    half: float,
+    fp32: float,
+    fp64: float,
+    memory: float,
+    link: float,
+    port: float,
+    names: str = "",
+    bf16: bool = True,
+) -> Facts:
     """In units of 10^12 operations and 10^9 bytes. A peak of 0 is one that nobody states."""
     peaks = {"fp16": half, "bf16": half if bf16 else 0.0, "fp32": fp32, "fp64": fp64}
-    return Facts(names, {name: peak * 1e12 for name, peak in peaks.items() if peak}, memory * 1e9, link * 1e9, port * 1e9)
+    return Facts(
+        names,
+        {name: peak * 1e12 for name, peak in peaks.items() if peak},
+        memory * 1e9,
+        link * 1e9,
+        port * 1e9,
+    )
 
 
 KNOWN = {
@@ -54,15 +74,28 @@ KNOWN = {
 
 
 def known_as(device_name: str) -> str | None:
-    """The entry of `KNOWN` for a device's name, its own or that of `torch.cuda.get_device_name()`. None if there is none: never a guess.
+    """The entry of `KNOWN` for a device's name, its own or that of `torch.cuda.get_device_name()`.
 
-    torch's name must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice "A100-SXM4-80GB MIG 1g.10gb" is another device.
+    None if there is none: never a guess.
+
+    torch's name must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice "A100-SXM4-80GB MIG
+    1g.10gb" is another device.
     """
     name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
-    return next((own for own, facts in KNOWN.items() if name == own or (facts.torch_names and re.fullmatch(facts.torch_names, name))), None)
+    return next(
+        (
+            own
+            for own, facts in KNOWN.items()
+            if name == own or (facts.torch_names and re.fullmatch(facts.torch_names, name))
+        ),
+        None,
+    )
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak in operations a second of a device. None if the device, or its peak in this precision, is unknown."""
+    """The dense peak in operations a second of a device.
+
+    None if the device, or its peak in this precision, is unknown.
+    """
     name = known_as(device_name)
     return None if name is None else KNOWN[name].peaks.get(precision)

@@ -24,14 +24,20 @@ def attention_flops(config: Config, causal: bool) -> float:
     Grouping key/value heads changes neither, because every query head still meets s keys. What windows mask is not counted; it is the
     mean of all blocks.
     """
-    return 4 * config.train.seq_len * attended_features(config) * (0.5 if causal else 1.0) * window_share(config)
+    return (
+        4 * config.train.seq_len * attended_features(config) * (0.5 if causal else 1.0) * window_share(config)
+    )
 
 
 def attended_features(config: Config) -> float:
     """Features of all heads: the mean of keys' and values', which latent attention has of two sizes."""
     model = config.model
     own = config.attention_sizes[0]
-    return own if model.kv_rank is None else model.num_heads * (config.head_size + model.plain_size + model.value_size) / 2
+    return (
+        own
+        if model.kv_rank is None
+        else model.num_heads * (config.head_size + model.plain_size + model.value_size) / 2
+    )
 
 
 def projection_weights(config: Config) -> float:
@@ -42,7 +48,9 @@ def projection_weights(config: Config) -> float:
         return h * (2 * a + 2 * k + {None: 0, "headwise": heads, "elementwise": a}[model.attention_gate])
     queries = heads * (config.head_size + model.plain_size)
     of_queries = h * queries if model.q_rank is None else model.q_rank * (h + queries)
-    latent = h * (model.kv_rank + config.head_size) + model.kv_rank * heads * (model.plain_size + model.value_size)
+    latent = h * (model.kv_rank + config.head_size) + model.kv_rank * heads * (
+        model.plain_size + model.value_size
+    )
     return of_queries + latent + heads * model.value_size * h
 
 
@@ -72,7 +80,12 @@ def block_flops(config: Config, causal: bool) -> float:
     h = config.model.hidden_size
     f, routed = active_features(config)
     ffn_products = 3 if config.model.gated else 2
-    return 2 * projection_weights(config) + 2 * h * routed + ffn_products * 2 * h * f + attention_flops(config, causal)
+    return (
+        2 * projection_weights(config)
+        + 2 * h * routed
+        + ffn_products * 2 * h * f
+        + attention_flops(config, causal)
+    )
 
 
 def active_features(config: Config) -> tuple[float, float]:
@@ -141,7 +154,9 @@ def counted_layers(config: Config) -> tuple[Flops | None, ...] | None:
 
     It runs layers, for which that file has imported torch already; without one nothing here does.
     """
-    found: tuple[Flops | None, ...] | None = import_module("megacore.tools.choices.counting").counted_layers(config)
+    found: tuple[Flops | None, ...] | None = import_module("megacore.tools.choices.counting").counted_layers(
+        config
+    )
     return found
 
 
@@ -153,7 +168,10 @@ def model_flops(config: Config, causal: bool, pairs: float = 1.0) -> float | Non
     layers = None if causal or pairs != 1.0 else counted_layers(config)
     if layers is None:
         return None
-    return 3 * (sum(layer.forward for layer in layers if layer is not None) + (head_flops(config) if layers[-1] is None else 0.0))
+    return 3 * (
+        sum(layer.forward for layer in layers if layer is not None)
+        + (head_flops(config) if layers[-1] is None else 0.0)
+    )
 
 
 def layer_cost(config: Config) -> Flops:
@@ -162,8 +180,12 @@ def layer_cost(config: Config) -> Flops:
     Of a model of the user's own: the mean of its layers. If they cannot be counted, stages are cut as if they were the GPT's.
     """
     if config.model.source is not None and (layers := counted_layers(config)) is not None:
-        mean = sum((layer for layer in layers[1:-1] if layer is not None), Flops()) * (1 / config.model.num_layers)
-        return replace(mean, backward=mean.backward + (mean.forward if config.train.recompute == "full" else 0.0))
+        mean = sum((layer for layer in layers[1:-1] if layer is not None), Flops()) * (
+            1 / config.model.num_layers
+        )
+        return replace(
+            mean, backward=mean.backward + (mean.forward if config.train.recompute == "full" else 0.0)
+        )
     sdpa = attention_of(config) == "sdpa"
     forward = block_flops(config, causal=sdpa)
     weight = forward - attention_flops(config, causal=sdpa)  # attention has no weights

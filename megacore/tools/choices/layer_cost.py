@@ -12,8 +12,9 @@ from megacore.pipeline.schedule import Op
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """How the tokens of a step were spread over a block's experts: those of any rank are, of which it says how many rows go where
-    (`dispatch.Expected`)."""
+    """How the tokens of a step were spread over a block's experts: those of any rank are, of which it says
+    how many rows go where (`dispatch.Expected`).
+    """
 
     loads: tuple[float, ...]  # of each expert, as a part of the mean
     most: float = inf  # that an expert takes, likewise (`model.capacity_factor`)
@@ -22,7 +23,10 @@ class BlockLoad:
     def of_ranks(self, ranks: int) -> list[float]:
         """The load of each of `ranks` that divide the experts, as a part of the mean."""
         each = len(self.loads) // ranks
-        return [sum(min(load, self.most) for load in self.loads[i : i + each]) / each for i in range(0, len(self.loads), each)]
+        return [
+            sum(min(load, self.most) for load in self.loads[i : i + each]) / each
+            for i in range(0, len(self.loads), each)
+        ]
 
     def __call__(self, rows: int, ranks: int) -> Sequence[int]:
         """See the class."""
@@ -59,7 +63,8 @@ class Attended(NamedTuple):
 class Work:
     """What an action of a layer does."""
 
-    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # how often, by rows, inner dim and columns
+    # how often, by rows, inner dim and columns
+    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     attention: Counter[Attended] = field(default_factory=Counter)
     sent: Counter[Sent] = field(default_factory=Counter)
     moved: int = 0  # bytes that all other operations read and write

@@ -53,7 +53,12 @@ class Unanswered(Communicator):
     """A communicator of ranks that are not there: observers hear of its operations, and nothing is sent."""
 
     def __init__(self, size: int, observers: Observers) -> None:
-        self.size, self.shared, self.observers, self.key = size, None, observers, f"unanswered {next(_numbers)}"
+        self.size, self.shared, self.observers, self.key = (
+            size,
+            None,
+            observers,
+            f"unanswered {next(_numbers)}",
+        )
 
     @observed
     def all_reduce(self: Communicator, x: Tensor, op: Any) -> None:
@@ -98,7 +103,12 @@ class Unconnected(Topology):
         super().__init__(config)
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
-        return Group(name, ranks, ranks.index(self.rank), Unanswered(len(ranks), self.observers) if len(ranks) > 1 else None)
+        return Group(
+            name,
+            ranks,
+            ranks.index(self.rank),
+            Unanswered(len(ranks), self.observers) if len(ranks) > 1 else None,
+        )
 
 
 class LayerWatch(MetaWatch):
@@ -119,7 +129,9 @@ class LayerWatch(MetaWatch):
             q, k = given[backward : backward + 2]
             at = [argument.name for argument in func._schema.arguments].index("is_causal")
             causal = args[at] if at < len(args) else (kwargs or {}).get("is_causal", False)
-            self.work.attention[Attended(q.shape[0] * q.shape[2], k.shape[2], q.shape[1] * q.shape[3], causal, backward)] += 1
+            self.work.attention[
+                Attended(q.shape[0] * q.shape[2], k.shape[2], q.shape[1] * q.shape[3], causal, backward)
+            ] += 1
         elif not name.startswith(("empty", "new_empty")) and self.makes(func):
             self.launched((*given, *(x for x in tree_iter(result) if isinstance(x, Tensor))))
         return result
@@ -199,7 +211,9 @@ def _alike(config: Config) -> tuple[int, ...]:
 def first_trained(config: Config) -> int:
     """The first layer with a parameter that is not frozen: what stands before it hands on no tensor with a gradient."""
     layers, where = layers_of(config), (config, alone(config), DTYPES[config.train.precision], META)
-    trained = (any(parameter.requires_grad for parameter in spec.build(*where).parameters()) for spec in layers)
+    trained = (
+        any(parameter.requires_grad for parameter in spec.build(*where).parameters()) for spec in layers
+    )
     return next((number for number, found in enumerate(trained) if found), len(layers))
 
 
@@ -214,12 +228,21 @@ def by_itself(config: Config) -> Config:
     """The config with what a layer's cost depends on, and nothing else: the same for all layouts in which its layers are the same."""
     model, train, parallel, c = config.model, config.train, config.parallel, config.parallel.context
     method = context_method_of(config) if c > 1 else "gather"
-    experts = parallel.expert * (parallel.expert_tensor or parallel.tensor) if model.num_experts is not None else 1
-    data = experts // gcd(experts, parallel.context * parallel.tensor)  # the fewest from which experts can have their ranks
+    experts = (
+        parallel.expert * (parallel.expert_tensor or parallel.tensor) if model.num_experts is not None else 1
+    )
+    data = experts // gcd(
+        experts, parallel.context * parallel.tensor
+    )  # the fewest from which experts can have their ranks
     axes = {"pipeline": 1, "data": data, "chunks": 1, "schedule": "1f1b", "context_method": method}
     layer = {"attention": attention_of(config), "kernels": "triton" if fuses(config) else "eager"}
     device = train.device if train.device == "cpu" else "cuda"
-    plain = {"global_batch_size": train.micro_batch_size, "offload_activations": False, "compile": False, "device": device}
+    plain = {
+        "global_batch_size": train.micro_batch_size,
+        "offload_activations": False,
+        "compile": False,
+        "device": device,
+    }
     return config.model_copy(
         update={
             "model": model.model_copy(update=layer),
@@ -244,12 +267,18 @@ def _measured(config: Config, layer: int, splits: bool, load: BlockLoad | None =
 class _Run:
     """A layer's forward and backward."""
 
-    def __init__(self, config: Config, layer: int, load: BlockLoad | None = None, *, split: bool = False) -> None:
+    def __init__(
+        self, config: Config, layer: int, load: BlockLoad | None = None, *, split: bool = False
+    ) -> None:
         """`split`: its backward runs in two parts."""
         watch, layers = LayerWatch(), layers_of(config)
         mesh = Unconnected(config, Observers([watch]))
         source = source_of(config)
-        blamed = nullcontext() if source is None else source.blamed(f", {layers[layer].name} on tensors without content")
+        blamed = (
+            nullcontext()
+            if source is None
+            else source.blamed(f", {layers[layer].name} on tensors without content")
+        )
         with blamed, on_meta(config.train.device, watch.launched), watch:
             stage, queue = Stage(config, range(layer, layer + 1), mesh, META, layers), WeightGradQueue()
             stage.compute_on(META)
@@ -259,8 +288,12 @@ class _Run:
                 if parameter.requires_grad:
                     _sum_elsewhere(parameter, queue if config.engine.kind == "native" else None)
             own, recompute = stage.layers[0], config.train.recompute == "full" and stage.layers == stage.inner
-            start = torch.empty((), device=META, requires_grad=not config.model.source or layer > first_trained(config))
-            losses = {loss.name: torch.empty((), dtype=_loss_dtype(config), device=META) for loss in own.losses}
+            start = torch.empty(
+                (), device=META, requires_grad=not config.model.source or layer > first_trained(config)
+            )
+            losses = {
+                loss.name: torch.empty((), dtype=_loss_dtype(config), device=META) for loss in own.losses
+            }
             context = stage.context(batch_on_meta(config, layers), gradients=losses)
 
             def forward() -> None:
@@ -269,7 +302,9 @@ class _Run:
                 found = dict[str, Tensor]()
                 run(own, flow, found, context, recompute=recompute)
                 given = [flow[name] for name in own.writes if flow[name].requires_grad]
-                self.roots = [get_gradient_edge(Taken.apply(x)) for x in given] + [get_gradient_edge(x) for x in found.values()]
+                self.roots = [get_gradient_edge(Taken.apply(x)) for x in given] + [
+                    get_gradient_edge(x) for x in found.values()
+                ]
 
             def backward() -> None:
                 gradients = [*(start for _ in self.roots[len(losses) :]), *losses.values()]
@@ -306,7 +341,9 @@ def _sum_elsewhere(parameter: nn.Parameter, queue: WeightGradQueue | None) -> No
 
     parameter.register_post_accumulate_grad_hook(freed)
     if queue is not None:
-        total = torch.empty(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=META)
+        total = torch.empty(
+            parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=META
+        )
         parameter.main_gradient = MainGradient(total, queue)  # type: ignore[attr-defined]
 
 
@@ -320,5 +357,8 @@ def batch_on_meta(config: Config, layers: Layers, key: int = 0) -> Microbatch:
     zeros = np.zeros((train.micro_batch_size, train.seq_len), np.int64)
     tokens = torch.empty(train.micro_batch_size, train.seq_len // parts, dtype=torch.int64, device=META)
     found = {name: source(Samples(zeros, zeros)) for name, source in fields_of(layers).items()}
-    more = {name: torch.from_numpy(x[:, : tokens.shape[1]] if x.shape[1] == train.seq_len else x).to(META) for name, x in found.items()}
+    more = {
+        name: torch.from_numpy(x[:, : tokens.shape[1]] if x.shape[1] == train.seq_len else x).to(META)
+        for name, x in found.items()
+    }
     return Microbatch(tokens, more.pop("targets", tokens), key, more=more)

@@ -19,10 +19,16 @@ from megacore.tools.schedules.validate import describe
 
 # What PyTorch calls an operation of a communicator, and what we do.
 OPERATIONS = {
-    "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "send": "send",
-    "recv_": "recv", "broadcast_": "broadcast", "barrier": "barrier",
-    "alltoall_base_": "reduce_scatter",  # as `Communicator.start_reduce_scatter` does it for parts in fewer bits
-}  # fmt: skip
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+    "recv_": "recv",
+    "broadcast_": "broadcast",
+    "barrier": "barrier",
+    # as `Communicator.start_reduce_scatter` does it for parts in fewer bits
+    "alltoall_base_": "reduce_scatter",
+}
 DIVIDING = "dividing parameters"  # the phase, as `FSDPEngine` names it
 BUILDING = "building"  # the moment before the first step
 WITHOUT_RESULT = ("send", "recv_", "barrier", "alltoall_base_")  # which return a handle alone
@@ -30,7 +36,8 @@ WITHOUT_RESULT = ("send", "recv_", "barrier", "alltoall_base_")  # which return 
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank posts to the communicator of `ranks`; `elements` are those of the larger tensor, of input and result.
+    """What a rank posts to the communicator of `ranks`; `elements` are those of the
+    larger tensor, of input and result.
 
     `peer` is the other rank of a transfer.
     """
@@ -59,7 +66,10 @@ class AllocatedBlock:
 
 @dataclass
 class Journal:
-    """Every storage of a rank in the order in which they were made and freed. An event is a block's number, or ``~number`` when freed."""
+    """Every storage of a rank in the order in which they were made and freed.
+
+    An event is a block's number, or ``~number`` when freed.
+    """
 
     blocks: list[AllocatedBlock] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -88,9 +98,11 @@ _RESULTS: dict[Any, Any] = {}  # of operations on arguments of some shapes: the 
 
 
 class MetaWatch(TorchDispatchMode, Observer):
-    """While entered, keeps a journal of the storages that are made, by the moment that makes them, and notes what is sent.
+    """While entered, keeps a journal of the storages that are made, by the moment that
+    makes them, and notes what is sent.
 
-    An operation on equal shapes is computed once; then its results are made as they were, without PyTorch's computing their shapes.
+    An operation on equal shapes is computed once; then its results are made as they were, without PyTorch's
+    computing their shapes.
     """
 
     vital = True
@@ -113,7 +125,9 @@ class MetaWatch(TorchDispatchMode, Observer):
         self._ranks: dict[int, tuple[int, ...]] = {}
 
     def phase_begins(self, phase: str) -> None:
-        """While FSDP2 divides, it asks for shapes of whole tensors, which never exist: only what is held in the end counts."""
+        """While FSDP2 divides, it asks for shapes of whole tensors, which never exist: only
+        what is held in the end counts.
+        """
         self.sleeps = phase == DIVIDING
 
     def action_begins(self, action: Action) -> None:
@@ -162,13 +176,17 @@ class MetaWatch(TorchDispatchMode, Observer):
         if key not in _RESULTS:
             result = func(*args, **kwargs)
             parts = result if isinstance(result, tuple | list) else (result,)
-            if all(isinstance(part, Tensor) and part.is_meta for part in parts) and (kind != "inplace" or result is args[0]):
+            if all(isinstance(part, Tensor) and part.is_meta for part in parts) and (
+                kind != "inplace" or result is args[0]
+            ):
                 _RESULTS[key] = type(result), [(part.shape, part.stride(), part.dtype) for part in parts]
             return result
         if kind != "new":
             return kwargs["out"] if kind == "out" else args[0]
         made_as, specs = _RESULTS[key]
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs]
+        made = [
+            torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs
+        ]
         return made[0] if made_as is Tensor else made_as(made)
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,7 +195,9 @@ class MetaWatch(TorchDispatchMode, Observer):
         name = self.exchange or OPERATIONS[called]
         boxed = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
-        ranks = self._ranks.get(id(group)) or self._ranks.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))
+        ranks = self._ranks.get(id(group)) or self._ranks.setdefault(
+            id(group), tuple(dist.get_process_group_ranks(group))
+        )
         largest = max((tensor for tensor in tree_iter(args) if isinstance(tensor, Tensor)), key=Tensor.numel)
         peer = ranks[args[2]] if name in ("send", "recv") else -1
         self.calls.append(Call(name, ranks, largest.numel(), largest.dtype, self.moment, peer))
@@ -229,18 +249,33 @@ def _kind_of(func: Any) -> str:
 
 
 def _kind(func: Any) -> str:
-    """Whether an operation makes new tensors of shapes that its arguments' shapes decide (`new`), fills the one that it is given as `out`,
-    changes its first argument in place (`inplace`), or does something else."""
+    """Whether an operation makes new tensors of shapes that its arguments' shapes decide (`new`), fills the
+    one that it is given as `out`, changes its first argument in place (`inplace`), or does something else.
+    """
     schema = func._schema
     if schema.is_mutable:
-        changed = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
-        return "out" if changed == ["out"] else "inplace" if changed == ["self"] and len(schema.returns) == 1 else "other"
-    new = bool(schema.returns) and all(value.alias_info is None and str(value.type) == "Tensor" for value in schema.returns)
+        changed = [
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return (
+            "out"
+            if changed == ["out"]
+            else "inplace"
+            if changed == ["self"] and len(schema.returns) == 1
+            else "other"
+        )
+    new = bool(schema.returns) and all(
+        value.alias_info is None and str(value.type) == "Tensor" for value in schema.returns
+    )
     return "new" if new else "other"
 
 
 def _key(value: Any) -> Any:
-    """What an operation's result depends on: of a tensor its shape, strides and dtype; of a number its type too."""
+    """What an operation's result depends on: of a tensor its shape, strides and
+    dtype; of a number its type too.
+    """
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, Sequence) and not isinstance(value, str):

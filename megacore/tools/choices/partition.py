@@ -1,6 +1,8 @@
-"""Cuts a model into the stages of a pipeline by the cost of its layers, and searches for the order of their work under the schedule `auto`.
+"""Cuts a model into the stages of a pipeline by the cost of its layers, and searches for the order of their
+work under the schedule `auto`.
 
-In a small model the LM head costs as much as several layers, so with an even split every stage would wait for the last one.
+In a small model the LM head costs as much as several layers, so with an even split every stage would wait for
+the last one.
 """
 
 import math
@@ -27,13 +29,14 @@ from megacore.tools.schedules.plan_file import plan_from_file
 from megacore.tools.schedules.simulate import Timeline, simulate
 from megacore.tools.settings.validation import check
 
-_FASTER: dict[str, int] = {}  # of the numbers of chunks that `auto` may have, the fastest, by config: each takes a search
+# of the numbers of chunks that `auto` may have, the fastest, by config: each takes a search
+_FASTER: dict[str, int] = {}
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
 
 def partitioned(config: Config) -> Config:
-    """A resolved config with its layers cut into stages, and with the plan of a file or the one that the schedule `auto` finds; itself
-    if it has them. Raises `ConfigError` if a file's plan cannot be run.
+    """A resolved config with its layers cut into stages, and with the plan of a file or the one that the
+    schedule `auto` finds; itself if it has them. Raises `ConfigError` if a file's plan cannot be run.
 
     Alike on every rank, because nothing in it depends on time or chance.
     """
@@ -44,12 +47,18 @@ def partitioned(config: Config) -> Config:
         return config.with_partition(Partition(_ranges(config, config.chunks), plan))
     if config.parallel.chunks is not None:
         return _searched(config, config.chunks)
-    counts = [n for n in ((1,) if one_chunk(config) else (1, 2)) if config.parallel.pipeline * n <= config.model.num_layers]
+    counts = [
+        n
+        for n in ((1,) if one_chunk(config) else (1, 2))
+        if config.parallel.pipeline * n <= config.model.num_layers
+    ]
     if config.parallel.pipeline == 1:
         return _searched(config, counts[0])
     key = config.model_dump_json()
     if key not in _FASTER:
-        spans = [simulated(other, plan_of(other)).makespan for other in (_searched(config, n) for n in counts)]
+        spans = [
+            simulated(other, plan_of(other)).makespan for other in (_searched(config, n) for n in counts)
+        ]
         _FASTER[key] = spans.index(min(spans))
     return _searched(config, counts[_FASTER[key]])
 
@@ -69,40 +78,63 @@ def _split(num_layers: int, stages: int, layer: float, first: float, last: float
 
 
 def _searched(config: Config, chunks: int) -> Config:
-    """The config with the plan that a search finds, which keeps no more activations, logits and waiting gradients than 1F1B on its
-    fullest rank."""
+    """The config with the plan that a search finds, which keeps no more activations, logits and waiting
+    gradients than 1F1B on its fullest rank.
+    """
     ranks, microbatches, layers = config.parallel.pipeline, config.num_microbatches, _ranges(config, chunks)
     limit = max(
-        peak_held(build("1f1b", ranks, min(microbatches, ranks)), [stage.kept for stage in stage_activations(config, _ranges(config, 1))])
+        peak_held(
+            build("1f1b", ranks, min(microbatches, ranks)),
+            [stage.kept for stage in stage_activations(config, _ranges(config, 1))],
+        )
     )
     costs = costs_of(config, layers)
-    forward, inputs, weights = zip(*((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True)
+    forward, inputs, weights = zip(
+        *((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True
+    )
     held = stage_activations(config, layers)
-    found = Costs(forward, inputs, weights, sizes=tuple(stage.kept for stage in held), waiting=tuple(stage.waiting for stage in held))
-    placements = [looped(ranks, chunks)] + ([v_shaped(ranks)] if chunks == 2 and not ends_apart(config) else [])
-    return config.with_partition(Partition(layers, _search(tuple(placements), microbatches, found, limit, splits_backward(config))))
+    found = Costs(
+        forward,
+        inputs,
+        weights,
+        sizes=tuple(stage.kept for stage in held),
+        waiting=tuple(stage.waiting for stage in held),
+    )
+    placements = [looped(ranks, chunks)] + (
+        [v_shaped(ranks)] if chunks == 2 and not ends_apart(config) else []
+    )
+    return config.with_partition(
+        Partition(layers, _search(tuple(placements), microbatches, found, limit, splits_backward(config)))
+    )
 
 
 @lru_cache(maxsize=16)
-def _search(placements: tuple[Placement, ...], microbatches: int, costs: Costs, limit: float, split: bool) -> Plan:
+def _search(
+    placements: tuple[Placement, ...], microbatches: int, costs: Costs, limit: float, split: bool
+) -> Plan:
     """A search that several predictions ask for."""
     return search(list(placements), microbatches, costs, limit, split=split)
 
 
-def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float) -> list[range]:
-    """Splits the layers into `stages` contiguous ranges of at least one layer, so that the most expensive stage is cheapest.
+def split_layers(
+    num_layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float
+) -> list[range]:
+    """Splits the layers into `stages` contiguous ranges of at least one layer, so that the
+    most expensive stage is cheapest.
 
-    `first_cost` and `last_cost` are the costs of the ends besides layers. Of equally good splits it takes the most even one, then the
-    one with the fewest layers on the ends. Every rank finds the same answer.
+    `first_cost` and `last_cost` are the costs of the ends besides layers. Of equally good splits it takes the
+    most even one, then the one with the fewest layers on the ends. Every rank finds the same answer.
     """
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{stages} stages cannot each have one of {num_layers} layers")
     if stages == 1:
         return [range(num_layers)]
-    # Layers are equal, so only the two ends differ. A cost of the worst stage limits the layers of each stage; this searches for the
-    # lowest cost that leaves room for all layers. Within these limits the most even split fills all stages to one level.
+    # Layers are equal, so only the two ends differ. A cost of the worst stage limits the layers of each
+    # stage; this searches for the lowest cost that leaves room for all layers. Within these limits the most
+    # even split fills all stages to one level.
     middle, counts = stages - 2, range(1, num_layers + 1)
-    extras = (first_cost, last_cost, *([0.0] if middle else []))  # costs besides layers of the first stage, the last, and those between
+    # costs besides layers of the first stage, the last, and those between
+    extras = (first_cost, last_cost, *([0.0] if middle else []))
 
     def most(worst: float) -> list[int]:
         return [bisect_right(counts, worst, key=partial(_cost, layer_cost, extra)) for extra in extras]
@@ -123,7 +155,8 @@ def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: fl
 
     level = bisect_right(counts, num_layers, key=filled)
     first, last = min(caps[0], level), min(caps[1], level)
-    # Layers above the level go to the middle first, then to the last stage, so that the ends hold as few as possible.
+    # Layers above the level go to the middle first, then to the last stage, so that the ends hold as few as
+    # possible.
     left = num_layers - filled(level) - (middle if caps[-1] > level else 0)
     if left > 0 and caps[1] > level:
         last, left = last + 1, left - 1
@@ -159,8 +192,9 @@ def _built(schedule: str, ranks: int, microbatches: int, chunks: int, **options:
 
 
 def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list[float]:
-    """`measure` of a step's plan, be it of a million microbatches: a schedule repeats itself, so what it measures grows by as much
-    with every round of the pipeline's ranks. Of a long plan only two short ones are built, one round apart.
+    """`measure` of a step's plan, be it of a million microbatches: a schedule repeats itself, so what
+    it measures grows by as much with every round of the pipeline's ranks. Of a long plan only two
+    short ones are built, one round apart.
 
     Exact for what is counted. For times it is exact once the pipeline runs at the pace of its slowest rank.
     """
@@ -184,7 +218,9 @@ def simulated(config: Config, plan: Plan) -> Timeline:
     """A plan of the run, each action timed by its FLOPs on a rank, for one microbatch."""
     tokens = config.rank_tokens / config.parallel.tensor
     costs = [cost * tokens for cost in stage_costs(config)]
-    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs], weight=[c.weight for c in costs])
+    return simulate(
+        plan, [c.forward for c in costs], [c.backward for c in costs], weight=[c.weight for c in costs]
+    )
 
 
 def step_times(config: Config) -> tuple[float, list[float]]:
@@ -199,10 +235,14 @@ def step_times(config: Config) -> tuple[float, list[float]]:
 
 
 def alternatives(config: Config) -> list[Config]:
-    """A resolved config with each schedule that its layers and its engine allow, and interleaved with two and four chunks."""
+    """A resolved config with each schedule that its layers and its engine allow, and
+    interleaved with two and four chunks.
+    """
     parallel, found = config.parallel, []
     for name, chunks in (*CHUNKS.items(), ("interleaved", 4), ("auto", None)):
-        other = config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": name, "chunks": chunks})})
+        other = config.model_copy(
+            update={"parallel": parallel.model_copy(update={"schedule": name, "chunks": chunks})}
+        )
         with suppress(ConfigError):
             check(other, config.world_size)
             found.append(other)

@@ -1,9 +1,10 @@
-"""Searches for a schedule: given what a stage's actions cost and how much a rank may hold, the order of actions that is fastest.
+"""Searches for a schedule: given what a stage's actions cost and how much a rank may hold, the
+order of actions that is fastest.
 
-`search` tries every known schedule that fits, and builds others: action by action it takes what can begin first, under a policy
-(`Policy`) for how far forwards run ahead, what comes first, and when a weight's gradient may fill a gap. It takes the plan that is
-fastest under `simulate`, and improves a short one by moving single actions. No step depends on time or chance, so every rank finds
-the same plan.
+`search` tries every known schedule that fits, and builds others: action by action it takes what can begin
+first, under a policy (`Policy`) for how far forwards run ahead, what comes first, and when a weight's
+gradient may fill a gap. It takes the plan that is fastest under `simulate`, and improves a short one by
+moving single actions. No step depends on time or chance, so every rank finds the same plan.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ from megacore.tools.schedules.validate import validate
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of each stage take, in any one unit of time, and what a forward leaves to hold, in any one unit of memory."""
+    """What the actions of each stage take, in any one unit of time, and what a forward leaves to
+    hold, in any one unit of memory.
+    """
 
     forward: tuple[float, ...]
     inputs: tuple[float, ...]  # the backward of inputs
@@ -50,8 +53,10 @@ class Costs:
 class Policy:
     """How a plan is built.
 
-    `ahead`: how many forwards a rank does before their backwards, for itself and each rank behind it (None: as many as it may hold).
-    `patience`: how long a rank waits for a forward or an input's backward before it fills the gap, in parts of what would fill it.
+    `ahead`: how many forwards a rank does before their backwards, for itself and each rank behind it (None:
+    as many as it may hold).
+    `patience`: how long a rank waits for a forward or an input's backward before it fills the gap, in parts
+    of what would fill it.
     `forward_first`: where both could begin, the forward does. `split`: backwards are split.
     """
 
@@ -62,14 +67,19 @@ class Policy:
 
 
 POLICIES = [Policy(*row) for row in product((None, 1.0, 1.75, 2.0), (0.1, 0.3, 1.0), (False, True))]
-MOST_ACTIONS = 3000  # of a plan that policies are tried on; a longer one gets the policy that is best for fewer microbatches
+# of a plan that policies are tried on; a longer one gets the policy that is best for fewer microbatches
+MOST_ACTIONS = 3000
 MOST_MOVES = 120  # actions of a plan that is improved by moving single ones
 
 
 class Builder:
-    """Builds a plan of compute actions: at each step the rank that can begin earliest takes its next action."""
+    """Builds a plan of compute actions: at each step the rank that can begin earliest
+    takes its next action.
+    """
 
-    def __init__(self, placement: Placement, microbatches: int, costs: Costs, limit: float, policy: Policy) -> None:
+    def __init__(
+        self, placement: Placement, microbatches: int, costs: Costs, limit: float, policy: Policy
+    ) -> None:
         self.placement, self.microbatches, self.costs, self.policy = placement, microbatches, costs, policy
         ranks, stages = len(placement), sum(map(len, placement))
         self.where = {stage: rank for rank, own in enumerate(placement) for stage in own}
@@ -81,13 +91,16 @@ class Builder:
         self.limit = [max(limit, size) for size in whole]
         most = microbatches * stages
         self.ahead = [
-            most if policy.ahead is None else max(1, round(policy.ahead * (ranks - rank) * len(own))) for rank, own in enumerate(placement)
+            most if policy.ahead is None else max(1, round(policy.ahead * (ranks - rank) * len(own)))
+            for rank, own in enumerate(placement)
         ]
         self.open = [0] * ranks  # forwards whose backward has not begun
-        self.arrived = {(True, 0, m): 0.0 for m in range(microbatches)}  # when what a stage's forward or backward takes is there
+        # when what a stage's forward or backward takes is there
+        self.arrived = {(True, 0, m): 0.0 for m in range(microbatches)}
         self.done = {(forward, stage): 0 for forward in (True, False) for stage in range(stages)}
         self.free, self.held = [0.0] * ranks, [0.0] * ranks
-        self.late: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # weights' backwards: stage and microbatch
+        # weights' backwards: stage and microbatch
+        self.late: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.plan: list[list[Action]] = [[] for _ in range(ranks)]
 
     def candidates(self, rank: int) -> Iterator[tuple[float, bool, int]]:
@@ -95,24 +108,37 @@ class Builder:
         for stage in self.placement[rank]:
             for forward in (True, False):
                 arrived = self.arrived.get((forward, stage, self.done[forward, stage]))
-                if forward and (self.open[rank] >= self.ahead[rank] or self.held[rank] + self._room(rank, stage) > self.limit[rank] + 1e-9):
+                if forward and (
+                    self.open[rank] >= self.ahead[rank]
+                    or self.held[rank] + self._room(rank, stage) > self.limit[rank] + 1e-9
+                ):
                     continue
                 if arrived is not None:
                     yield max(arrived, self.free[rank]), forward, stage
 
     def _room(self, rank: int, stage: int) -> float:
-        """What must be free for a forward: its own size, and that of the rank's later stages, through which it must pass to be freed."""
+        """What must be free for a forward: its own size, and that of the rank's later stages, through
+        which it must pass to be freed.
+        """
         return sum(self.sizes[own] for own in self.placement[rank] if own >= stage)
 
     def choice(self, rank: int) -> tuple[float, Op, int] | None:
-        """What a rank does next, and when: start, op, stage. None where it waits for a message that nobody has sent yet."""
+        """What a rank does next, and when: start, op, stage.
+
+        None where it waits for a message that nobody has sent yet.
+        """
         free, policy, best = self.free[rank], self.policy, None
         for start, forward, stage in self.candidates(rank):
             preferred = forward == policy.forward_first
             delay = start - (policy.patience * self.costs.forward[stage] if preferred else 0.0)
             key = (max(delay, free), not preferred, -stage)
             if best is None or key < best[0]:
-                best = key, start, Op.FORWARD if forward else (Op.BACKWARD_INPUT if policy.split else Op.BACKWARD), stage
+                best = (
+                    key,
+                    start,
+                    Op.FORWARD if forward else (Op.BACKWARD_INPUT if policy.split else Op.BACKWARD),
+                    stage,
+                )
         if self.late[rank]:
             stage, _ = self.late[rank][0]
             if best is None or best[1] > free + policy.patience * self.costs.weights[stage]:
@@ -145,14 +171,18 @@ class Builder:
         if forward and stage == self.last:
             self.arrived[False, stage, m] = end
         elif after in self.where:
-            self.arrived[forward, after, m] = end + (self.costs.transfer if self.where[after] != rank else 0.0)
+            self.arrived[forward, after, m] = end + (
+                self.costs.transfer if self.where[after] != rank else 0.0
+            )
             return {rank, self.where[after]}
         return {rank}
 
     def build(self) -> Plan | None:
         """The plan, or None if the ranks come to wait for each other, each with as much as it may hold."""
         ranks = len(self.placement)
-        left = 2 * self.microbatches * len(self.where) + (self.microbatches * len(self.where) if self.policy.split else 0)
+        left = 2 * self.microbatches * len(self.where) + (
+            self.microbatches * len(self.where) if self.policy.split else 0
+        )
         choices = [self.choice(rank) for rank in range(ranks)]
         queue = [(choice[0], rank, 0) for rank, choice in enumerate(choices) if choice is not None]
         heapify(queue)
@@ -174,12 +204,15 @@ class Builder:
 Maker = Callable[[int], Plan | None]  # from the number of microbatches
 
 
-def search(placements: list[Placement], microbatches: int, costs: Costs, limit: float, *, split: bool = True) -> Plan:
-    """The fastest plan found, of compute actions, for one of the placements, which have equally many stages. No rank holds more than
-    `limit`, or, where that is less, than one microbatch in all of its chunks.
+def search(
+    placements: list[Placement], microbatches: int, costs: Costs, limit: float, *, split: bool = True
+) -> Plan:
+    """The fastest plan found, of compute actions, for one of the placements, which have equally many stages.
 
-    It is as fast as the best of `GENERATORS` within the limit, or faster. (Of a plan with more than `MOST_ACTIONS` this is known for a
-    step of fewer microbatches, and the plan repeats what is best there.)
+    No rank holds more than `limit`, or, where that is less, than one microbatch in all of its chunks.
+
+    It is as fast as the best of `GENERATORS` within the limit, or faster. (Of a plan with more than
+    `MOST_ACTIONS` this is known for a step of fewer microbatches, and the plan repeats what is best there.)
     """
     makers = [maker for placement in placements for maker in _makers(placement, costs, limit, split)]
     ranks, stages = len(placements[0]), sum(map(len, placements[0]))
@@ -239,7 +272,9 @@ def _span(plan: Plan, costs: Costs, limit: float) -> float | None:
 
 
 def _improved(plan: Plan, microbatches: int, costs: Costs, limit: float) -> Plan:
-    """A plan, improved by moving single actions to other places of their rank, as long as one makes it faster."""
+    """A plan, improved by moving single actions to other places of their rank, as
+    long as one makes it faster.
+    """
     best = _span(plan, costs, limit)
     if best is None or sum(map(len, plan.actions)) > MOST_MOVES:
         return plan

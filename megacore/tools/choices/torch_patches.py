@@ -64,9 +64,19 @@ def without_compiler() -> Iterator[None]:
         kept_away.append(function)
         return function
 
-    symbolic: dict[str, Any] = {"sym_eq": eq, "sym_or": lambda *x: any(x), "sym_and": lambda *x: all(x), "__path__": []}
-    symbolic |= dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"), bool)
-    symbolic |= dict.fromkeys(("is_nested_int", "has_free_symbols", "free_unbacked_symbols", "is_symbolic"), lambda _: False)
+    symbolic: dict[str, Any] = {
+        "sym_eq": eq,
+        "sym_or": lambda *x: any(x),
+        "sym_and": lambda *x: all(x),
+        "__path__": [],
+    }
+    symbolic |= dict.fromkeys(
+        ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"),
+        bool,
+    )
+    symbolic |= dict.fromkeys(
+        ("is_nested_int", "has_free_symbols", "free_unbacked_symbols", "is_symbolic"), lambda _: False
+    )
     symbolic |= {"has_guarding_hint": lambda _: True, "guarding_hint_or_throw": lambda number: number}
     traced = SimpleNamespace(error_on_nested_fx_trace=False, patch=lambda **_: nullcontext())
     contents["torch._dynamo"] = {"disable": disable, "config": traced}
@@ -86,15 +96,21 @@ def without_compiler() -> Iterator[None]:
 
 
 @contextmanager
-def on_meta(device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = lambda _: None) -> Iterator[None]:
+def on_meta(
+    device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = lambda _: None
+) -> Iterator[None]:
     """Within, a model's step runs on `meta` as on this type of device. `launched` hears of kernels' arguments."""
     with without_compiler(), ExitStack() as stack:
         # It chooses its kernel by the device, and would take the formula, which keeps all scores.
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", on_cpu if device == "cpu" else attention))
+        stack.enter_context(
+            mock.patch.object(F, "scaled_dot_product_attention", on_cpu if device == "cpu" else attention)
+        )
         # PyTorch keeps its compiler away from it, and would load that first, which takes seconds.
         stack.enter_context(mock.patch.object(stage, "checkpoint", unwrap(checkpoint)))
         if device == "cpu":
-            stack.enter_context(mock.patch.dict(SHORTEST, {"meta": SHORTEST["cpu"]}))  # of the chunks of a loss
+            stack.enter_context(
+                mock.patch.dict(SHORTEST, {"meta": SHORTEST["cpu"]})
+            )  # of the chunks of a loss
         else:
             # PyTorch has a kernel of its own there, which keeps what it reads: as a layernorm's, which has a number a row more.
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
@@ -107,7 +123,9 @@ def on_meta(device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = 
         yield
 
 
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """A layernorm in its place. Without a weight or an epsilon too, as PyTorch's own."""
     return F.layer_norm(x, shape, weight, None, 1e-5 if eps is None else eps)
 
@@ -128,13 +146,23 @@ def fsdp_on_meta(freed: Callable[[Tensor], None], made: Callable[[Tensor], None]
 
     Raises `ConfigError` if this PyTorch has not what is replaced.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group  # DTensor: seconds that no other run should wait
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_param,
+        _fsdp_param_group,
+    )  # DTensor: seconds that no other run should wait
 
     names = ((_fsdp_param, "free_storage"), (_fsdp_param, "alloc_storage"), (_fsdp_param_group, "alloc_storage"),
              (_fsdp_param_group, "FSDPParamGroup"))  # fmt: skip
     if not all(hasattr(module, name) for module, name in names):
-        raise ConfigError("engine.kind", f"a dry run does not know the FSDP2 of PyTorch {torch.__version__}", "native, or PyTorch 2.13")
-    free, make = _fsdp_param.free_storage, _fsdp_param.alloc_storage  # FSDP2 empties a gathered tensor's storage, and fills it again
+        raise ConfigError(
+            "engine.kind",
+            f"a dry run does not know the FSDP2 of PyTorch {torch.__version__}",
+            "native, or PyTorch 2.13",
+        )
+    free, make = (
+        _fsdp_param.free_storage,
+        _fsdp_param.alloc_storage,
+    )  # FSDP2 empties a gathered tensor's storage, and fills it again
 
     def freeing(tensor: Tensor) -> None:
         freed(tensor)
@@ -149,13 +177,22 @@ def fsdp_on_meta(freed: Callable[[Tensor], None], made: Callable[[Tensor], None]
         mock.patch.object(_fsdp_param, "alloc_storage", making),
         mock.patch.object(_fsdp_param_group, "alloc_storage", making),
         mock.patch.object(torch.accelerator, "current_stream", DeviceOnMeta),  # there is no accelerator
-        mock.patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),  # the refusal itself
+        mock.patch.object(
+            _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None
+        ),  # the refusal itself
     ):
         yield
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **_: Any,
 ) -> Tensor:
     """The kernel that `scaled_dot_product_attention` takes on a GPU, which keeps no scores; on `meta` it would take the formula."""
     if q.dtype == torch.float64:
@@ -164,11 +201,15 @@ def attention(
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    kept = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    kept = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, is_causal, scale=scale
+    )
     return kept[0]  # type: ignore[no-any-return]
 
 
-def on_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, **_: Any) -> Tensor:
+def on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, **_: Any
+) -> Tensor:
     """The kernel that it takes on a CPU, or the formula for values of another size than keys."""
     if v.shape[-1] != q.shape[-1]:
         return plain_attention(q, k, v, is_causal=is_causal, scale=scale)

@@ -1,7 +1,9 @@
-"""The DeepSpeed engine: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, 2021), with state on the device, in host memory or on disk.
+"""The DeepSpeed engine: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, 2021), with state on the
+device, in host memory or on disk.
 
-DeepSpeed works among the data ranks: it reduces gradients, clips by the global norm and steps. megacore keeps tensor ranks, pipeline
-and checkpoints. Only this module imports DeepSpeed, and only when an engine is built. Importing it attaches the engine.
+DeepSpeed works among the data ranks: it reduces gradients, clips by the global norm and steps. megacore keeps
+tensor ranks, pipeline and checkpoints. Only this module imports DeepSpeed, and only when an engine is built.
+Importing it attaches the engine.
 """
 
 import contextlib
@@ -54,26 +56,39 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
         (stage,) = stages  # the config was refused otherwise
         if buffers := buffers_of(stages):
-            raise ConfigError("engine.kind", f"DeepSpeed updates no buffers, and the model has {next(iter(buffers))}", "native or fsdp")
+            raise ConfigError(
+                "engine.kind",
+                f"DeepSpeed updates no buffers, and the model has {next(iter(buffers))}",
+                "native or fsdp",
+            )
         if frozen := [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]:
-            raise ConfigError("engine.kind", f"DeepSpeed is given every parameter, and the model's {frozen[0]} is frozen", "native or fsdp")
+            raise ConfigError(
+                "engine.kind",
+                f"DeepSpeed is given every parameter, and the model's {frozen[0]} is frozen",
+                "native or fsdp",
+            )
         self.mesh, self.scales_loss = mesh, config.train.precision == "fp16"
         settings = ds_settings(config)
         self.zero_stage: int = settings["zero_optimization"]["stage"]
         self.clip = settings["gradient_clipping"]
         if self.zero_stage == 0:
             settings["gradient_clipping"] = (
-                0.0  # megacore clips: DeepSpeed takes the norm in fp32, which on a CPU is wrong in the fifth digit
+                # megacore clips: DeepSpeed takes the norm in fp32, which on a CPU is wrong in the fifth digit
+                0.0
             )
         place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
         self.offloads, self.swap_folders = place != "none", swap_folders(settings)
         self.parameters = dict(stage.named_parameters())
-        self.first: dict[Group, list[nn.Parameter]] = {}  # what this engine sums over them, before the plan's last sum and in it
+        # what this engine sums over them, before the plan's last sum and in it
+        self.first: dict[Group, list[nn.Parameter]] = {}
         self.last: dict[Group, list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
             over = mesh.gradient_sum(shard_of(parameter))
             if over.tokens != mesh.token_axes:
-                wrong = f"DeepSpeed sums all gradients over {'×'.join(mesh.token_axes)}, and this model has some that are not"
+                wrong = (
+                    f"DeepSpeed sums all gradients over {'×'.join(mesh.token_axes)}, and this model "
+                    "has some that are not"
+                )
                 raise ConfigError("engine.kind", wrong, "native or fsdp")
             for group in over.first:
                 self.first.setdefault(group, []).append(parameter)
@@ -96,17 +111,23 @@ class DeepSpeedEngine(Engine):
         else:
             materialise(stage.parameters(), mesh.device)
         with contextlib.redirect_stdout(io.StringIO()):  # no setting turns off its memory figures
-            self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
+            self.ds, self.zero, *_ = deepspeed.initialize(
+                model=stage, optimizer=self.optimizer, config=settings, mpu=unit
+            )
         self.modules: Sequence[nn.Module] = [ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds]
         self.skipped = self._scalar(0.0)  # steps, in stage 0; in others DeepSpeed counts them
-        self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh, place)
+        self.held = ZeroState(
+            self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh, place
+        )
 
     def loss_gradient(self, scale: float | Tensor) -> Tensor:
         """See `Engine`. DeepSpeed takes the mean over the data ranks, so the scale makes it a sum."""
         return self._scalar(self.mesh.gradient_group.size * self._loss_scale()) * scale
 
     def _scalar(self, value: float) -> Tensor:
-        """A number on the device, in fp64, written there by the device: `torch.tensor` copies it from the host, which waits for that."""
+        """A number on the device, in fp64, written there by the device: `torch.tensor` copies it from
+        the host, which waits for that.
+        """
         return torch.full((), value, dtype=torch.float64, device=self.mesh.device)
 
     def _loss_scale(self) -> float:
@@ -116,7 +137,9 @@ class DeepSpeedEngine(Engine):
         handed: list[Tensor] = []
         return StartBackward.apply(handed, *outputs), handed
 
-    def backward(self, chunk: int, root: tuple[Tensor, list[Tensor]], gradients: Sequence[Tensor], *, last: bool) -> None:
+    def backward(
+        self, chunk: int, root: tuple[Tensor, list[Tensor]], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
         """See `Engine`. DeepSpeed reduces complete gradients."""
         start, handed = root
         handed.extend(gradients)
@@ -141,7 +164,9 @@ class DeepSpeedEngine(Engine):
         held = [(p, gradient) for p in parameters if (gradient := self._gradient(p)) is not None]
         if not held or group.size == 1:
             return
-        summed = all_reduce(torch.cat([gradient.flatten() for _, gradient in held]).to(self.mesh.device), group)
+        summed = all_reduce(
+            torch.cat([gradient.flatten() for _, gradient in held]).to(self.mesh.device), group
+        )
         for (parameter, gradient), part in zip(held, summed.split([g.numel() for _, g in held]), strict=True):
             if self.zero_stage == 3:
                 self.access.safe_set_local_grad(parameter, part)
@@ -156,7 +181,8 @@ class DeepSpeedEngine(Engine):
             return parameter.grad
         if self.zero_stage == 3:
             return self.access.safe_get_local_grad(parameter)
-        whole = getattr(parameter, "_hp_grad", None)  # DeepSpeed's own optimizer for bf16 in stage 1 keeps all of it on every rank
+        # DeepSpeed's own optimizer for bf16 in stage 1 keeps all of it on every rank
+        whole = getattr(parameter, "_hp_grad", None)
         if whole is not None:
             return whole
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -172,7 +198,10 @@ class DeepSpeedEngine(Engine):
         return found
 
     def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
-        """See `Engine`. DeepSpeed notices bad steps: a gradient that is not finite changes only the loss scale."""
+        """See `Engine`.
+
+        DeepSpeed notices bad steps: a gradient that is not finite changes only the loss scale.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["factor"]
         if self.zero_stage == 0:
@@ -183,16 +212,24 @@ class DeepSpeedEngine(Engine):
             known = (
                 self.ds.get_global_grad_norm() if self.ds.was_step_applied() else math.inf
             )  # stage 3 would repeat the norm of the step before
-            norm = known.to(self.mesh.device, torch.float64) if isinstance(known, Tensor) else self._scalar(known)
+            norm = (
+                known.to(self.mesh.device, torch.float64)
+                if isinstance(known, Tensor)
+                else self._scalar(known)
+            )
         return StepStatistics(norm, self.skipped + self.ds.skipped_steps)
 
     @torch.no_grad()
     def _guard_plain_step(self) -> Tensor:
-        """Returns the norm in stage 0, and makes AdamW clip and skip bad steps: there DeepSpeed does none of these."""
+        """Returns the norm in stage 0, and makes AdamW clip and skip bad steps:
+        there DeepSpeed does none of these.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                squares += parameter.grad.double().square().sum() / shard_of(parameter).copies(but=self.mesh.token_axes)
+                squares += parameter.grad.double().square().sum() / shard_of(parameter).copies(
+                    but=self.mesh.token_axes
+                )
         norm = all_reduce(squares, self.mesh.model_group).sqrt()
         skip = ~norm.isfinite()
         self.skipped += skip
@@ -230,7 +267,8 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         self.ds.destroy()
         remove_swap_files(self.swap_folders, self.mesh)
-        # This also forgets the groups that DeepSpeed keeps for the process. If they are left, stage 3 may abort at exit.
+        # This also forgets the groups that DeepSpeed keeps for the process. If they are left, stage 3 may
+        # abort at exit.
         self.comm.destroy_process_group()
 
 
@@ -238,7 +276,9 @@ ATTACHED["deepspeed"] = DeepSpeedEngine
 
 
 def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
-    """Imports DeepSpeed, sets the environment that it reads, builds its extensions, and returns the package."""
+    """Imports DeepSpeed, sets the environment that it reads, builds its extensions, and
+    returns the package.
+    """
     os.environ.setdefault("LOCAL_RANK", str(mesh.place.local_rank))
     os.environ.setdefault("WORLD_SIZE", str(mesh.place.world_size))
     deepspeed = import_deepspeed(mesh.device)
@@ -246,10 +286,13 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     if "log_level" not in settings:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU it would first build shared-memory collectives, for a minute or more. Only its inference uses them.
+    # On a CPU it would first build shared-memory collectives, for a minute or more. Only its inference uses
+    # them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # one rank: DeepSpeed needs a group nevertheless
-        dist.init_process_group(mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout)
+        dist.init_process_group(
+            mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout
+        )
     for builder in builders(settings, deepspeed):
         build(builder, is_loss_rank=mesh.place.local_rank == 0)
     return deepspeed
@@ -280,17 +323,32 @@ def build_folder(builder: Any) -> Path:
 
 
 def build(builder: Any, *, is_loss_rank: bool) -> None:
-    """Loads an extension of DeepSpeed. Says so if it must be compiled first, which takes minutes once on each machine."""
+    """Loads an extension of DeepSpeed.
+
+    Says so if it must be compiled first, which takes minutes once on each machine.
+    """
     folder = build_folder(builder)
     fresh, lock = not (folder / f"{builder.name}.so").exists(), folder / "lock"
     if lock.exists() and is_loss_rank:
-        print(f"waiting until whoever compiles {builder.name} has done so; if nobody does, delete {lock}", file=sys.stderr, flush=True)
+        print(
+            f"waiting until whoever compiles {builder.name} has done so; if nobody does, delete {lock}",
+            file=sys.stderr,
+            flush=True,
+        )
     elif fresh and is_loss_rank:
-        print(f"DeepSpeed compiles {builder.name} into {folder}, once a machine: some minutes", file=sys.stderr, flush=True)
+        print(
+            f"DeepSpeed compiles {builder.name} into {folder}, once a machine: some minutes",
+            file=sys.stderr,
+            flush=True,
+        )
     start = time.monotonic()
     builder.load()
     if fresh and is_loss_rank:
-        print(f"DeepSpeed compiled {builder.name} in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"DeepSpeed compiled {builder.name} in {time.monotonic() - start:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_machine(config: Config, device: torch.device) -> None:
@@ -301,5 +359,11 @@ def check_machine(config: Config, device: torch.device) -> None:
         raise ConfigError("train.precision", "DeepSpeed has no fp16 on CPUs", "bf16, or engine.kind=native")
     for builder in builders(settings := ds_settings(config), import_deepspeed(device)):
         if not builder.is_compatible():
-            right = "apt install libaio-dev, or offload to cpu" if swap_folders(settings) else "zero_force_ds_cpu_optimizer=false"
-            raise ConfigError("engine.config", f"DeepSpeed cannot compile {builder.name} on this machine", right)
+            right = (
+                "apt install libaio-dev, or offload to cpu"
+                if swap_folders(settings)
+                else "zero_force_ds_cpu_optimizer=false"
+            )
+            raise ConfigError(
+                "engine.config", f"DeepSpeed cannot compile {builder.name} on this machine", right
+            )

@@ -1,4 +1,6 @@
-"""What DeepSpeed gets from megacore: its view of the mesh, marked and grouped parameters, a scalar to start backward from."""
+"""What DeepSpeed gets from megacore: its view of the mesh, marked and grouped parameters, a
+scalar to start backward from.
+"""
 
 import contextlib
 import shutil
@@ -19,16 +21,27 @@ from megacore.distributed.shard import materialise, shard_of
 
 
 class MeshUnit:
-    """The mesh as DeepSpeed asks for it (its `mpu`). Model parallel is all of tp × pp: over fewer ranks every pipeline stage would
-    clip by a norm of its own."""
+    """The mesh as DeepSpeed asks for it (its `mpu`).
+
+    Model parallel is all of tp × pp: over fewer ranks every pipeline stage would clip by a norm of its own.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.alone: dist.ProcessGroup | None = None
         self.data = self._process_group(mesh.gradient_group)
-        groups = {"data_parallel": mesh.gradient_group, "model_parallel": mesh.model_group, "tensor_model_parallel": mesh.tp}
+        groups = {
+            "data_parallel": mesh.gradient_group,
+            "model_parallel": mesh.model_group,
+            "tensor_model_parallel": mesh.tp,
+        }
         for name, group in groups.items():
-            answers = {"group": self._process_group(group), "world_size": group.size, "rank": group.rank, "group_ranks": list(group.ranks)}
+            answers = {
+                "group": self._process_group(group),
+                "world_size": group.size,
+                "rank": group.rank,
+                "group_ranks": list(group.ranks),
+            }
             for what, answer in answers.items():  # it calls get_data_parallel_world_size() and the like
                 setattr(self, f"get_{name}_{what}", lambda answer=answer: answer)
 
@@ -38,17 +51,21 @@ class MeshUnit:
             return group.process_group
         if self.alone is None:
             mesh = self.mesh
-            self.alone = dist.new_group([mesh.place.rank], timeout=mesh.timeout, backend=mesh.backend, use_local_synchronization=True)
+            self.alone = dist.new_group(
+                [mesh.place.rank], timeout=mesh.timeout, backend=mesh.backend, use_local_synchronization=True
+            )
         return self.alone
 
 
 class StartBackward(torch.autograd.Function):
     """A scalar from which backward starts with a gradient that is known only then.
 
-    DeepSpeed's `backward` takes only scalars. The usual scalar, ``(output · gradient).sum()``, would keep the outputs in memory.
+    DeepSpeed's `backward` takes only scalars. The usual scalar, ``(output · gradient).sum()``, would keep the
+    outputs in memory.
 
     forward      0
-    backward     the content of `handed`; it contains the scalar's own gradient, DeepSpeed's loss scale, already
+    backward     the content of `handed`; it contains the scalar's own gradient, DeepSpeed's loss scale,
+                 already
     """
 
     @staticmethod
@@ -64,10 +81,12 @@ class StartBackward(torch.autograd.Function):
 
 
 class ReleaseViews(nn.Module):
-    """Wraps ZeRO 3's module so that backward makes views of parameters again, and autograd does not keep them.
+    """Wraps ZeRO 3's module so that backward makes views of parameters again, and
+    autograd does not keep them.
 
-    ZeRO 3 gathers a parameter while its module runs, and again for its backward. A view that autograd keeps (such as the query, key
-    and value weight as a matrix) would hold the gathered memory from one to the other.
+    ZeRO 3 gathers a parameter while its module runs, and again for its backward. A view that autograd keeps
+    (such as the query, key and value weight as a matrix) would hold the gathered memory from one to the
+    other.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -95,7 +114,9 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class OneByOne(nn.Module):
-    """A stage on `meta` as ZeRO 3 divides it: a parameter gets memory when it is its turn, whole, and then this rank's part is left."""
+    """A stage on `meta` as ZeRO 3 divides it: a parameter gets memory when it is its turn, whole, and
+    then this rank's part is left.
+    """
 
     def __init__(self, stage: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -109,7 +130,9 @@ class OneByOne(nn.Module):
 
 
 def mark_parameters(module: nn.Module, mesh: Mesh) -> None:
-    """Marks what counts in DeepSpeed's global norm: split parameters on every tensor rank, others on the first, second copies nowhere."""
+    """Marks what counts in DeepSpeed's global norm: split parameters on every tensor rank, others on
+    the first, second copies nowhere.
+    """
     for parameter in module.parameters():
         shard = shard_of(parameter)
         last = mesh.gradient_sum(shard).last
@@ -118,20 +141,24 @@ def mark_parameters(module: nn.Module, mesh: Mesh) -> None:
 
 
 def group_parameters(module: nn.Module, groups_of: ParameterGroups, mesh: Mesh) -> list[dict[str, Any]]:
-    """Groups parameters that are treated alike, for an AdamW; collective. DeepSpeed makes one flat tensor of each group. `factor` is
-    that on the rate.
+    """Groups parameters that are treated alike, for an AdamW; collective.
 
-    Those that are summed over tensor ranks, or between stages, have their own groups, so that the ranks that sum divide them alike.
+    DeepSpeed makes one flat tensor of each group. `factor` is that on the rate.
+
+    Those that are summed over tensor ranks, or between stages, have their own groups, so that the ranks that
+    sum divide them alike.
     """
     alike: dict[tuple[ParameterGroup, bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in module.named_parameters():
         shard = shard_of(parameter)
         alike[groups_of.of(name, shard), shard.decay, shard.partial_over].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": own, "factor": group.factor, "weight_decay": group.weight_decay if decay else 0.0} | adamw_options(group)
+        {"params": own, "factor": group.factor, "weight_decay": group.weight_decay if decay else 0.0}
+        | adamw_options(group)
         for (group, decay, _), own in alike.items()
     ]
-    # DeepSpeed's norm is one collective a group, over the model's ranks. All ranks need equally many groups, or they hang.
+    # DeepSpeed's norm is one collective a group, over the model's ranks. All ranks need equally many groups,
+    # or they hang.
     count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.model_group, dist.ReduceOp.MAX)
     for _ in range(int(count) - len(groups)):
         largest = max(groups, key=lambda group: len(group["params"]))

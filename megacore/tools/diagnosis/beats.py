@@ -1,7 +1,10 @@
-"""What hosts send each other as heartbeats, and ranks to their host's process; and that nothing of a stranger's is read.
+"""What hosts send each other as heartbeats, and ranks to their host's process; and that
+nothing of a stranger's is read.
 
-All of it begins with the run's token, which is compared before anything else is looked at. Behind it a datagram has a fixed layout of
-numbers and lengths: there is nothing in it to parse, and what does not fit exactly is an error. Standard library only, as `heartbeat`.
+All of it begins with the run's token, which is compared before anything else is looked at. Behind it a
+datagram has a fixed layout of
+numbers and lengths: there is nothing in it to parse, and what does not fit exactly is an error. Standard
+library only, as `heartbeat`.
 """
 
 import contextlib
@@ -16,9 +19,11 @@ from typing import Any
 
 TOKEN_BYTES = 16  # of chance; the token is their hexadecimal digits, because lines of text begin with it
 MOST_BYTES = 65536  # more than any datagram has
-HEAD = struct.Struct("!?5H")  # whether the host parts; bytes of name and verdict; numbers of ranks, of open and of gone ones
+# whether the host parts; bytes of name and verdict; numbers of ranks, of open and of gone ones
+HEAD = struct.Struct("!?5H")
 VERDICT_BYTES = 1024
-# Of Linux's socket filters (its documentation, networking/filter): the option, three instructions, and where a datagram's content begins.
+# Of Linux's socket filters (its documentation, networking/filter): the option, three instructions, and where
+# a datagram's content begins.
 SO_ATTACH_FILTER, LOAD_WORD, GO_ON_IF_EQUAL, RETURN, UDP_HEADER = 26, 0x20, 0x15, 0x06, 8
 PEER = struct.Struct("iII")  # process, user and group at the other end of a connection
 
@@ -44,21 +49,36 @@ class Beat:
 
 
 def unpacked(data: bytes) -> Beat:
-    """The beat in a datagram behind its token. Raises `struct.error` for one that does not fit its lengths."""
+    """The beat in a datagram behind its token.
+
+    Raises `struct.error` for one that does not fit its lengths.
+    """
     parting, name, verdict, *counts = HEAD.unpack_from(data)
     texts, behind = data[HEAD.size : HEAD.size + name + verdict], data[HEAD.size + name + verdict :]
     numbers = iter(struct.unpack(f"!{sum(counts)}I", behind))
     ranks, still_open, gone = (list(islice(numbers, count)) for count in counts)
-    return Beat(texts[:name].decode(errors="replace"), texts[name:].decode(errors="replace"), parting, ranks, still_open, gone)
+    return Beat(
+        texts[:name].decode(errors="replace"),
+        texts[name:].decode(errors="replace"),
+        parting,
+        ranks,
+        still_open,
+        gone,
+    )
 
 
 def behind_token(data: bytes, token: bytes) -> bytes | None:
-    """What follows the run's token; None of a stranger's message. The time that this takes does not tell where the two differ."""
+    """What follows the run's token; None of a stranger's message.
+
+    The time that this takes does not tell where the two differ.
+    """
     return data[len(token) :] if hmac.compare_digest(data[: len(token)], token) else None
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket belonged to this process's user when it connected, as the kernel says."""
+    """Whether the other end of a Unix socket belonged to this process's user when it
+    connected, as the kernel says.
+    """
     _, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     return bool(user == os.geteuid())
 
@@ -77,8 +97,8 @@ def open_datagrams() -> socket.socket:
 
 
 def keep_out(datagrams: socket.socket, token: bytes) -> None:
-    """Lets the kernel drop what does not begin with the token, so that no flood takes the places of beats that wait to be read. It only
-    saves work: a kernel without such filters leaves it to `behind_token`.
+    """Lets the kernel drop what does not begin with the token, so that no flood takes the places of beats
+    that wait to be read. It only saves work: a kernel without such filters leaves it to `behind_token`.
     """
     words = struct.unpack(f"!{len(token) // 4}I", token[: len(token) // 4 * 4])
     code = []
@@ -88,7 +108,9 @@ def keep_out(datagrams: socket.socket, token: bytes) -> None:
     code += [(RETURN, 0, 0, MOST_BYTES), (RETURN, 0, 0, 0)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     with contextlib.suppress(OSError):
-        datagrams.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(code), ctypes.addressof(program)))
+        datagrams.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(code), ctypes.addressof(program))
+        )
 
 
 def resolve(name: str, port: int, family: socket.AddressFamily) -> Any:

@@ -1,7 +1,9 @@
 """What a GPU has done of the work that its host gave it, told without waiting for it.
 
-With NCCL the host runs ahead of its device and then waits, so a long step looks like a hang from the host, and all ranks look alike.
-Events tell more: one is recorded before and one behind every forward and backward, and asking one (`query`) waits for nothing.
+With NCCL the host runs ahead of its device and then waits, so a long step looks like a hang from the host,
+and all ranks look alike.
+Events tell more: one is recorded before and one behind every forward and backward, and asking one (`query`)
+waits for nothing.
 """
 
 import threading
@@ -37,7 +39,8 @@ class DeviceWork:
         self.milliseconds = 0.0  # that they took, of those that are timed
         self.timed = True  # what comes next
         self.samples = False  # whether waits are timed: of some steps only, because a step has thousands
-        self.waits: deque[tuple[str, DeviceEvent, DeviceEvent]] = deque(maxlen=KEPT)  # name of a group, marks before and behind a wait
+        # name of a group, marks before and behind a wait
+        self.waits: deque[tuple[str, DeviceEvent, DeviceEvent]] = deque(maxlen=KEPT)
         self.wait_began: DeviceEvent | None = None
         self.fault = ""  # what the device said when it was asked
 
@@ -86,7 +89,10 @@ class DeviceWork:
             self.waits.append((name, self.wait_began, ended))
 
     def take_waits(self) -> dict[str, float]:
-        """Seconds of the waits timed since this was asked last, by the name of a group. The device must have passed them."""
+        """Seconds of the waits timed since this was asked last, by the name of a group.
+
+        The device must have passed them.
+        """
         waits, self.waits = self.waits, deque(maxlen=KEPT)
         found: dict[str, float] = {}
         for name, began, ended in waits:

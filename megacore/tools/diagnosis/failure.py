@@ -16,7 +16,15 @@ from megacore.tools.diagnosis.watchdog import Watchdog, say
 from megacore.tools.error_report import GRACE_SECONDS, record, say_once
 
 # What gloo and NCCL say when the other side is gone.
-LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket error", "remote process", "timed out")
+LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "socket error",
+    "remote process",
+    "timed out",
+)
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -27,12 +35,15 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watchdog | None = None) -> None:
-    """Prints this rank's traceback, then its reason in one line, and ends the process with status 1. It does not clean up, because
-    leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks.
-    If this rank only lost its peer, the doctor speaks instead, if there is one. A `UserError` is one line and status 2. After Ctrl-C
-    the status is `INTERRUPTED`, and nothing is printed.
+    """Prints this rank's traceback, then its reason in one line, and ends the process with status 1.
 
-    In another program's process it returns, so that the program gets the exception."""
+    It does not clean up, because leaving a process group would wait for ranks that may never answer. The
+    launcher ends the other ranks. If this rank only lost its peer, the doctor speaks instead, if there is
+    one. A `UserError` is one line and status 2. After Ctrl-C the status is `INTERRUPTED`, and nothing is
+    printed.
+
+    In another program's process it returns, so that the program gets the exception.
+    """
     if isinstance(error, KeyboardInterrupt):
         os._exit(INTERRUPTED)
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
@@ -49,7 +60,9 @@ def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watch
         time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
     where = "" if mesh is None else f", {mesh.coordinates_text}"
     report = "".join(traceback.format_exception(error))
-    reason = f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
+    reason = (
+        f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
+    )
     say(report + reason)
     record(reason)
     if doctor is not None:

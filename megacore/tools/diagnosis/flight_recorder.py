@@ -1,8 +1,8 @@
 """Records what a rank has begun and where it waits, so that a hang can be explained.
 
-A note costs about a microsecond and touches no device. The line of code where a thread is, is not recorded but looked up when
-needed (`line_of`). With NCCL an operation has begun when it is enqueued, and only the host's waits are noted. Events say
-how far the device is (`device_work.DeviceWork`).
+A note costs about a microsecond and touches no device. The line of code where a thread is, is not recorded
+but looked up when needed (`line_of`). With NCCL an operation has begun when it is enqueued, and only the
+host's waits are noted. Events say how far the device is (`device_work.DeviceWork`).
 """
 
 import re
@@ -32,18 +32,21 @@ DATA = "data"  # what the host waits for in `FlightRecorder.spent`, besides grou
 class Channel:
     """The operations that a rank has begun over one communicator, or over one link between two ranks.
 
-    All members begin the same operations in the same order, so equal numbers mean one operation. If the operations differ, the ranks
-    disagree.
+    All members begin the same operations in the same order, so equal numbers mean one operation. If the
+    operations differ, the ranks disagree.
     """
 
     __slots__ = ("begun", "recent", "wanted")
 
     def __init__(self) -> None:
-        self.begun = self.wanted = 0  # `wanted`: the number of the operation that the rank waits for, or has waited for last
+        # `wanted`: the number of the operation that the rank waits for, or has waited for last
+        self.begun = self.wanted = 0
         self.recent: deque[Note] = deque(maxlen=KEPT)
 
     def begin(self, name: str, operation: str, x: Tensor) -> int:
-        """Notes that this rank begins its part of the channel's next operation, on `x`; returns its number."""
+        """Notes that this rank begins its part of the channel's next operation, on `x`;
+        returns its number.
+        """
         self.begun += 1
         self.recent.append((self.begun, name, operation, x.shape, x.dtype))
         return self.begun
@@ -53,16 +56,21 @@ class FlightRecorder(Observer):
     """One rank's channels, and its work between their operations."""
 
     def __init__(self, device: DeviceWork | None = None, stages: int = 1) -> None:
-        """`device`: the work of a GPU; None where the CPU computes. `stages`: how many ranks the pipeline has."""
+        """`device`: the work of a GPU; None where the CPU computes.
+
+        `stages`: how many ranks the pipeline has.
+        """
         self.device, self.outliers = device, Stragglers(stages)
         self.events = 0  # number of notes: while it does not grow, the rank stands still
         self.step = 0
-        self.phase: tuple[str, int, int] = ("starting", -1, -1)  # with microbatch and chunk, where it has them
+        # with microbatch and chunk, where it has them
+        self.phase: tuple[str, int, int] = ("starting", -1, -1)
         self.waiting: Channel | None = None
         self.since = 0.0  # when the wait began
         self.worker: int | None = None  # the thread of this process that the main thread waits for
         self.waited = 0.0  # seconds spent waiting for other ranks
-        self.spent: dict[str, float] = {}  # seconds that the host waited, by the name of a group, and for DATA
+        # seconds that the host waited, by the name of a group, and for DATA
+        self.spent: dict[str, float] = {}
         self.channels: dict[str, Channel] = {}
         self.by_group: dict[str, Channel] = {}  # the same channels, by the keys of groups
         self.before_aside: tuple[float, dict[str, float]] = (0.0, {})
@@ -89,7 +97,10 @@ class FlightRecorder(Observer):
             self.device.timed = True
 
     def action_begins(self, action: Action) -> None:
-        """Of transfers it hears as operations. On a GPU, what it computes for a microbatch is a piece of work."""
+        """Of transfers it hears as operations.
+
+        On a GPU, what it computes for a microbatch is a piece of work.
+        """
         if action.op not in TRANSFERS:
             self.mark(action.op.value, action.microbatch, action.chunk)
             if self.device is not None and action.op not in REDUCTIONS:  # in which a rank waits for others
@@ -97,7 +108,9 @@ class FlightRecorder(Observer):
 
     def action_ends(self, action: Action) -> None:
         if self.device is not None and self.action_began is not None:
-            self.device.end(f"{action.op.value} of microbatch {action.microbatch} (step {self.step})", self.action_began)
+            self.device.end(
+                f"{action.op.value} of microbatch {action.microbatch} (step {self.step})", self.action_began
+            )
             self.action_began = None
 
     def collective_begins(self, operation: Operation) -> tuple[Channel, int, str]:
@@ -111,7 +124,11 @@ class FlightRecorder(Observer):
         else:
             channel = self.by_group[group.key] = self.channel(group.ranks)
         self.events += 1
-        return channel, channel.begin(group.name, name, operation.tensors[0] if operation.tensors else EMPTY), group.name
+        return (
+            channel,
+            channel.begin(group.name, name, operation.tensors[0] if operation.tensors else EMPTY),
+            group.name,
+        )
 
     def wait_begins(self, token: tuple[Channel, int, str]) -> None:
         self.waiting, number, _ = token
@@ -147,18 +164,30 @@ class FlightRecorder(Observer):
         """Takes what was noted since."""
         device, waited, spent = self.device, self.waited, self.spent
         self.waited, self.spent = 0.0, {}
-        return Waits(waited, spent) if device is None else Waits(waited, spent, device.take_seconds(), device.take_waits())
+        return (
+            Waits(waited, spent)
+            if device is None
+            else Waits(waited, spent, device.take_seconds(), device.take_waits())
+        )
 
-    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, Slow]:
+    def stragglers(
+        self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float
+    ) -> dict[int, Slow]:
         return self.outliers.named(busy, device_busy, step_seconds)
 
     def mark(self, phase: str, microbatch: int = -1, chunk: int = -1) -> None:
-        """Notes the phase of work that begins or continues. It also tells apart the work of engines with their own collectives."""
+        """Notes the phase of work that begins or continues.
+
+        It also tells apart the work of engines with their own collectives.
+        """
         self.phase = (phase, microbatch, chunk)
         self.events += 1
 
     def progress(self) -> int:
-        """A number that grows whenever the host notes something or its device has done something. Any thread may ask."""
+        """A number that grows whenever the host notes something or its device has done something.
+
+        Any thread may ask.
+        """
         return self.events + (0 if self.device is None else self.device.look())
 
     def channel(self, ranks: Sequence[int]) -> Channel:
@@ -176,8 +205,9 @@ class FlightRecorder(Observer):
 
 
 def channel_of(ranks: Sequence[int]) -> str:
-    """The key of a communicator's channel, from which `ranks_of` reads its ascending ranks: all 4,096 are ``0-4095``, every fourth
-    of sixteen ``0-12/4``, and two pairs ``0-1,8-9``."""
+    """The key of a communicator's channel, from which `ranks_of` reads its ascending ranks: all 4,096 are
+    ``0-4095``, every fourth of sixteen ``0-12/4``, and two pairs ``0-1,8-9``.
+    """
     runs, first = [], 0
     while first < len(ranks):
         stride = ranks[first + 1] - ranks[first] if first + 1 < len(ranks) else 1
@@ -194,15 +224,22 @@ def ranks_of(channel: str) -> list[int]:
     if ">" in channel:
         return [int(rank) for rank in channel.split(">")]
     runs = (re.split("[-/]", run) for run in channel.split(","))
-    return [rank for first, last, *stride in runs for rank in range(int(first), int(last) + 1, *map(int, stride))]
+    return [
+        rank for first, last, *stride in runs for rank in range(int(first), int(last) + 1, *map(int, stride))
+    ]
 
 
 STANDARD = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent), __file__)
 
 
 def is_ours(file: str) -> bool:
-    """Whether a line of this file tells what a thread is doing. Lines of the standard library, PyTorch and the recorder do not."""
-    return not file.startswith((*STANDARD, "<frozen")) or ("site-packages" in file and not file.startswith(STANDARD[1:]))
+    """Whether a line of this file tells what a thread is doing.
+
+    Lines of the standard library, PyTorch and the recorder do not.
+    """
+    return not file.startswith((*STANDARD, "<frozen")) or (
+        "site-packages" in file and not file.startswith(STANDARD[1:])
+    )
 
 
 def line_of(thread: int) -> str:

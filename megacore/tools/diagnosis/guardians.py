@@ -1,4 +1,6 @@
-"""What looks after a rank of a real run: its flight recorder, the watchdog that reads it, and its heartbeats."""
+"""What looks after a rank of a real run: its flight recorder, the watchdog that reads
+it, and its heartbeats.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,10 @@ from megacore.tools.diagnosis.watchdog import Watchdog, prepare_flight_recorder
 
 
 class Guardians(Guard):
-    """The guard that `launch/` gives every run. A failure of its rank ends the job with this rank's reason."""
+    """The guard that `launch/` gives every run.
+
+    A failure of its rank ends the job with this rank's reason.
+    """
 
     def __init__(self, config: Config, place: RankInfo, device: torch.device) -> None:
         super().__init__()
@@ -41,8 +46,13 @@ class Guardians(Guard):
         if parallel.heartbeat_seconds is not None:
             self.heartbeats = HeartbeatClient(store, self.place, parallel.heartbeat_seconds, folder)
         if parallel.hang_seconds is not None:
-            where, dumps = place_text(self.place.rank, sizes_of(self.config)), folder if self.device.type == "cuda" else None
-            self.watchdog = Watchdog(store, self.place, where, self.recorder, parallel.hang_seconds, self.device, dumps)
+            where, dumps = (
+                place_text(self.place.rank, sizes_of(self.config)),
+                folder if self.device.type == "cuda" else None,
+            )
+            self.watchdog = Watchdog(
+                store, self.place, where, self.recorder, parallel.hang_seconds, self.device, dumps
+            )
 
     def failed(self, error: BaseException, mesh: Mesh | None) -> None:
         fail(error, self.place, mesh, self.watchdog)

@@ -33,11 +33,13 @@ class Snapshot:
     line: str  # the line of code that its main thread is in
     idle: float  # seconds in which it noted nothing
     waiting: tuple[str, int] | None = None  # channel, number of the operation that it waits for
-    # By channel (`flight_recorder.ranks_of`): how many operations this rank has begun, and the last of them in words, the newest last
-    # (`operation_text`). One string each: thousands of ranks have hundreds of thousands, and they are read within seconds.
+    # By channel (`flight_recorder.ranks_of`): how many operations this rank has begun, and the last of them
+    # in words, the newest last (`operation_text`). One string each: thousands of ranks have hundreds of
+    # thousands, and they are read within seconds.
     channels: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     processes: dict[str, str] = field(default_factory=dict)  # state of every rank's process on this host
-    device: tuple[int, str] | None = None  # how many forwards and backwards its GPU has done, and what that is at
+    # how many forwards and backwards its GPU has done, and what that is at
+    device: tuple[int, str] | None = None
     failed: str = ""  # what ended this rank's training, if it only lost its peer
 
 
@@ -52,8 +54,13 @@ class Diagnosis:
 
 
 def judge(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot], patience: float) -> Diagnosis:
-    """Judges the ranks in `seats`, of which those in `snapshots` have answered. More than `patience` idle seconds are a hang."""
-    verdict = _silent(seats, snapshots) or _disagreement(seats, snapshots) or _laggards(seats, snapshots, patience)
+    """Judges the ranks in `seats`, of which those in `snapshots` have answered.
+
+    More than `patience` idle seconds are a hang.
+    """
+    verdict = (
+        _silent(seats, snapshots) or _disagreement(seats, snapshots) or _laggards(seats, snapshots, patience)
+    )
     failed = [snapshot for snapshot in snapshots.values() if snapshot.failed]
     if not failed or verdict.fatal:
         return verdict
@@ -66,14 +73,24 @@ def _silent(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot])
     silent = [seat for rank, seat in seats.items() if rank not in snapshots]
     if not silent:
         return None
-    seen = [(int(rank), state) for snapshot in snapshots.values() for rank, state in snapshot.processes.items()]
+    seen = [
+        (int(rank), state) for snapshot in snapshots.values() for rank, state in snapshot.processes.items()
+    ]
     # Ranks looked at different times: a rank that saw it dead looked last.
     states = dict(sorted(seen, key=lambda one: (one[1] in ENDED, one[1] in STOPPED)))
     heard = {seats[rank].host for rank in snapshots}
     found: dict[str, list[RankProcess]] = {}
     for seat in silent:
         state = states.get(seat.rank, "")
-        kind = "dead" if state in ENDED else "stopped" if state in STOPPED else "silent" if seat.host in heard else "unreachable"
+        kind = (
+            "dead"
+            if state in ENDED
+            else "stopped"
+            if state in STOPPED
+            else "silent"
+            if seat.host in heard
+            else "unreachable"
+        )
         found.setdefault(kind if seat.pid else "absent", []).append(seat)
     kind = next(kind for kind in ("dead", "stopped", "absent", "unreachable", "silent") if kind in found)
     those = found[kind]
@@ -81,11 +98,15 @@ def _silent(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot])
     several = len(those) > 1
     hosts = ", ".join(sorted({seat.host for seat in those}))
     text = {
-        "dead": f"{who} {'are' if several else 'is'} dead: no such process any more (killed, or out of memory?)",
+        "dead": f"{who} {'are' if several else 'is'} dead: no such process any more (killed, or out of "
+        "memory?)",
         "stopped": f"{who} {'are' if several else 'is'} stopped (by SIGSTOP or a debugger)",
-        "absent": f"{who} {'have' if several else 'has'} not come to where the ranks meet: not started, dead, or held up on the way",
-        "unreachable": f"{who} {'do' if several else 'does'} not answer, nor does any rank of host {hosts}: down, or its network is cut",
-        "silent": f"{who} {'do' if several else 'does'} not answer, though the process runs: something in it holds the interpreter",
+        "absent": f"{who} {'have' if several else 'has'} not come to where the ranks meet: not started, "
+        "dead, or held up on the way",
+        "unreachable": f"{who} {'do' if several else 'does'} not answer, nor does any rank of host "
+        f"{hosts}: down, or its network is cut",
+        "silent": f"{who} {'do' if several else 'does'} not answer, though the process runs: something in "
+        "it holds the interpreter",
     }[kind]
     return Diagnosis(kind, [seat.rank for seat in those], text + _who_waits(snapshots))
 
@@ -94,7 +115,10 @@ def _who_waits(snapshots: Mapping[int, Snapshot]) -> str:
     waiting = [snapshot for snapshot in snapshots.values() if snapshot.waiting]
     if not waiting:
         return ""
-    return f"; {_list(sorted(s.rank for s in waiting))} wait{'s' if len(waiting) == 1 else ''} in {_awaited(waiting[0])}"
+    return (
+        f"; {_list(sorted(s.rank for s in waiting))} wait{'s' if len(waiting) == 1 else ''} in "
+        f"{_awaited(waiting[0])}"
+    )
 
 
 def _disagreement(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot]) -> Diagnosis | None:
@@ -104,19 +128,25 @@ def _disagreement(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snap
         for channel, (begun, recent) in snapshot.channels.items():
             for number, note in enumerate(recent, begun - len(recent) + 1):
                 other, theirs = first.setdefault((channel, number), (snapshot, note))
-                if note == theirs or (mine := note.split(" ", 1))[1] == (other_one := theirs.split(" ", 1))[1]:
+                if (
+                    note == theirs
+                    or (mine := note.split(" ", 1))[1] == (other_one := theirs.split(" ", 1))[1]
+                ):
                     continue
                 order = mine[1].split(" ")[0] != other_one[1].split(" ")[0]
                 what = "are in different order" if order else "have different shapes"
                 text = (
-                    f"operations over {mine[0]} {what}: #{number} is {other_one[1]} on {seats[other.rank]}, at {other.line},"
+                    f"operations over {mine[0]} {what}: #{number} is {other_one[1]} on "
+                    f"{seats[other.rank]}, at {other.line},"
                     f" and {mine[1]} on {seats[snapshot.rank]}, at {snapshot.line}"
                 )
                 return Diagnosis("order" if order else "shapes", [other.rank, snapshot.rank], text)
     return None
 
 
-def _laggards(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot], patience: float) -> Diagnosis:
+def _laggards(
+    seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot], patience: float
+) -> Diagnosis:
     """Follows the ranks that wait to the ranks they wait for, until one waits for nobody."""
     edges = _edges(snapshots)
     # Thousands may wait for one operation, and share its list.
@@ -125,34 +155,56 @@ def _laggards(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot
     roots = sorted(targets - edges.keys())
     if targets and not roots:
         cycle = _cycle(edges)
-        links = [f"{seats[rank]} waits in {edges[rank][0]} for rank {cycle[(i + 1) % len(cycle)]}" for i, rank in enumerate(cycle)]
+        links = [
+            f"{seats[rank]} waits in {edges[rank][0]} for rank {cycle[(i + 1) % len(cycle)]}"
+            for i, rank in enumerate(cycle)
+        ]
         return Diagnosis("deadlock", cycle, "ranks wait for each other in a circle: " + "; ".join(links))
-    stuck = [snapshots[rank] for rank in roots if snapshots[rank].waiting] or [s for s in snapshots.values() if s.waiting and not targets]
+    stuck = [snapshots[rank] for rank in roots if snapshots[rank].waiting] or [
+        s for s in snapshots.values() if s.waiting and not targets
+    ]
     if stuck:  # all ranks of that operation have entered it
         ranks = ranks_of(stuck[0].waiting[0]) if stuck[0].waiting else []
         hosts = sorted({seats[rank].host for rank in ranks})
-        where = f"the network between {' and '.join(hosts)} is cut" if len(hosts) > 1 else f"a link within {hosts[0]} hangs"
+        where = (
+            f"the network between {' and '.join(hosts)} is cut"
+            if len(hosts) > 1
+            else f"a link within {hosts[0]} hangs"
+        )
         idle = min(snapshots[rank].idle for rank in ranks)  # who came last may have come just now
         fatal = idle >= patience
         what = _awaited(stuck[0])
-        text = f"{_list(ranks)} have all entered {what}, which does not end for {idle:.0f} s: {where}, or a device hangs"
+        text = (
+            f"{_list(ranks)} have all entered {what}, which does not end for {idle:.0f} s: {where}, or "
+            "a device hangs"
+        )
         return Diagnosis("transport" if fatal else "slow", list(ranks), text, fatal)
     if not roots and all(snapshot.phase == FOR_DEVICE for snapshot in snapshots.values()):
         idle = min(snapshot.idle for snapshot in snapshots.values())
         text = (
-            f"all ranks have begun the same operations and wait for their devices, for {idle:.0f} s: a cut in the network, or a hung device"
-            + _last_devices(snapshots)
+            f"all ranks have begun the same operations and wait for their devices, for {idle:.0f} s: a "
+            "cut in the network, or a hung device" + _last_devices(snapshots)
         )
-        return Diagnosis("transport" if idle >= patience else "slow", sorted(snapshots), text, idle >= patience)
-    roots = roots or _odd_ones({rank: s for rank, s in snapshots.items() if s.phase != FOR_DEVICE})  # who waits holds up none
+        return Diagnosis(
+            "transport" if idle >= patience else "slow", sorted(snapshots), text, idle >= patience
+        )
+    # who waits holds up none
+    roots = roots or _odd_ones({rank: s for rank, s in snapshots.items() if s.phase != FOR_DEVICE})
     root = snapshots[roots[0]]
     text = f"is in {root.line} for {root.idle:.0f} s (step {root.step}, {root.phase})"
     # Of several operations that it holds up the one that most of all waits for it alone.
     held = min((edge for edge in lists if root.rank in edge[1]), key=lambda edge: len(edge[1]), default=None)
     if held is not None:
         awaited = held[0]
-        waiting = sorted(rank for rank, (operation, behind) in edges.items() if operation == awaited and root.rank in behind)
-        text = f"never entered {awaited}; it {text}; {_list(waiting)} wait{'s' if len(waiting) == 1 else ''} there"
+        waiting = sorted(
+            rank
+            for rank, (operation, behind) in edges.items()
+            if operation == awaited and root.rank in behind
+        )
+        text = (
+            f"never entered {awaited}; it {text}; {_list(waiting)} "
+            f"wait{'s' if len(waiting) == 1 else ''} there"
+        )
     text = f"{seats[root.rank]} {text}"
     if len(roots) > 1:
         text += f". The same holds for {_list(roots[1:])}"
@@ -162,8 +214,11 @@ def _laggards(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot
 
 
 def _edges(snapshots: Mapping[int, Snapshot]) -> dict[int, tuple[str, list[int]]]:
-    """For each rank that waits, the operation and the ranks that have not begun it. Under NCCL devices wait and not hosts: there a
-    rank waits if it has begun more operations over a channel than others."""
+    """For each rank that waits, the operation and the ranks that have not begun it.
+
+    Under NCCL devices wait and not hosts: there a rank waits if it has begun more operations over a channel
+    than others.
+    """
     edges, behind = {}, _Behind(snapshots)
     for rank, snapshot in snapshots.items():
         if snapshot.waiting and (late := behind(*snapshot.waiting)):
@@ -178,7 +233,9 @@ def _edges(snapshots: Mapping[int, Snapshot]) -> dict[int, tuple[str, list[int]]
 
 
 class _Behind:
-    """Which of a channel's ranks have not begun an operation; all who ask about the same get the same list."""
+    """Which of a channel's ranks have not begun an operation; all who ask about the
+    same get the same list.
+    """
 
     def __init__(self, snapshots: Mapping[int, Snapshot]) -> None:
         self.snapshots, self.found = snapshots, dict[tuple[str, int], list[int]]()
@@ -188,7 +245,9 @@ class _Behind:
         if channel not in self.ranks:
             self.ranks[channel] = [rank for rank in ranks_of(channel) if rank in self.snapshots]
         if (channel, number) not in self.found:
-            begun = ((rank, self.snapshots[rank].channels.get(channel, (0, []))[0]) for rank in self.ranks[channel])
+            begun = (
+                (rank, self.snapshots[rank].channels.get(channel, (0, []))[0]) for rank in self.ranks[channel]
+            )
             self.found[channel, number] = [rank for rank, count in begun if count < number]
         return self.found[channel, number]
 
@@ -202,7 +261,10 @@ def _last_devices(snapshots: Mapping[int, Snapshot]) -> str:
         return ""
     at = snapshots[last[0]].device
     assert at is not None
-    return f"; furthest behind {'are the devices' if len(last) > 1 else 'is the device'} of {_list(last)}, in {at[1] or 'no work'}"
+    return (
+        f"; furthest behind {'are the devices' if len(last) > 1 else 'is the device'} of "
+        f"{_list(last)}, in {at[1] or 'no work'}"
+    )
 
 
 def _cycle(edges: Mapping[int, tuple[str, list[int]]]) -> list[int]:
@@ -213,10 +275,14 @@ def _cycle(edges: Mapping[int, tuple[str, list[int]]]) -> list[int]:
 
 
 def _odd_ones(snapshots: Mapping[int, Snapshot]) -> list[int]:
-    """The ranks that are in another line of code than most, if none is known to wait (an engine may have its own collectives)."""
+    """The ranks that are in another line of code than most, if none is known to wait (an engine
+    may have its own collectives).
+    """
     common, count = Counter((s.step, s.phase) for s in snapshots.values()).most_common(1)[0]
     odd = [rank for rank, s in snapshots.items() if (s.step, s.phase) != common]
-    return sorted(odd) if odd and count > len(odd) else sorted(snapshots, key=lambda rank: -snapshots[rank].idle)
+    return (
+        sorted(odd) if odd and count > len(odd) else sorted(snapshots, key=lambda rank: -snapshots[rank].idle)
+    )
 
 
 def _awaited(snapshot: Snapshot) -> str:

@@ -23,7 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.tools.diagnosis.beats import MOST_BYTES, Beat, behind_token, keep_out, open_datagrams, resolve, same_user, unpacked
+from megacore.tools.diagnosis.beats import (
+    MOST_BYTES,
+    Beat,
+    behind_token,
+    keep_out,
+    open_datagrams,
+    resolve,
+    same_user,
+    unpacked,
+)
 
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats
@@ -31,10 +40,14 @@ GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they k
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
 PARTING = 3  # datagrams that tell the end: some may be lost
-AT_ONCE = 256  # datagrams that are read before it looks at the time again: strangers may send faster than it reads
+AT_ONCE = (
+    256  # datagrams that are read before it looks at the time again: strangers may send faster than it reads
+)
 UNNAMED = 64  # connections that have not said who they are; of more, the oldest is closed
 LINE_BYTES = 4096  # more than any line of a rank has
-FAULT_SECONDS = 0.01  # after something that failed: if it fails again and again, it must not take the whole core
+FAULT_SECONDS = (
+    0.01  # after something that failed: if it fails again and again, it must not take the whole core
+)
 LOST = "lost.json"  # a file in the run's folder: which hosts were lost last
 
 
@@ -102,7 +115,9 @@ class Heartbeat:
             if time.monotonic() >= due:
                 self._guarded(self._tick)
                 late = time.monotonic() - due
-                due += self.beat if late < self.beat else late + self.beat  # after a pause it does not catch up
+                due += (
+                    self.beat if late < self.beat else late + self.beat
+                )  # after a pause it does not catch up
         if self.is_hub or not self.verdict:
             self.part()
 
@@ -113,7 +128,9 @@ class Heartbeat:
         except Exception as error:
             self.faults += 1
             if self.faults == 1:
-                say(f"host {self.name} drops what it cannot read, and watches on: {type(error).__name__}: {str(error)[:200]}")
+                say(
+                    f"host {self.name} drops what it cannot read, and watches on: {type(error).__name__}: {str(error)[:200]}"
+                )
             time.sleep(FAULT_SECONDS)
 
     def part(self) -> None:
@@ -146,23 +163,35 @@ class Heartbeat:
             self._send(self.hub.address)
             self.hub.missed += 1
             if self.heard and self.hub.missed >= BEATS:
-                self.decide(f"host {self.name} hears nothing from {at(self.hub)}: it is down, or the network between them is cut")
+                self.decide(
+                    f"host {self.name} hears nothing from {at(self.hub)}: it is down, or the network between them is cut"
+                )
             elif not self.heard and not self.warned and self.beats * self.beat > NEVER_SECONDS:
                 self.warned = True
-                say(f"host {self.name} gets no answer over UDP from {self.hub.name}, port {self.hub.address[1]}: it is not watched")
+                say(
+                    f"host {self.name} gets no answer over UDP from {self.hub.name}, port {self.hub.address[1]}: it is not watched"
+                )
 
     def _look(self) -> None:
         """The hub's look at the others."""
         for host in self.hosts.values():
             host.missed += 1
         going_on = self.seats or any(host.open and host.missed < FEW for host in self.hosts.values())
-        limit = BEATS if going_on or not self.gone else FEW  # where all others have failed, nothing is lost by a mistake
+        limit = (
+            BEATS if going_on or not self.gone else FEW
+        )  # where all others have failed, nothing is lost by a mistake
         if any(host.missed >= limit for host in self.hosts.values()):
-            lost = [host for host in self.hosts.values() if host.missed > limit - 2]  # of those lost together some were heard later
-            those = ", ".join(at(host) for host in lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+            lost = [
+                host for host in self.hosts.values() if host.missed > limit - 2
+            ]  # of those lost together some were heard later
+            those = ", ".join(at(host) for host in lost[:8]) + (
+                f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+            )
             heard = f"nothing was heard from {those} for {limit * self.beat:.0f} s"
             if len(lost) == len(self.hosts) > 1:
-                self.decide(f"{heard}, nor from any other host: the network of host {self.name} is cut", [self.name])
+                self.decide(
+                    f"{heard}, nor from any other host: the network of host {self.name} is cut", [self.name]
+                )
             else:
                 several = "they are down, or the network to them is cut"
                 why = "down, or the network to it is cut" if len(lost) == 1 else several
@@ -173,7 +202,10 @@ class Heartbeat:
             late = sorted(rank for rank, beats in host.gone.items() if beats >= GRACE_BEATS)
             if late:
                 verb = "has" if len(late) == 1 else "have"
-                self.decide(f"{named(late)} on host {host.name} {verb} ended, and others go on: killed, or out of memory?", [])
+                self.decide(
+                    f"{named(late)} on host {host.name} {verb} ended, and others go on: killed, or out of memory?",
+                    [],
+                )
                 return
 
     def decide(self, verdict: str, lost: Sequence[str] | None = None) -> None:
@@ -188,7 +220,9 @@ class Heartbeat:
         if lost is not None and self.folder is not None:
             note = Path(self.folder) / LOST
             with contextlib.suppress(OSError):  # nobody is there to be told: the verdict was said
-                note.with_suffix(".tmp").write_text(json.dumps({"hosts": list(lost), "verdict": verdict}), encoding="utf-8")
+                note.with_suffix(".tmp").write_text(
+                    json.dumps({"hosts": list(lost), "verdict": verdict}), encoding="utf-8"
+                )
                 note.with_suffix(".tmp").replace(note)
 
     @property
@@ -335,14 +369,18 @@ def say(line: str) -> None:
 def main() -> None:
     """Reads its settings from stdin, and writes the name of its door to stdout, for the rank that has started it."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # launchers send them to all below them; it ends when its ranks have
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # launchers send them to all below them; it ends when its ranks have
     heartbeat = Heartbeat(**json.loads(sys.stdin.readline()))
     print(heartbeat.door.getsockname()[1:].decode(), flush=True)
     sys.stdout.close()
     try:
         heartbeat.run()
     except Exception as error:  # a mistake in here must end no run
-        say(f"that of host {heartbeat.name} fails, which is not watched any more: {type(error).__name__}: {error}")
+        say(
+            f"that of host {heartbeat.name} fails, which is not watched any more: {type(error).__name__}: {error}"
+        )
         heartbeat.part()
 
 

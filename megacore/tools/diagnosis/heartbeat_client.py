@@ -1,4 +1,6 @@
-"""A rank's end of its host's heartbeat: starts the host's process or finds it, and ends the rank when that says so."""
+"""A rank's end of its host's heartbeat: starts the host's process or finds it, and
+ends the rank when that says so.
+"""
 
 import contextlib
 import json
@@ -28,7 +30,10 @@ LOST_HOST = 1  # exit status
 
 
 class HeartbeatClient:
-    """Watches over the hosts of a run from when this rank has reached the store. Call `close` before the rank ends well."""
+    """Watches over the hosts of a run from when this rank has reached the store.
+
+    Call `close` before the rank ends well.
+    """
 
     def __init__(self, store: dist.Store, place: RankInfo, seconds: float, folder: Path) -> None:
         """A host that is silent for `seconds` is lost. `folder`: the run's.
@@ -53,7 +58,9 @@ class HeartbeatClient:
     def _run(self) -> None:
         try:
             verdict: str = heard(self._join())["verdict"]
-        except Exception as error:  # without a word, nobody would know that this host is not watched; without the store the doctor ends it
+        except Exception as error:
+            # without a word, nobody would know that this host is not watched; without the store the doctor
+            # ends it
             if not self.closed:
                 heartbeat.say(f"rank {self.place.rank} on {socket.gethostname()} has none: {error}")
             return
@@ -61,8 +68,11 @@ class HeartbeatClient:
         os._exit(LOST_HOST)  # the process has said the verdict, once for all ranks of the host
 
     def _join(self) -> IO[bytes]:
-        """Joins the process of this host, which is started if there is none; returns what it says from then on."""
-        notices, rank, host = StoreKV(self.store), self.place.rank, machine()  # a connection of this thread's own
+        """Joins the process of this host, which is started if there is none;
+        returns what it says from then on.
+        """
+        # a connection of this thread's own
+        notices, rank, host = StoreKV(self.store), self.place.rank, machine()
         self.token = notices.first("heartbeat/token", secrets.token_hex(TOKEN_BYTES))
         starts = notices.is_first(f"heartbeat/{host}", str(rank))
         if starts:
@@ -71,7 +81,8 @@ class HeartbeatClient:
         connection.connect("\0" + self._asked(notices, f"heartbeat/{host}/door"))
         if not same_user(connection):
             raise OSError("another user's process has taken the place of its own")
-        connection.send(self._line(rank=rank, pid=os.getpid()))  # before any farewell, which would come from nobody
+        # before any farewell, which would come from nobody
+        connection.send(self._line(rank=rank, pid=os.getpid()))
         self.connection = connection
         if self.closed:
             self.close()
@@ -85,13 +96,22 @@ class HeartbeatClient:
 
     def _start(self) -> str:
         """Starts this host's process; returns the name of its door."""
-        settings = {"name": socket.gethostname(), "token": self.token, "seconds": self.seconds, "folder": str(self.folder.resolve())}
+        settings = {
+            "name": socket.gethostname(),
+            "token": self.token,
+            "seconds": self.seconds,
+            "folder": str(self.folder.resolve()),
+        }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         # In a session of its own: what ends the ranks' process group does not end it.
         process = subprocess.Popen(
             [sys.executable, "-m", heartbeat.__name__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,
+        )
         assert process.stdin is not None and process.stdout is not None
         with process.stdin as said, process.stdout as answer:
             said.write(json.dumps(settings) + "\n")

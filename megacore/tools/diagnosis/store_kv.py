@@ -1,7 +1,9 @@
-"""What ranks write for each other into the store in which they met, and how one of them reads what thousands have written.
+"""What ranks write for each other into the store in which they met, and how one of them
+reads what thousands have written.
 
-A question to the store takes some ten microseconds on one machine and a hundred between machines, so nothing is asked rank by rank:
-one question tells whether all of some keys are there, and halves are asked about only where one is missing.
+A question to the store takes some ten microseconds on one machine and a hundred between machines, so nothing
+is asked rank by rank: one question tells whether all of some keys are there, and halves are asked about only
+where one is missing.
 """
 
 import json
@@ -14,10 +16,16 @@ AT_ONCE = 512  # values in one answer: others, too, want the store
 
 
 class StoreKV:
-    """A connection to the store, of one thread's own. Values are JSON. What it raises are errors of `torch.distributed`."""
+    """A connection to the store, of one thread's own.
+
+    Values are JSON. What it raises are errors of `torch.distributed`.
+    """
 
     def __init__(self, store: dist.Store) -> None:
-        """`store`: the one in which the ranks met. The main thread may be waiting over its connection, so this one is another."""
+        """`store`: the one in which the ranks met.
+
+        The main thread may be waiting over its connection, so this one is another.
+        """
         self.store = dist.PrefixStore("doctor", store.clone())  # type: ignore[attr-defined]
         self.answers = 0  # of the store
 

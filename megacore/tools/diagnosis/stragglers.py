@@ -16,13 +16,16 @@ class Stragglers:
     """Ranks that stand out again and again."""
 
     def __init__(self, stages: int = 1) -> None:
-        """`stages`: among how many the ranks are divided, in equal parts; each computes other layers than the others."""
+        """`stages`: among how many the ranks are divided, in equal parts; each
+        computes other layers than the others.
+        """
         self.stages = stages
         self.in_a_row: dict[int, int] = {}
 
     def named(self, own: Sequence[float], devices: Sequence[float], step_seconds: float) -> dict[int, Slow]:
-        """Takes a report's figures by rank, the hosts' `own` seconds in a step (waiting for others left out) and the devices' for
-        forwards and backwards; returns the ranks that stood out in the last `REPORTS`."""
+        """Takes a report's figures by rank, the hosts' `own` seconds in a step (waiting for others left out)
+        and the devices' for forwards and backwards; returns the ranks that stood out in the last `REPORTS`.
+        """
         found = outliers(own, step_seconds)
         peers = len(devices) // self.stages
         for first in range(0, len(devices), peers):
@@ -32,10 +35,16 @@ class Stragglers:
         return {rank: slow for rank, slow in found.items() if self.in_a_row[rank] >= REPORTS}
 
 
-def outliers(seconds: Sequence[float], step_seconds: float, factor: float = FACTOR, part: float = PART) -> dict[int, Slow]:
+def outliers(
+    seconds: Sequence[float], step_seconds: float, factor: float = FACTOR, part: float = PART
+) -> dict[int, Slow]:
     """Ranks whose own seconds in a step stand out. Waiting for others is not counted.
 
     In a synchronous step all ranks take equally long: a slow rank waits less than the others do.
     """
     usual = median(seconds)
-    return {rank: Slow(own, usual) for rank, own in enumerate(seconds) if own > factor * usual and own - usual > part * step_seconds}
+    return {
+        rank: Slow(own, usual)
+        for rank, own in enumerate(seconds)
+        if own > factor * usual and own - usual > part * step_seconds
+    }

@@ -1,8 +1,10 @@
-"""The hang doctor notices that training stands still, finds out which rank causes it, and says so in a sentence.
+"""The hang doctor notices that training stands still, finds out which rank causes
+it, and says so in a sentence.
 
-Each rank has a thread that checks every few seconds whether its flight recorder has grown, and whether some rank has raised the alarm. Both
-checks are too cheap to slow a step. After an alarm every rank publishes its record through the store in which the ranks met, over a
-connection of its own, because the main thread's may be waiting. One rank judges. If waiting is of no use, all end.
+Each rank has a thread that checks every few seconds whether its flight recorder has grown, and whether some
+rank has raised the alarm. Both checks are too cheap to slow a step. After an alarm every rank publishes its
+record through the store in which the ranks met, over a connection of its own, because the main thread's may
+be waiting. One rank judges. If waiting is of no use, all end.
 """
 
 import contextlib
@@ -42,7 +44,10 @@ NOBODY = RankProcess(0, "unknown", 0, "still joining")
 
 
 class Watchdog:
-    """One rank's doctor, from when the rank has reached the store. Call `close` before the rank leaves the mesh."""
+    """One rank's doctor, from when the rank has reached the store.
+
+    Call `close` before the rank leaves the mesh.
+    """
 
     def __init__(
         self,
@@ -56,19 +61,27 @@ class Watchdog:
     ) -> None:
         """Starts watching. A hang is `seconds` in which nothing happens.
 
-        `where`: the rank's coordinates. `folder`: NCCL's flight recorder is written there at a hang; None without NCCL.
+        `where`: the rank's coordinates. `folder`: NCCL's flight recorder is written there at a hang; None
+        without NCCL.
         """
-        self.recorder, self.rank, self.world_size, self.seconds = recorder, place.rank, place.world_size, seconds
+        self.recorder, self.rank, self.world_size, self.seconds = (
+            recorder,
+            place.rank,
+            place.world_size,
+            seconds,
+        )
         self.device, self.folder, self.local_rank = device, folder, place.local_rank
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
-        self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # seconds for a verdict: more than twice what its judge waits
+        # seconds for a verdict: more than twice what its judge waits
+        self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS
         self.seat = RankProcess(self.rank, socket.gethostname(), os.getpid(), where)
         self.notices = StoreKV(store)
         self.notices.write(f"seat/{self.rank}", asdict(self.seat))
         self.host = f"host/{machine()}"  # under which its ranks stand, which need not follow each other
         self.notices.note(self.host, self.rank)
-        self.first: RankProcess | None = None  # rank 0's, which may hold the store: asked for while it answers
+        # rank 0's, which may hold the store: asked for while it answers
+        self.first: RankProcess | None = None
         self.failed = ""
         self.asked, self.closed = threading.Event(), threading.Event()
         self.round, self.alarmed = 0, False
@@ -84,7 +97,10 @@ class Watchdog:
         self.thread.join(self.seconds)  # it may wait for the store
 
     def ask(self, failed: str) -> None:
-        """Called when this rank has lost its peer. Ends the process with a verdict on the cause; returns if none comes in time."""
+        """Called when this rank has lost its peer.
+
+        Ends the process with a verdict on the cause; returns if none comes in time.
+        """
         self.failed = failed
         self.asked.set()
         self.thread.join(self.patience + ANSWER_SECONDS)
@@ -106,7 +122,8 @@ class Watchdog:
             try:
                 self._look()
                 failures = 0
-            except Exception as error:  # this rank must not outlive the others for a mistake in here, nor hang unseen
+            except Exception as error:
+                # this rank must not outlive the others for a mistake in here, nor hang unseen
                 failures += 1
                 if failures == 1:
                     say(f"hang doctor: rank {self.rank} could not look: {type(error).__name__}: {error}")
@@ -129,7 +146,10 @@ class Watchdog:
             self._lost_store()
 
     def _watch_store(self) -> None:
-        """Notices a store whose process was stopped, where every question waits for ever. Counts looks, as `_stands_still` does."""
+        """Notices a store whose process was stopped, where every question waits for ever.
+
+        Counts looks, as `_stands_still` does.
+        """
         answers, late = -1, 0.0
         while not self.closed.wait(self.tick) and self.thread.is_alive():
             late = late + self.tick if self.notices.answers == answers else 0.0
@@ -139,7 +159,10 @@ class Watchdog:
                 late = 0.0
 
     def _stands_still(self) -> bool:
-        """Whether too many looks in a row found nothing new. It counts looks, not seconds: a suspended job has not been idle."""
+        """Whether too many looks in a row found nothing new.
+
+        It counts looks, not seconds: a suspended job has not been idle.
+        """
         recorder, progress = self.recorder, self.recorder.progress()
         self.first_step = self.first_step or recorder.step
         self.idle = self.idle + self.tick if progress == self.progress else 0.0
@@ -159,7 +182,9 @@ class Watchdog:
         return Snapshot(
             self.rank,
             recorder.step,
-            phase if microbatch < 0 else f"{phase} of microbatch {microbatch}" + (f", chunk {chunk}" if chunk else ""),
+            phase
+            if microbatch < 0
+            else f"{phase} of microbatch {microbatch}" + (f", chunk {chunk}" if chunk else ""),
             line_of(recorder.worker or self.main),
             self.idle,
             None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),
@@ -171,7 +196,10 @@ class Watchdog:
 
     def _processes(self) -> dict[str, str]:
         """The state of every rank's process on this host now."""
-        return {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.notices.noted(self.host)).values()}
+        return {
+            str(seat.rank): process_state(seat.pid)
+            for seat in self._seats(self.notices.noted(self.host)).values()
+        }
 
     def _publish(self, folder: str) -> None:
         self.notices.write(f"{folder}/{self.rank}", asdict(self.snapshot()))
@@ -184,7 +212,12 @@ class Watchdog:
     def _seats(self, ranks: Sequence[int]) -> dict[int, RankProcess]:
         """The seats of the ranks that have come so far; others get a seat without a place."""
         found = self.notices.read([f"seat/{rank}" for rank in ranks])
-        return {rank: RankProcess(**found[key]) if (key := f"seat/{rank}") in found else replace(NOBODY, rank=rank) for rank in ranks}
+        return {
+            rank: RankProcess(**found[key])
+            if (key := f"seat/{rank}") in found
+            else replace(NOBODY, rank=rank)
+            for rank in ranks
+        }
 
     def _examine(self) -> None:
         """Publishes this rank's record and waits for the verdict, or makes it if this rank is the judge."""
@@ -221,21 +254,31 @@ class Watchdog:
             if self.notices.is_there("words"):
                 return Diagnosis("failed", [], "")  # that rank has said so itself
             silent = {str(rank) for rank in missing if rank not in snapshots}
-            states = [snapshot.processes for snapshot in snapshots.values()] + ([self._processes()] if silent else [])
-            if silent <= {rank for processes in states for rank, state in processes.items() if state in ENDED + STOPPED}:
+            states = [snapshot.processes for snapshot in snapshots.values()] + (
+                [self._processes()] if silent else []
+            )
+            if silent <= {
+                rank for processes in states for rank, state in processes.items() if state in ENDED + STOPPED
+            }:
                 break
             time.sleep(0.05)
         seats = self._seats(range(self.world_size))
         hosts = {seat.host for rank, seat in seats.items() if rank not in snapshots}
-        beside = self._published(folder, [rank for rank in snapshots if seats[rank].host in hosts])  # they have looked again
+        # they have looked again
+        beside = self._published(folder, [rank for rank in snapshots if seats[rank].host in hosts])
         for rank, again in beside.items():
-            snapshots[rank] = replace(snapshots[rank], processes=self._processes() if rank == self.rank else again.processes)
+            snapshots[rank] = replace(
+                snapshots[rank], processes=self._processes() if rank == self.rank else again.processes
+            )
         return judge(seats, snapshots, self.seconds)
 
     def _end(self, verdict: Diagnosis) -> None:
-        """Ends this process, and those on this machine that cannot end themselves. The launcher or supervisor starts the job anew.
+        """Ends this process, and those on this machine that cannot end themselves.
 
-        The process ends whatever fails on the way, even if something waits for ever and holds the interpreter.
+        The launcher or supervisor starts the job anew.
+
+        The process ends whatever fails on the way, even if something waits for ever and holds the
+        interpreter.
         """
         faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until the end)
         try:
@@ -256,10 +299,17 @@ class Watchdog:
 
     def _first_state(self) -> str:
         """The state of rank 0's process; ? if it is on another machine."""
-        return process_state(self.first.pid) if self.first is not None and self.first.host == self.seat.host else "?"
+        return (
+            process_state(self.first.pid)
+            if self.first is not None and self.first.host == self.seat.host
+            else "?"
+        )
 
     def _lost_store(self) -> None:
-        """Handles a store that is gone or out of reach. At the end of a run that is normal: `close` then comes soon."""
+        """Handles a store that is gone or out of reach.
+
+        At the end of a run that is normal: `close` then comes soon.
+        """
         answers = self.notices.answers
         if (
             self.closed.wait(0.5 if self.failed or self._first_state() in STOPPED else 2 * ANSWER_SECONDS)
@@ -271,9 +321,15 @@ class Watchdog:
             if state in ENDED:
                 say(f"hang doctor: {first} is dead: no such process any more (killed, or out of memory?)")
             elif state in STOPPED:
-                say(f"hang doctor: {first} is stopped (by SIGSTOP or a debugger), and with it the store in which the ranks met")
+                say(
+                    f"hang doctor: {first} is stopped (by SIGSTOP or a debugger), and with it the store "
+                    "in which the ranks met"
+                )
             else:
-                say(f"hang doctor: the store in which the ranks met, beside {first}, does not answer: dead, or the network to it is cut")
+                say(
+                    f"hang doctor: the store in which the ranks met, beside {first}, does not answer: "
+                    "dead, or the network to it is cut"
+                )
         if state in STOPPED:
             with contextlib.suppress(ProcessLookupError):  # another rank did it
                 os.kill(first.pid, signal.SIGKILL)
@@ -281,7 +337,10 @@ class Watchdog:
 
 
 def say(line: str) -> None:
-    """Writes a line to stderr in one write, so that lines of several ranks do not mix. Nobody may read it any more."""
+    """Writes a line to stderr in one write, so that lines of several ranks do not mix.
+
+    Nobody may read it any more.
+    """
     with contextlib.suppress(OSError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

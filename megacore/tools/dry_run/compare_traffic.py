@@ -1,4 +1,7 @@
-"""Compares what ranks post to the communicators that they share. A difference would make a run hang, or mix up its data."""
+"""Compares what ranks post to the communicators that they share.
+
+A difference would make a run hang, or mix up its data.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,10 +12,12 @@ Stream = Sequence[Call]  # what a rank posts, in order
 
 
 def mismatches(streams: Mapping[int, Stream]) -> list[str]:
-    """One line for each communicator whose members disagree, and one if the ranks wait for each other in a circle.
+    """One line for each communicator whose members disagree, and one if the ranks
+    wait for each other in a circle.
 
-    `streams` are the calls of some ranks. Of a communicator only these are compared: each of them must post the same collectives in the
-    same order, and of two neighbours one must send, in order, what the other receives.
+    `streams` are the calls of some ranks. Of a communicator only these are compared: each of them must post
+    the same collectives in the same order, and of two neighbours one must send, in order, what the other
+    receives.
     """
     found = [*_collectives(streams), *_transfers(streams)]
     return found or _deadlocks(streams)
@@ -42,7 +47,8 @@ def _difference(first: int, other: int, a: Sequence[Call], b: Sequence[Call], wh
     """The first place where two ranks' collectives differ, in words."""
 
     def same(x: Call, y: Call) -> bool:
-        alike = x.operation == y.operation == "exchange" or x.elements == y.elements  # parts of an exchange are unequal
+        # parts of an exchange are unequal
+        alike = x.operation == y.operation == "exchange" or x.elements == y.elements
         return (x.operation, x.dtype) == (y.operation, y.dtype) and alike
 
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if not same(x, y)), None)
@@ -53,9 +59,14 @@ def _difference(first: int, other: int, a: Sequence[Call], b: Sequence[Call], wh
         )
     if len(a) == len(b):
         return None
-    (longer, calls), (shorter, count) = ((first, a), (other, len(b))) if len(a) > len(b) else ((other, b), (first, len(a)))
+    (longer, calls), (shorter, count) = (
+        ((first, a), (other, len(b))) if len(a) > len(b) else ((other, b), (first, len(a)))
+    )
     call = calls[count]
-    return f"{where}: rank {shorter} posts {count} collectives, and rank {longer} waits for it in one more, {call} ({call.moment})"
+    return (
+        f"{where}: rank {shorter} posts {count} collectives, and rank {longer} waits for it in one "
+        f"more, {call} ({call.moment})"
+    )
 
 
 def _transfers(streams: Mapping[int, Stream]) -> list[str]:
@@ -76,20 +87,29 @@ def _transfers(streams: Mapping[int, Stream]) -> list[str]:
                 break
         else:
             if len(sends) != len(receives):
-                more, call = ("sends", sends[len(receives)]) if len(sends) > len(receives) else ("awaits", receives[len(sends)])
+                more, call = (
+                    ("sends", sends[len(receives)])
+                    if len(sends) > len(receives)
+                    else ("awaits", receives[len(sends)])
+                )
                 rank, peer = (sender, receiver) if more == "sends" else (receiver, sender)
-                found.append(f"rank {rank} {more} one transfer more than rank {peer} knows of: {call} ({call.moment})")
+                found.append(
+                    f"rank {rank} {more} one transfer more than rank {peer} knows of: {call} ({call.moment})"
+                )
     return found
 
 
 def _deadlocks(streams: Mapping[int, Stream]) -> list[str]:
-    """Lets every rank wait in each collective for all of its communicator's ranks, and says where they stand if they come no further.
+    """Lets every rank wait in each collective for all of its communicator's ranks, and says where they
+    stand if they come no further.
 
-    Transfers are left out: they are posted and waited for by the plan, which `tools.schedules.validate` proves to end.
+    Transfers are left out: they are posted and waited for by the plan, which `tools.schedules.validate`
+    proves to end.
     """
     runs = {rank: [call for call in calls if call.peer < 0] for rank, calls in streams.items()}
     at = dict.fromkeys(runs, 0)
-    come: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)  # collectives that a rank has come to, by communicator
+    # collectives that a rank has come to, by communicator
+    come: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     ended: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     waiting = sorted(runs)
     while waiting:
@@ -107,7 +127,11 @@ def _deadlocks(streams: Mapping[int, Stream]) -> list[str]:
         if not moved and waiting:
             heads = ((rank, runs[rank][at[rank]]) for rank in waiting)
             return [
-                "deadlock: " + "; ".join(f"rank {rank} waits in {call} over {named(call.ranks)} ({call.moment})" for rank, call in heads)
+                "deadlock: "
+                + "; ".join(
+                    f"rank {rank} waits in {call} over {named(call.ranks)} ({call.moment})"
+                    for rank, call in heads
+                )
             ]
     return []
 

@@ -1,4 +1,6 @@
-"""`launch/plan.py --dry-run`: runs the ranks that the user names, holds them against the formulas and against each other, and says so."""
+"""`launch/plan.py --dry-run`: runs the ranks that the user names, holds them against the formulas and
+against each other, and says so.
+"""
 
 import sys
 import time
@@ -32,15 +34,23 @@ def parse_ranks(text: str, world: int) -> list[int]:
             raise ConfigError("--dry-run", f"{part[:50]!r} names no rank", right)
         start, stop = int(first), int(last if dash else first)
         if start > stop or stop >= world:
-            raise ConfigError("--dry-run", f"{part} is beyond the {world} ranks" if stop >= world else f"{part} is no range", right)
+            raise ConfigError(
+                "--dry-run",
+                f"{part} is beyond the {world} ranks" if stop >= world else f"{part} is no range",
+                right,
+            )
         if stop - start + len(ranks) >= MOST_RANKS:
-            raise ConfigError("--dry-run", f"{part} makes more than {MOST_RANKS} ranks", "fewer: ranks of a stage do alike")
+            raise ConfigError(
+                "--dry-run", f"{part} makes more than {MOST_RANKS} ranks", "fewer: ranks of a stage do alike"
+            )
         ranks |= dict.fromkeys(range(start, stop + 1))
     return list(ranks)
 
 
 def members(config: Config, rank: int) -> set[int]:
-    """All ranks of the groups of `rank`: of every stage one, and those that it computes or sums gradients with."""
+    """All ranks of the groups of `rank`: of every stage one, and those that it
+    computes or sums gradients with.
+    """
     sizes = sizes_of(config)
     products = [[axis.name] for axis in AXES] + [[axis.name for axis in AXES if axis.tokens]]
     return {other for axes in products for other in ranks_along(axes, rank, sizes)}
@@ -49,12 +59,15 @@ def members(config: Config, rank: int) -> set[int]:
 def shortened(config: Config) -> Config:
     """The config with a step of few microbatches."""
     few = min(FEW, config.num_microbatches)
-    train = config.train.model_copy(update={"global_batch_size": few * config.train.micro_batch_size * config.data_size})
+    train = config.train.model_copy(
+        update={"global_batch_size": few * config.train.micro_batch_size * config.data_size}
+    )
     return config.model_copy(update={"train": train})
 
 
 def report(config: Config, text: str, host_size: int, routing: Routing | None = None) -> list[str]:
-    """Runs the named ranks through a whole step, and all ranks of their groups through a short one; prints what is found.
+    """Runs the named ranks through a whole step, and all ranks of their groups through a
+    short one; prints what is found.
 
     Returns what is wrong, a line each: a difference from the formulas, or between ranks.
     """
@@ -62,7 +75,9 @@ def report(config: Config, text: str, host_size: int, routing: Routing | None = 
     ranks = parse_ranks(text, world)
     if config.num_microbatches > MOST_MICROBATCHES:
         wrong = f"{config.num_microbatches:,} microbatches a step are run one by one"
-        raise ConfigError("train.global_batch_size", wrong, f"at most {MOST_MICROBATCHES:,} for --dry-run; fewer do alike")
+        raise ConfigError(
+            "train.global_batch_size", wrong, f"at most {MOST_MICROBATCHES:,} for --dry-run; fewer do alike"
+        )
     began = time.perf_counter()
     whole = [run_one(config, rank, host_size, f"rank {rank}", routing) for rank in ranks]
     faults = [line for dry in whole for line in against_formulas(config, dry, host_size, routing)]
@@ -70,7 +85,9 @@ def report(config: Config, text: str, host_size: int, routing: Routing | None = 
     others, few = sorted(set().union(*(members(config, rank) for rank in ranks))), shortened(config)
     short = {}
     for number, rank in enumerate(others, 1):
-        short[rank] = run_one(few, rank, host_size, f"rank {rank}, {number} of {len(others)} that share a group", routing).calls
+        short[rank] = run_one(
+            few, rank, host_size, f"rank {rank}, {number} of {len(others)} that share a group", routing
+        ).calls
     faults += mismatches({dry.rank: dry.calls for dry in whole}) or mismatches(short)
     progress("")
     verdict = "NOT as they should be" if faults else "matched"
@@ -94,13 +111,19 @@ def progress(text: str) -> None:
 
 def planned(config: Config, dry: DryRank, routing: Routing | None = None) -> RankMemory:
     """What the plan has for a rank's memory."""
-    return rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank, loads_of(config, routing, dry.expert_rank))[dry.stage]
+    return rank_memory(
+        config, dry.tensor_rank, dry.shard_rank, dry.data_rank, loads_of(config, routing, dry.expert_rank)
+    )[dry.stage]
 
 
-def against_formulas(config: Config, dry: DryRank, host_size: int = 8, routing: Routing | None = None) -> list[str]:
+def against_formulas(
+    config: Config, dry: DryRank, host_size: int = 8, routing: Routing | None = None
+) -> list[str]:
     """What a rank sends or holds that the plan does not have, a line each."""
     loads, memory = loads_of(config, routing, dry.expert_rank), planned(config, dry, routing)
-    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, dry.data_rank, loads)[dry.stage])
+    found = differences(
+        dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, dry.data_rank, loads)[dry.stage]
+    )
     for part in ("parameters", "gradients", "optimizer"):
         if dry.held[part] != (formula := getattr(memory, part)):
             found.append(f"holds {dry.held[part]:,} bytes of {part}, and by formula {formula:,}")
@@ -114,21 +137,52 @@ def show(config: Config, whole: Sequence[DryRank], routing: Routing | None = Non
     from rich.table import Table
 
     progress("")
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    console = Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140
+    )
     unit, size = ("GiB", 2**30) if max(dry.peak for dry in whole) >= 2**30 else ("MiB", 2**20)
-    table = Table(caption=f"Memory in {unit}. activ.: kept for backwards. formula: what the plan predicts for the peak.",
-                  caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)  # fmt: skip
-    for name in ("rank", "place", "parameters", *("weights", "grads", "optim.", "other"), "activ.", "peak", "formula", "calls", "seconds"):
+    table = Table(
+        caption=f"Memory in {unit}. activ.: kept for backwards. formula: what the plan predicts for the "
+        "peak.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for name in (
+        "rank",
+        "place",
+        "parameters",
+        *("weights", "grads", "optim.", "other"),
+        "activ.",
+        "peak",
+        "formula",
+        "calls",
+        "seconds",
+    ):
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=True)
     for dry in whole:
-        amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak)]
+        amounts = [
+            f"{amount / size:.3f}"
+            for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak)
+        ]
         amounts.append(f"{planned(config, dry, routing).total / size:.3f}")
-        table.add_row(str(dry.rank), dry.place, f"{dry.parameters:,}", *amounts, f"{len(dry.calls):,}", f"{dry.seconds:.1f}")
+        table.add_row(
+            str(dry.rank),
+            dry.place,
+            f"{dry.parameters:,}",
+            *amounts,
+            f"{len(dry.calls):,}",
+            f"{dry.seconds:.1f}",
+        )
     console.print(table)
     for dry in whole:
         living = ", ".join(f"{amount / size:.3f} {unit} of {moment}" for moment, amount in dry.alive[:SHOWN])
         more = len(dry.alive) - SHOWN
-        console.print(f"rank {dry.rank} peaks in {dry.peak_moment}; alive: {living}{f', and of {more} other moments' if more > 0 else ''}")
+        console.print(
+            f"rank {dry.rank} peaks in {dry.peak_moment}; alive: "
+            f"{living}{f', and of {more} other moments' if more > 0 else ''}"
+        )
     console.print(sent_table(whole))
 
 
@@ -139,7 +193,9 @@ def sent_table(whole: Iterable[DryRank]) -> object:
 
     table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("rank", "group", "ranks", "operation", "calls", "elements", "dtype"):
-        table.add_column(name, justify="right" if name in ("rank", "calls", "elements") else "left", no_wrap=True)
+        table.add_column(
+            name, justify="right" if name in ("rank", "calls", "elements") else "left", no_wrap=True
+        )
     for dry in whole:
         for (name, ranks, operation, dtype), (calls, elements) in dry.sent().items():
             table.add_row(str(dry.rank), name, named(ranks), operation, f"{calls:,}", f"{elements:,}", dtype)

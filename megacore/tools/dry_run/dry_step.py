@@ -36,7 +36,8 @@ class DryRank:
     expert_rank: int  # of those that divide experts
     parameters: int  # elements, before padding
     held: dict[str, int]  # bytes of `PARTS`
-    groups: dict[str, tuple[int, ...]]  # the ranks of each group that it communicates in, by the traffic's names
+    # the ranks of each group that it communicates in, by the traffic's names
+    groups: dict[str, tuple[int, ...]]
     calls: list[Call]  # of the step, in order
     activations: int  # bytes that forwards keep for their backwards, at most
     peak: int  # bytes
@@ -57,8 +58,10 @@ class DryRank:
 
 
 def dry_run(config: Config, rank: int, host_size: int = 8, routing: Routing | None = None) -> DryRank:
-    """Builds `rank` and runs its first step, with a balanced load of experts or that of a run. Raises `ConfigError` if the engine's code
-    needs a device."""
+    """Builds `rank` and runs its first step, with a balanced load of experts or that of a run.
+
+    Raises `ConfigError` if the engine's code needs a device.
+    """
     began, config, watch = time.perf_counter(), as_on_its_device(config), MetaWatch()
     with playing(config, rank, watch, host_size) as mesh, uncollected():
         step, loads = TrainStep(config, mesh, draw=False), loads_of(config, routing, 0)
@@ -70,7 +73,10 @@ def dry_run(config: Config, rank: int, host_size: int = 8, routing: Routing | No
         with watch.during("update"):
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()
-        names = {"world": mesh.world, **{"tied" if len(mesh.shared) == 1 else group.name: group for group in mesh.shared.values()}}
+        names = {
+            "world": mesh.world,
+            **{"tied" if len(mesh.shared) == 1 else group.name: group for group in mesh.shared.values()},
+        }
         names |= {called(axes): group for axes, group in mesh.groups.items()}
         found = DryRank(
             rank,
@@ -80,7 +86,10 @@ def dry_run(config: Config, rank: int, host_size: int = 8, routing: Routing | No
             mesh.group("shard").rank if divides_parameters(config) else 0,
             mesh.gradient_group.rank,
             mesh.group("ep").rank if config.model.num_experts is not None else 0,
-            sum(parameter.numel() for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()),
+            sum(
+                parameter.numel()
+                for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()
+            ),
             held,
             {name: group.ranks for name, group in names.items() if group.size > 1},
             watch.calls[built:],
@@ -97,7 +106,10 @@ def dry_run(config: Config, rank: int, host_size: int = 8, routing: Routing | No
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python does not look for cycles within. A step makes none, and looking through the journal takes longer than the step."""
+    """Python does not look for cycles within.
+
+    A step makes none, and looking through the journal takes longer than the step.
+    """
     gc.disable()
     try:
         yield
@@ -117,7 +129,10 @@ def held_by(step: TrainStep, watch: MetaWatch) -> dict[str, int]:
         parameters = numbers(parameter for stage in step.stages for parameter in stage.parameters())
         gradients = numbers(buffer.gradients for buffer in engine.buffers) - parameters
     else:
-        values = [*(own.master for own in engine.held.ranges), *(frozen for frozen, _ in engine.frozen().values())]
+        values = [
+            *(own.master for own in engine.held.ranges),
+            *(frozen for frozen, _ in engine.frozen().values()),
+        ]
         for tensor in (*values, *(gradient for gradient, _ in engine.gradients().values())):
             watch.note(tensor)  # made while FSDP2 divided, which was not seen
         parameters = numbers(values)
@@ -125,4 +140,7 @@ def held_by(step: TrainStep, watch: MetaWatch) -> dict[str, int]:
     optimizer = numbers(engine.held.memory()) - parameters - gradients
     others = set(watch.numbers.values()) - parameters - gradients - optimizer
     sizes = [block.size for block in watch.journal.blocks]
-    return {name: sum(sizes[i] for i in part) for name, part in zip(PARTS, (parameters, gradients, optimizer, others), strict=True)}
+    return {
+        name: sum(sizes[i] for i in part)
+        for name, part in zip(PARTS, (parameters, gradients, optimizer, others), strict=True)
+    }

@@ -7,11 +7,14 @@ from megacore.tools.dry_run.compare_traffic import named
 from megacore.tools.dry_run.dry_step import DryRank
 from megacore.tools.planner.traffic import Transfer
 
-Sent = dict[tuple[tuple[int, ...], str, int], list[int]]  # [calls, elements], by ranks, operation and bytes of an element
+# [calls, elements], by ranks, operation and bytes of an element
+Sent = dict[tuple[tuple[int, ...], str, int], list[int]]
 
 
 def differences(dry: DryRank, transfers: Sequence[Transfer]) -> list[str]:
-    """One line for each communicator, operation and size of elements that differ between a dry rank and the formulas."""
+    """One line for each communicator, operation and size of elements that differ
+    between a dry rank and the formulas.
+    """
     counted: Sent = defaultdict(lambda: [0, 0])
     for call in dry.calls:
         if call.operation != "recv":  # that is the other rank's send
@@ -25,7 +28,10 @@ def differences(dry: DryRank, transfers: Sequence[Transfer]) -> list[str]:
         (calls, elements), (expected_calls, expected) = counted.get(key, [0, 0]), predicted.get(key, [0, 0])
         if (calls, elements) != (expected_calls, expected):
             does = f"{elements:,} elements of {key[2]} bytes in {calls:,} calls"
-            found.append(f"does {key[1]} over {named(key[0])}: {does}, and by formula {expected:,} in {expected_calls:,}")
+            found.append(
+                f"does {key[1]} over {named(key[0])}: {does}, and by formula {expected:,} in "
+                f"{expected_calls:,}"
+            )
     return found
 
 

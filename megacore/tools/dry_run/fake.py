@@ -1,4 +1,6 @@
-"""Lets one process play a rank of a mesh of any size, on a device that holds nothing and with nobody to talk to."""
+"""Lets one process play a rank of a mesh of any size, on a device that holds
+nothing and with nobody to talk to.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,22 +23,31 @@ META = torch.device("meta")
 
 
 def as_on_its_device(config: Config) -> Config:
-    """The config with what its `auto` settings would choose on the device that it is for, because here they see `meta`.
+    """The config with what its `auto` settings would choose on the device that it is
+    for, because here they see `meta`.
 
     Raises `ConfigError` for an engine whose own code does not run on such tensors.
     """
     engine, train = config.engine, config.train
     if engine.kind == "deepspeed":
         wrong = "DeepSpeed asks for a real device"
-        raise ConfigError("engine.kind", wrong, "native or fsdp; without --dry-run its memory is predicted by formula")
+        raise ConfigError(
+            "engine.kind", wrong, "native or fsdp; without --dry-run its memory is predicted by formula"
+        )
     if engine.cpu_offload:
-        raise ConfigError("engine.cpu_offload", "a dry run has no host memory for parameters", "false; it is predicted by formula")
+        raise ConfigError(
+            "engine.cpu_offload",
+            "a dry run has no host memory for parameters",
+            "false; it is predicted by formula",
+        )
     kernels = config.model.kernels
     if kernels == "auto":
         fused = train.device != "cpu" and train.precision != "fp64"
         kernels = "triton" if fused else "eager"
     model = config.model.model_copy(update={"attention": attention_of(config), "kernels": kernels})
-    return settled_alone(config.model_copy(update={"model": model, "train": train.model_copy(update={"compile": False})}))
+    return settled_alone(
+        config.model_copy(update={"model": model, "train": train.model_copy(update={"compile": False})})
+    )
 
 
 class DryMesh(Mesh):
@@ -48,7 +59,14 @@ class DryMesh(Mesh):
         world = config.world_size
         self.host_size = host_size
         store = FakeStore() if world > 1 else None
-        super().__init__(partitioned(config), RankInfo(rank, world), META, store=store, backend="fake", observers=Observers([watch]))
+        super().__init__(
+            partitioned(config),
+            RankInfo(rank, world),
+            META,
+            store=store,
+            backend="fake",
+            observers=Observers([watch]),
+        )
 
     def hosts(self) -> list[tuple[int, int]]:
         return [divmod(rank, self.host_size) for rank in self.world.ranks]
@@ -56,7 +74,10 @@ class DryMesh(Mesh):
 
 @contextmanager
 def playing(config: Config, rank: int, watch: MetaWatch, host_size: int = 8) -> Iterator[Mesh]:
-    """The mesh of a rank, see `DryMesh`. Within, kernels that need a device are not launched, and `watch` sees what is done."""
+    """The mesh of a rank, see `DryMesh`.
+
+    Within, kernels that need a device are not launched, and `watch` sees what is done.
+    """
     fsdp = fsdp_on_meta(watch.release, watch.note) if divides_parameters(config) else nullcontext()
     with on_meta("cpu" if config.train.device == "cpu" else "cuda"), fsdp, watch:
         mesh = DryMesh(config, rank, watch, host_size)

@@ -18,9 +18,9 @@ from megacore.tools.planner.parameters import parameters
 ROWS, LONGEST = 2, 64  # random tokens that both models read
 FP64_PARAMETERS = 200_000_000  # up to here both run in fp64, in 1.6 GB each
 
-# Of the largest logit. Peers compute rotary angles and norm statistics in fp32 even where the model is fp64: some 1e-7; wholly in
-# fp32 the products round too. Small mistakes of a mapping are larger: a norm's epsilon of 1e-6 for 1e-5, or one
-# form of gelu for the other, makes 1e-4 to 1e-3.
+# Of the largest logit. Peers compute rotary angles and norm statistics in fp32 even where the model is fp64:
+# some 1e-7; wholly in fp32 the products round too. Small mistakes of a mapping are larger: a norm's epsilon
+# of 1e-6 for 1e-5, or one form of gelu for the other, makes 1e-4 to 1e-3.
 TOLERANCE = {"fp64": 1e-5, "fp32": 5e-5}
 
 
@@ -36,13 +36,19 @@ def transformers_if_installed() -> ModuleType | None:
 
 
 def check_layers(layers: int | None, config: Config) -> None:
-    """Raises `ConfigError` unless `layers`, the first blocks to compare, are some of the model's (None: all)."""
+    """Raises `ConfigError` unless `layers`, the first blocks to compare, are some of
+    the model's (None: all).
+    """
     if layers is not None and not 1 <= layers <= config.model.num_layers:
-        raise ConfigError("--compare-layers", f"{layers} is not usable", f"from 1 to the model's {config.model.num_layers}")
+        raise ConfigError(
+            "--compare-layers", f"{layers} is not usable", f"from 1 to the model's {config.model.num_layers}"
+        )
 
 
 def require_same(where: Path, name: str, converted: Tensor, read_back: Tensor) -> None:
-    """Raises `CheckpointError` unless the two agree in dtype, shape and every bit (NaNs and signs of zero among them)."""
+    """Raises `CheckpointError` unless the two agree in dtype, shape and every bit (NaNs
+    and signs of zero among them).
+    """
     if converted.dtype == read_back.dtype and converted.shape == read_back.shape:
         one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (converted, read_back))
         if torch.equal(one, other):
@@ -51,10 +57,19 @@ def require_same(where: Path, name: str, converted: Tensor, read_back: Tensor) -
     raise CheckpointError(str(where), wrong, "nothing was kept; the mapping or the disk is at fault")
 
 
-def compare_logits(transformers: ModuleType, config: Config, reader: Reader, stored: torch.dtype, folder: Path, layers: int | None) -> str:
-    """Compares our model, with `reader`'s weights rounded to `stored`, with the model that transformers opens from `folder`.
+def compare_logits(
+    transformers: ModuleType,
+    config: Config,
+    reader: Reader,
+    stored: torch.dtype,
+    folder: Path,
+    layers: int | None,
+) -> str:
+    """Compares our model, with `reader`'s weights rounded to `stored`, with the model that
+    transformers opens from `folder`.
 
-    Both read the same few random tokens on the CPU, one model after the other; with `layers` only that many first blocks of each.
+    Both read the same few random tokens on the CPU, one model after the other; with `layers` only that many
+    first blocks of each.
 
     Returns:
         The finding, for the user.
@@ -68,21 +83,37 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
     ours = own_logits(config, reader, stored, rows)
     theirs, architecture = peer_logits(transformers, folder, config.model.num_layers, DTYPES[precision], rows)
     if ours.shape != theirs.shape:
-        raise CheckpointError(str(folder), f"logits are {tuple(theirs.shape)} of transformers, {tuple(ours.shape)} here", "the same")
+        raise CheckpointError(
+            str(folder),
+            f"logits are {tuple(theirs.shape)} of transformers, {tuple(ours.shape)} here",
+            "the same",
+        )
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     most = TOLERANCE[precision]
     finding = f"{compared(rows, layers, whole, precision)}, differ from {architecture}'s"
     if not difference <= most:  # nor NaN
-        raise CheckpointError(str(folder), f"{finding} by {difference:.1e} of the largest", f"at most {most:g}; nothing was kept")
+        raise CheckpointError(
+            str(folder),
+            f"{finding} by {difference:.1e} of the largest",
+            f"at most {most:g}; nothing was kept",
+        )
     return f"{finding} by {difference:.1e} of the largest (at most {most:g})"
 
 
 def sample_of(config: Config, layers: int | None, precision: str | None = None) -> tuple[Config, Tensor]:
-    """A model to compare, of the first `layers` blocks or all, in fp64 if it is small; and random tokens ``[batch, seq]`` for it."""
-    model = config.model.model_copy(update={"num_layers": layers or config.model.num_layers, "attention": "sdpa"})
+    """A model to compare, of the first `layers` blocks or all, in fp64 if it is small; and random
+    tokens ``[batch, seq]`` for it.
+    """
+    model = config.model.model_copy(
+        update={"num_layers": layers or config.model.num_layers, "attention": "sdpa"}
+    )
     config = config.model_copy(update={"model": model})
     precision = precision or ("fp64" if parameters(config) <= FP64_PARAMETERS else "fp32")
-    rows = torch.randint(model.vocab_size, (ROWS, min(LONGEST, config.max_positions)), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(
+        model.vocab_size,
+        (ROWS, min(LONGEST, config.max_positions)),
+        generator=torch.Generator().manual_seed(0),
+    )
     update = {"precision": precision, "seq_len": rows.shape[1], "compile": False, "recompute": "none"}
     return config.model_copy(update={"train": config.train.model_copy(update=update)}), rows
 
@@ -90,12 +121,16 @@ def sample_of(config: Config, layers: int | None, precision: str | None = None) 
 def compared(rows: Tensor, layers: int | None, whole: int, precision: str) -> str:
     """What is compared, for the user."""
     blocks = f"the first {layers} of {whole}" if layers else f"all {whole}"
-    return f"logits of {rows.shape[0]} × {rows.shape[1]} random tokens through {blocks} blocks, in {precision}"
+    return (
+        f"logits of {rows.shape[0]} × {rows.shape[1]} random tokens through {blocks} blocks, in {precision}"
+    )
 
 
 @torch.no_grad()
 def own_logits(config: Config, reader: Reader, stored: torch.dtype | None, rows: Tensor) -> Tensor:
-    """Computes our model's logits ``[batch, seq, vocab]``, with weights rounded to `stored` (None: as they are)."""
+    """Computes our model's logits ``[batch, seq, vocab]``, with weights rounded
+    to `stored` (None: as they are).
+    """
     stage = whole_model(config, "meta").eval()
     stage.compute_on(torch.device("cpu"))
     load_weights(reader, [stage])
@@ -107,7 +142,9 @@ def own_logits(config: Config, reader: Reader, stored: torch.dtype | None, rows:
 
 
 @torch.no_grad()
-def peer_logits(transformers: ModuleType, folder: Path, layers: int, dtype: torch.dtype, rows: Tensor) -> tuple[Tensor, str]:
+def peer_logits(
+    transformers: ModuleType, folder: Path, layers: int, dtype: torch.dtype, rows: Tensor
+) -> tuple[Tensor, str]:
     """The logits of transformers' model of `folder`, cut to `layers` blocks, and the name of its class."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -119,7 +156,9 @@ def peer_logits(transformers: ModuleType, folder: Path, layers: int, dtype: torc
         )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(str(folder), f"transformers cannot open it: {reason}", "nothing was kept") from error
+        raise CheckpointError(
+            str(folder), f"transformers cannot open it: {reason}", "nothing was kept"
+        ) from error
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's product of groups knows no fp64
     return model.eval()(input_ids=rows).logits, type(model).__name__

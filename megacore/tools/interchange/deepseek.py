@@ -1,6 +1,7 @@
 """DeepSeek-V3: latent attention, and experts that a sigmoid chooses by groups, with a bias for balance.
 
-Its files pair the features of a head that turn side by side, 2j with 2j + 1, and ours j with j + half: so these stand in another order.
+Its files pair the features of a head that turn side by side, 2j with 2j + 1, and ours j with j + half: so
+these stand in another order.
 """
 
 import math
@@ -14,21 +15,51 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.tools.interchange.expert_families import QWEN, apart, number_of_experts, together, viewed, with_experts
+from megacore.tools.interchange.expert_families import (
+    QWEN,
+    apart,
+    number_of_experts,
+    together,
+    viewed,
+    with_experts,
+)
 from megacore.tools.interchange.mapped import Mapped, renamed, stacked
-from megacore.tools.interchange.settings import flag, get, number, or_null, read_llama_like, require, whole, write_llama_like
+from megacore.tools.interchange.settings import (
+    flag,
+    get,
+    number,
+    or_null,
+    read_llama_like,
+    require,
+    whole,
+    write_llama_like,
+)
 
 BIAS_RATE = 0.001  # of the published run; the files of others do not say
 SIZES = {  # ours, what they are called there, and their defaults
-    "kv_rank": ("kv_lora_rank", 512), "plain_size": ("qk_nope_head_dim", 128), "value_size": ("v_head_dim", 128),
-    "head_size": ("qk_rope_head_dim", 64), "expert_ffn_size": ("moe_intermediate_size", 2048), "shared_experts": ("n_shared_experts", 1),
-    "experts_per_token": ("num_experts_per_tok", 8), "expert_groups": ("n_group", 8), "groups_per_token": ("topk_group", 4),
-}  # fmt: skip
+    "kv_rank": ("kv_lora_rank", 512),
+    "plain_size": ("qk_nope_head_dim", 128),
+    "value_size": ("v_head_dim", 128),
+    "head_size": ("qk_rope_head_dim", 64),
+    "expert_ffn_size": ("moe_intermediate_size", 2048),
+    "shared_experts": ("n_shared_experts", 1),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "expert_groups": ("n_group", 8),
+    "groups_per_token": ("topk_group", 4),
+}
 
 
 def read_deepseek_v3(hf: dict[str, Any]) -> dict[str, Any]:
-    """See `Family.read`. Layers behind the last, which guess tokens further ahead, are no part of the function."""
-    for key, right in (("attention_bias", False), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+    """See `Family.read`.
+
+    Layers behind the last, which guess tokens further ahead, are no part of the function.
+    """
+    for key, right in (
+        ("attention_bias", False),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
         require(hf, key, right, right)
     require(hf, "rms_norm_eps", 1e-6, 1e-6)  # which norms of latents have in any case
     heads = whole(hf, "num_attention_heads")
@@ -40,7 +71,9 @@ def read_deepseek_v3(hf: dict[str, Any]) -> dict[str, Any]:
         **own,
         q_rank=or_null(hf, "q_lora_rank", 1536, int),
         attention_scale=(own["plain_size"] + own["head_size"]) ** -0.5 * mscale(rope) ** 2,
-        num_experts=number_of_experts({"num_experts": hf["n_routed_experts"]} if "n_routed_experts" in hf else hf, 256),
+        num_experts=number_of_experts(
+            {"num_experts": hf["n_routed_experts"]} if "n_routed_experts" in hf else hf, 256
+        ),
         first_dense=get(hf, "first_k_dense_replace", 3, int),
         router_scores="sigmoid",
         router_scale=number(hf, "routed_scaling_factor", 2.5),
@@ -51,7 +84,9 @@ def read_deepseek_v3(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def mscale(rope: dict[str, Any]) -> float:
-    """What queries and keys are multiplied by, beyond what their rotation has: YaRN's factor of `mscale_all_dim`."""
+    """What queries and keys are multiplied by, beyond what their rotation has:
+    YaRN's factor of `mscale_all_dim`.
+    """
     factor = number(rope, "factor", 1.0)
     return 1.0 + 0.1 * (get(rope, "mscale_all_dim", 0, (int, float)) or 0) * math.log(max(factor, 1.0))
 
@@ -77,12 +112,18 @@ def write_deepseek_v3(config: Config) -> dict[str, Any]:
     factor = getattr(model.rope_scaling, "factor", 1.0)
     beyond = (resolved(model.attention_scale) * (model.plain_size + config.head_size) ** 0.5) ** 0.5
     if factor > 1 and not math.isclose(beyond, 1.0, rel_tol=1e-12):
-        written["rope_scaling"]["mscale_all_dim"] = float(f"{(beyond - 1) / (0.1 * math.log(factor)):.12g}")  # 1 and not 1.0000000000000002
+        # 1 and not 1.0000000000000002
+        written["rope_scaling"]["mscale_all_dim"] = float(f"{(beyond - 1) / (0.1 * math.log(factor)):.12g}")
     return written
 
 
-def deepseek_tensors(config: Config, rope_interleave: bool = True, mixture: Callable[..., list[Mapped]] | None = None) -> list[Mapped]:
-    """A model with DeepSeek-V3's names. `rope_interleave`: whether features that turn together stand side by side."""
+def deepseek_tensors(
+    config: Config, rope_interleave: bool = True, mixture: Callable[..., list[Mapped]] | None = None
+) -> list[Mapped]:
+    """A model with DeepSeek-V3's names.
+
+    `rope_interleave`: whether features that turn together stand side by side.
+    """
     mixture, tensors = mixture or partial(apart, config, QWEN), list[Mapped]()
     for tensor in with_experts(config, partial(with_shared, config, mixture)):
         block, attention, own = tensor.name.partition(".attention.")
@@ -98,15 +139,23 @@ def held_deepseek_tensors(config: Config, rope_interleave: bool = True) -> list[
     return deepseek_tensors(config, rope_interleave, partial(together, config))
 
 
-def with_shared(config: Config, mixture: Callable[[str, str], list[Mapped]], ours: str, theirs: str) -> list[Mapped]:
+def with_shared(
+    config: Config, mixture: Callable[[str, str], list[Mapped]], ours: str, theirs: str
+) -> list[Mapped]:
     """A mixture with its bias, and the experts that all tokens share."""
     model, theirs_shared = config.model, f"{theirs}.mlp.shared_experts"
     hidden, ffn = model.hidden_size, model.shared_experts * resolved(model.expert_ffn_size)
-    bias = renamed(f"{ours}.router.bias", (resolved(model.num_experts),), f"{theirs}.mlp.gate.e_score_correction_bias")
+    bias = renamed(
+        f"{ours}.router.bias", (resolved(model.num_experts),), f"{theirs}.mlp.gate.e_score_correction_bias"
+    )
     return [
         *mixture(ours, theirs),
         *([replace(bias, buffer=True)] if model.router_bias else []),
-        stacked(f"{ours}.shared.up.weight", (2, ffn, hidden), [f"{theirs_shared}.{part}_proj.weight" for part in ("gate", "up")]),
+        stacked(
+            f"{ours}.shared.up.weight",
+            (2, ffn, hidden),
+            [f"{theirs_shared}.{part}_proj.weight" for part in ("gate", "up")],
+        ),
         renamed(f"{ours}.shared.down.weight", (hidden, ffn), f"{theirs_shared}.down_proj.weight"),
     ]
 
@@ -121,10 +170,14 @@ def attention_tensors(config: Config, block: str, interleaved: bool) -> list[Map
     flat = renamed(f"{ours}.query.weight", (heads * (plain + turned), of_query), query)
     made = renamed(f"{ours}.key_value.weight", (heads * (plain + value), rank), f"{theirs}.kv_b_proj.weight")
     latent = renamed(f"{ours}.latent.weight", (rank + turned, hidden), f"{theirs}.kv_a_proj_with_mqa.weight")
-    of_queries = [] if q_rank is None else [
-        renamed(f"{ours}.query_latent.weight", (q_rank, hidden), f"{theirs}.q_a_proj.weight"),
-        renamed(f"{ours}.query_latent.norm", (q_rank,), f"{theirs}.q_a_layernorm.weight"),
-    ]  # fmt: skip
+    of_queries = (
+        []
+        if q_rank is None
+        else [
+            renamed(f"{ours}.query_latent.weight", (q_rank, hidden), f"{theirs}.q_a_proj.weight"),
+            renamed(f"{ours}.query_latent.norm", (q_rank,), f"{theirs}.q_a_layernorm.weight"),
+        ]
+    )
     return [
         *of_queries,
         half_apart(viewed(flat, (heads, plain + turned, of_query)), turned, interleaved),

@@ -1,6 +1,8 @@
-"""Qwen3-MoE, Mixtral and OLMoE: Llama but for mixtures of experts in place of the feed-forward layers, in all blocks or some.
+"""Qwen3-MoE, Mixtral and OLMoE: Llama but for mixtures of experts in place of the feed-forward
+layers, in all blocks or some.
 
-Files have each expert's matrices by themselves. transformers 5 holds those of a block's experts in one tensor, and may write that.
+Files have each expert's matrices by themselves. transformers 5 holds those of a block's experts in one
+tensor, and may write that.
 """
 
 from collections.abc import Callable
@@ -33,15 +35,26 @@ def read_qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
     require(hf, "use_sliding_window", False, False)
     require(hf, "attention_bias", False, False)
-    own = read_places(hf) | read_router(hf, 128, 8) | {"expert_ffn_size": whole(hf, "moe_intermediate_size", 768)}
+    own = (
+        read_places(hf)
+        | read_router(hf, 128, 8)
+        | {"expert_ffn_size": whole(hf, "moe_intermediate_size", 768)}
+    )
     return read_llama_like({"num_key_value_heads": 4} | hf, qk_norm=True, **own)
 
 
 def write_qwen3_moe(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
-    own = {"use_sliding_window": False, "sliding_window": None, "attention_bias": False, "moe_intermediate_size": model.expert_ffn_size}
-    return write_llama_like(config, "Qwen3MoeForCausalLM", "qwen3_moe", **own, **write_places(model), **write_router(model))
+    own = {
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "attention_bias": False,
+        "moe_intermediate_size": model.expert_ffn_size,
+    }
+    return write_llama_like(
+        config, "Qwen3MoeForCausalLM", "qwen3_moe", **own, **write_places(model), **write_router(model)
+    )
 
 
 def read_places(hf: dict[str, Any]) -> dict[str, Any]:
@@ -55,18 +68,27 @@ def read_places(hf: dict[str, Any]) -> dict[str, Any]:
         if first >= 0 and [ours.has_experts(i) for i in range(count)] == places:
             return {"first_dense": first_dense, "experts_every": step}
     wrong = f"mlp_only_layers is {dense} and decoder_sparse_step {every}, which no model here has"
-    raise CheckpointError(CONFIG, wrong, "the first blocks alone without experts, and of the others every n-th with some")
+    raise CheckpointError(
+        CONFIG, wrong, "the first blocks alone without experts, and of the others every n-th with some"
+    )
 
 
 def write_places(model: ModelConfig) -> dict[str, Any]:
     """Writes the settings that `read_places` reads."""
-    if model.first_dense % model.experts_every:  # they count from the first block, we from the first that may have experts
-        return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(model.num_layers) if not model.has_experts(i)]}
+    # they count from the first block, we from the first that may have experts
+    if model.first_dense % model.experts_every:
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i in range(model.num_layers) if not model.has_experts(i)],
+        }
     return {"decoder_sparse_step": model.experts_every, "mlp_only_layers": list(range(model.first_dense))}
 
 
 def read_router(hf: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-    """What Qwen3-MoE and OLMoE share, of which these are the defaults. Both choose behind a softmax over all experts."""
+    """What Qwen3-MoE and OLMoE share, of which these are the defaults.
+
+    Both choose behind a softmax over all experts.
+    """
     return {
         "num_experts": number_of_experts(hf, experts),
         "experts_per_token": whole(hf, "num_experts_per_tok", per_token),
@@ -86,7 +108,10 @@ def write_router(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_local_experts(hf: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-    """What Mixtral and gpt-oss share, of which these are the defaults. Their weights are always normalised."""
+    """What Mixtral and gpt-oss share, of which these are the defaults.
+
+    Their weights are always normalised.
+    """
     return {
         "num_experts": number_of_experts(hf, experts),
         "experts_per_token": whole(hf, "num_experts_per_tok", per_token),
@@ -119,14 +144,20 @@ def read_olmoe(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
     require(hf, "clip_qkv", None, None)
     require(hf, "attention_bias", False, False)
-    require(hf, "head_dim", None, None, head_size_of(hf, "hidden_size", "num_attention_heads"))  # its norms are of the hidden size
+    # its norms are of the hidden size
+    require(hf, "head_dim", None, None, head_size_of(hf, "hidden_size", "num_attention_heads"))
     own = read_router(hf, 64, 8) | {"expert_ffn_size": whole(hf, "intermediate_size")}
     return read_llama_like({"rms_norm_eps": 1e-5} | hf, qk_norm=True, qk_norm_heads="all", **own)
 
 
 def write_olmoe(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    own = {"intermediate_size": config.model.expert_ffn_size, "clip_qkv": None, "attention_bias": False, "pad_token_id": None}
+    own = {
+        "intermediate_size": config.model.expert_ffn_size,
+        "clip_qkv": None,
+        "attention_bias": False,
+        "pad_token_id": None,
+    }
     written = write_llama_like(config, "OlmoeForCausalLM", "olmoe", **own, **write_router(config.model))
     del written["head_dim"]
     return written
@@ -151,12 +182,17 @@ def expert_tensors(config: Config, names: Names) -> list[Mapped]:
 
 
 def held_tensors(config: Config) -> list[Mapped]:
-    """The same as transformers 5 holds it: a block's experts in one tensor, gates before ups. Names are Qwen's in every family."""
+    """The same as transformers 5 holds it: a block's experts in one tensor, gates before ups.
+
+    Names are Qwen's in every family.
+    """
     return with_experts(config, partial(together, config))
 
 
 def with_experts(config: Config, mixture: Callable[[str, str], list[Mapped]]) -> list[Mapped]:
-    """A model with Llama's names; `mixture(ours, theirs)`: the tensors of a mixture, by the names of its block."""
+    """A model with Llama's names; `mixture(ours, theirs)`: the tensors of a
+    mixture, by the names of its block.
+    """
     tensors = []
     for tensor in llama_tensors(config):
         block, _, own = tensor.name.partition(".feed_forward.")
@@ -191,7 +227,9 @@ def together(config: Config, ours: str, theirs: str) -> list[Mapped]:
     router, up, down = shapes_of(config)
     return [
         renamed(f"{ours}.router.weight", router, f"{theirs}.mlp.gate.weight"),
-        viewed(renamed(f"{ours}.experts.up", (up[0], 2 * up[2], up[3]), f"{theirs}.mlp.experts.gate_up_proj"), up),
+        viewed(
+            renamed(f"{ours}.experts.up", (up[0], 2 * up[2], up[3]), f"{theirs}.mlp.experts.gate_up_proj"), up
+        ),
         renamed(f"{ours}.experts.down", down, f"{theirs}.mlp.experts.down_proj"),
     ]
 

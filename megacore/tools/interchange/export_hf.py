@@ -12,7 +12,12 @@ from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.checkpoint_weights import choose_weights
-from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
+from megacore.tools.interchange.check_conversion import (
+    check_layers,
+    compare_logits,
+    require_same,
+    transformers_if_installed,
+)
 from megacore.tools.interchange.export_tokenizer import write_tokenizer
 from megacore.tools.interchange.families import family_for_config
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json, write_weights
@@ -47,7 +52,9 @@ def export_hf(
     transformers = transformers_if_installed()
     if transformers is None:
         wrong = "an export is compared with transformers, which is not installed"
-        raise ConfigError("--format", wrong, "pip install transformers, or megacore's extra: pip install -e '.[hf]'")
+        raise ConfigError(
+            "--format", wrong, "pip install transformers, or megacore's extra: pip install -e '.[hf]'"
+        )
     reader = Reader(locate(path))
     choose_weights(reader, weights)
     config = config_of(reader)
@@ -58,13 +65,22 @@ def export_hf(
     with aside(output) as partial:
         settings = family.write(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(partial / CONFIG, settings)
-        text = write_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer, partial, config.model.vocab_size, transformers)
+        text = write_tokenizer(
+            config.data.tokenizer if tokenizer is None else tokenizer,
+            partial,
+            config.model.vocab_size,
+            transformers,
+        )
         write_json(partial / CONFIG, settings | text.token_ids)
         if text.token_ids:
             write_json(partial / "generation_config.json", text.token_ids)
-        layout: Layout = {peer: (tensor.theirs(dtype), shape) for tensor in mapped for peer, shape in tensor.peers.items()}
+        layout: Layout = {
+            peer: (tensor.theirs(dtype), shape) for tensor in mapped for peer, shape in tensor.peers.items()
+        }
         files = write_weights(partial, layout, _split(reader, mapped, dtype), shard_bytes)
-        say(f"{reader.path}: {len(layout)} tensors of {family.architecture} in {str(dtype).removeprefix('torch.')}, {files} file(s)")
+        say(
+            f"{reader.path}: {len(layout)} tensors of {family.architecture} in {str(dtype).removeprefix('torch.')}, {files} file(s)"
+        )
         say(text.finding)
         written = Folder(partial)
         for tensor in mapped:
@@ -79,11 +95,21 @@ def config_of(reader: Reader) -> Config:
     """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded, or it has a source."""
     sections = recorded_sections(reader)
     if sections["model"].get("source") is not None:
-        raise CheckpointError(str(reader.path), "its model is of a source of the user's own, which no other project has", "another model")
+        raise CheckpointError(
+            str(reader.path),
+            "its model is of a source of the user's own, which no other project has",
+            "another model",
+        )
     if (schedule := sections["model"].get("window_schedule")) and reader.step <= schedule[-1][0]:
         right = f"a checkpoint behind step {schedule[-1][0]}"
-        raise CheckpointError(str(reader.path), f"its windows are those of step {reader.step}, and later ones are exported", right)
-    return resolve({key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1).config
+        raise CheckpointError(
+            str(reader.path),
+            f"its windows are those of step {reader.step}, and later ones are exported",
+            right,
+        )
+    return resolve(
+        {key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1
+    ).config
 
 
 def _read(reader: Reader, tensor: Mapped) -> Tensor:

@@ -1,4 +1,6 @@
-"""Writes the tokenizer of an exported model, so that transformers' AutoTokenizer gives the ids of the model's training."""
+"""Writes the tokenizer of an exported model, so that transformers' AutoTokenizer gives
+the ids of the model's training.
+"""
 
 import random
 import re
@@ -31,7 +33,8 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     """Copies the tokenizer's files from one model folder to another. Returns whether there were any.
 
     Raises:
-        UserError: one of them is not what its name says, or `source` has links to files elsewhere. Nothing is copied then.
+        UserError: one of them is not what its name says, or `source` has links to files elsewhere. Nothing is
+            copied then.
     """
     if not source.is_dir():
         return False
@@ -48,9 +51,13 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def check_fast(file: Path) -> None:
-    """Refuses what is no tokenizer.json; as far as can be told where the package tokenizers is not installed."""
+    """Refuses what is no tokenizer.json; as far as can be told where the package
+    tokenizers is not installed.
+    """
     if not isinstance(read_json(file).get("model"), dict):
-        raise CheckpointError(str(file), "holds no model of a tokenizer", "a tokenizer.json as transformers writes it")
+        raise CheckpointError(
+            str(file), "holds no model of a tokenizer", "a tokenizer.json as transformers writes it"
+        )
     if find_spec("tokenizers") is not None:
         load_tokenizer(str(file))
 
@@ -58,14 +65,18 @@ def check_fast(file: Path) -> None:
 def check_ids(file: Path) -> None:
     """Refuses what does not give tokens their ids."""
     if not all(type(number) is int for number in read_json(file).values()):
-        raise CheckpointError(str(file), "holds something else than the ids of tokens", "an object of tokens and whole numbers")
+        raise CheckpointError(
+            str(file), "holds something else than the ids of tokens", "an object of tokens and whole numbers"
+        )
 
 
 def check_merges(file: Path) -> None:
     """Refuses what is no list of pairs, one a line (its heading is `#version:` and a number)."""
     pairs = [line.split(" ") for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise CheckpointError(str(file), "is no list of merges", "two pieces a line, with a space between them")
+        raise CheckpointError(
+            str(file), "is no list of merges", "two pieces a line, with a space between them"
+        )
 
 
 def check_template(file: Path) -> None:
@@ -74,7 +85,8 @@ def check_template(file: Path) -> None:
         raise CheckpointError(str(file), "is no template of a chat", "one that goes through `messages`")
 
 
-FILES: dict[str, Callable[[Path], object]] = {  # of a tokenizer, each with what refuses a file that is something else
+# of a tokenizer, each with what refuses a file that is something else
+FILES: dict[str, Callable[[Path], object]] = {
     SENTENCEPIECE: lambda file: load_tokenizer(str(file)),
     "tokenizer_config.json": read_json,  # before tokenizer.json, which is read together with it
     "tokenizer.json": check_fast,
@@ -90,11 +102,13 @@ def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformer
     """Write tokenizer files to a model folder that has its config.json already.
 
     Args:
-        name: `bytes`; a sentencepiece ``.model``; a folder with the tokenizer files of a model, or the tokenizer.json or tokenizer.model
+        name: `bytes`; a sentencepiece ``.model``; a folder with the tokenizer files of a model, or the
+            tokenizer.json or tokenizer.model
             among them: then all of them are copied; None: not known.
 
     Raises:
-        UserError: there is no such tokenizer, it is damaged, or it has more tokens than the model's `vocab_size`.
+        UserError: there is no such tokenizer, it is damaged, or it has more tokens than the model's
+            `vocab_size`.
     """
     if name is None:
         return Written("tokenizer: the run names none, so none was written (--tokenizer names one)")
@@ -105,7 +119,11 @@ def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformer
         path = path.parent
     if path.is_dir():
         if not copy_tokenizer(path, folder):
-            raise ConfigError("--tokenizer", f"{path} holds no tokenizer files", "a model's folder, a sentencepiece .model or bytes")
+            raise ConfigError(
+                "--tokenizer",
+                f"{path} holds no tokenizer files",
+                "a model's folder, a sentencepiece .model or bytes",
+            )
         finding = f"tokenizer: files copied from {path}"
     else:
         ours = load_tokenizer(name)
@@ -115,14 +133,23 @@ def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformer
                 (folder / file).unlink(missing_ok=True)
             what = f"tokenizer: {path} copied as {SENTENCEPIECE} alone, for sentencepiece itself"
             return Written(f"{what}: transformers would give other ids for some texts")
-        finding = f"tokenizer: {path}, and as {FAST[0]} for AutoTokenizer, which gives the same ids for {PROBES} random texts"
+        finding = (
+            f"tokenizer: {path}, and as {FAST[0]} for AutoTokenizer, which gives the same ids for "
+            f"{PROBES} random texts"
+        )
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # its classes raise whatever their files lead to
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError("--tokenizer", f"transformers cannot open it: {reason}", "all files of the tokenizer, or another") from error
+        raise ConfigError(
+            "--tokenizer", f"transformers cannot open it: {reason}", "all files of the tokenizer, or another"
+        ) from error
     if len(theirs) > vocab_size:
-        raise ConfigError("--tokenizer", f"{name} has {len(theirs)} tokens, and the model {vocab_size}", "the tokenizer of this model")
+        raise ConfigError(
+            "--tokenizer",
+            f"{name} has {len(theirs)} tokens, and the model {vocab_size}",
+            "the tokenizer of this model",
+        )
     ids = {f"{kind}_token_id": getattr(theirs, f"{kind}_token_id") for kind in ("bos", "eos")}
     return Written(finding, {key: value for key, value in ids.items() if value is not None})
 
@@ -134,23 +161,34 @@ def _write_fast(path: Path, ours: Tokenizer, folder: Path, transformers: ModuleT
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(path.read_bytes())
     trained, normal = model.trainer_spec, model.normalizer_spec
-    if trained.model_type != trained.BPE or normal.precompiled_charsmap or normal.add_dummy_prefix or normal.remove_extra_whitespaces:
+    if (
+        trained.model_type != trained.BPE
+        or normal.precompiled_charsmap
+        or normal.add_dummy_prefix
+        or normal.remove_extra_whitespaces
+    ):
         return False  # not what `train_sentencepiece` makes
     write_json(folder / FAST[0], fast_tokenizer(model))
     kinds = {trained.unk_piece: "unk", trained.bos_piece: "bos", trained.eos_piece: "eos"}
     special = {f"{kinds[piece.piece]}_token": piece.piece for piece in model.pieces if piece.piece in kinds}
     # Special tokens are never read out of a text: "</s>" in a text is three letters and more.
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
     write_json(folder / FAST[1], settings | special)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return all(theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist() for text in probes(model))
+    return all(
+        theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist() for text in probes(model)
+    )
 
 
 def fast_tokenizer(model: Any) -> dict[str, Any]:
     """A sentencepiece BPE model (its ModelProto), of text taken as it is, in the format of tokenizer.json.
 
-    sentencepiece joins the neighbours whose union is the best piece; here each union is a rule, in the pieces' order, for every way to
-    cut the piece in two.
+    sentencepiece joins the neighbours whose union is the best piece; here each union is a rule, in the
+    pieces' order, for every way to cut the piece in two.
     """
     kind = model.SentencePiece
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
@@ -188,7 +226,18 @@ def fast_tokenizer(model: Any) -> dict[str, Any]:
 
 
 def probes(model: Any) -> list[str]:
-    """Texts of random pieces in random order, special ones spelt out among them, and characters that may have no piece."""
-    pieces = [piece.piece.replace("\u2581", " ") for piece in model.pieces] + ["é", "文", "😀", "\t", "\0", "  ", "\r\n", "\ufeff"]
+    """Texts of random pieces in random order, special ones spelt out among them, and
+    characters that may have no piece.
+    """
+    pieces = [piece.piece.replace("\u2581", " ") for piece in model.pieces] + [
+        "é",
+        "文",
+        "😀",
+        "\t",
+        "\0",
+        "  ",
+        "\r\n",
+        "\ufeff",
+    ]
     chosen = random.Random(0)
     return ["".join(chosen.choices(pieces, k=chosen.randrange(1, 20))) for _ in range(PROBES)]

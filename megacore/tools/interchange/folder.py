@@ -1,6 +1,7 @@
 """Hugging Face model folders: config.json, and safetensors in one file or in several with an index.
 
-A folder that somebody else made may have links to any file of the user. Only files of the folder itself are read or copied.
+A folder that somebody else made may have links to any file of the user. Only files of the folder itself are
+read or copied.
 """
 
 import json
@@ -30,7 +31,8 @@ class Folder:
     """An open model folder. Its files are mapped, and a tensor is read when it is asked for.
 
     Raises:
-        CheckpointError: naming the file or the tensor that is missing, damaged, or of a dtype that is no float's; or a link out of the
+        CheckpointError: naming the file or the tensor that is missing, damaged, or of a dtype that is no
+            float's; or a link out of the
             folder.
     """
 
@@ -38,7 +40,9 @@ class Folder:
         self.path = path
         if not path.is_dir():
             raise CheckpointError(
-                str(path), "there is no such folder", "a local one, with config.json and safetensors: nothing is downloaded"
+                str(path),
+                "there is no such folder",
+                "a local one, with config.json and safetensors: nothing is downloaded",
             )
         refuse_foreign(path)
         self.config = read_json(path / CONFIG)
@@ -56,9 +60,12 @@ class Folder:
             index = self.path / INDEX
             names = read_json(index).get("weight_map")
             if not isinstance(names, dict) or not all(
-                isinstance(name, str) and Path(name).name == name and len(name) < 256 for name in names.values()
+                isinstance(name, str) and Path(name).name == name and len(name) < 256
+                for name in names.values()
             ):
-                raise CheckpointError(str(index), "has no weight_map from tensors to files of this folder", WHOLE)
+                raise CheckpointError(
+                    str(index), "has no weight_map from tensors to files of this folder", WHOLE
+                )
             for name in sorted(set(names.values())):
                 if not (self.path / name).is_file():
                     raise CheckpointError(str(index), f"names {name}, which is missing", WHOLE)
@@ -66,9 +73,17 @@ class Folder:
         if (self.path / SINGLE).is_file():
             return [SINGLE]
         if pickled := sorted(file.name for file in self.path.glob("*.bin")):
-            right = "convert it to safetensors: transformers does with save_pretrained, where you trust the file"
-            raise CheckpointError(str(self.path), f"holds {pickled[0]}, a pickle, which could run code and is not loaded", right)
-        raise CheckpointError(str(self.path), f"has neither {SINGLE} nor {INDEX}", "a folder with the model's weights as safetensors")
+            right = (
+                "convert it to safetensors: transformers does with save_pretrained, where you trust the file"
+            )
+            raise CheckpointError(
+                str(self.path), f"holds {pickled[0]}, a pickle, which could run code and is not loaded", right
+            )
+        raise CheckpointError(
+            str(self.path),
+            f"has neither {SINGLE} nor {INDEX}",
+            "a folder with the model's weights as safetensors",
+        )
 
     def _open(self, file: Path) -> None:
         try:
@@ -77,32 +92,48 @@ class Folder:
             raise CheckpointError(str(file), f"is damaged or cut off: {error}", WHOLE) from error
         for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
             if name in self._files:
-                raise CheckpointError(str(file), f"holds the tensor {name} a second time", "each tensor in one file")
+                raise CheckpointError(
+                    str(file), f"holds the tensor {name} a second time", "each tensor in one file"
+                )
             header = opened.get_slice(name)
             if header.get_dtype() not in FLOATS:
                 wrong = f"tensor {name} is {header.get_dtype()}"
-                raise CheckpointError(str(file), wrong, f"{' '.join(sorted(FLOATS))}; quantized weights cannot be converted")
+                raise CheckpointError(
+                    str(file), wrong, f"{' '.join(sorted(FLOATS))}; quantized weights cannot be converted"
+                )
             self.shapes[name], self._files[name] = tuple(header.get_shape()), opened
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuses a model folder with an entry that is a link to somewhere else, or neither a file nor a folder. A folder in the cache of
-    Hugging Face's hub, ``models--…/snapshots/<revision>``, may have links to the ``models--…/blobs`` that it shares with other revisions.
+    """Refuses a model folder with an entry that is a link to somewhere else, or neither a file nor a folder.
+
+    A folder in the cache of Hugging Face's hub, ``models--…/snapshots/<revision>``, may have links to the
+    ``models--…/blobs`` that it shares with other revisions.
 
     Raises:
         CheckpointError: naming the entry.
     """
     home = Path(os_path.realpath(folder))
-    in_cache = len(home.parents) > 1 and home.parent.name == "snapshots" and home.parents[1].name.startswith("models--")
+    in_cache = (
+        len(home.parents) > 1
+        and home.parent.name == "snapshots"
+        and home.parents[1].name.startswith("models--")
+    )
     blobs = home.parents[1] / "blobs" if in_cache else None
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise CheckpointError(str(folder), f"cannot be read: {error.strerror}", "a folder that this user may read") from None
+        raise CheckpointError(
+            str(folder), f"cannot be read: {error.strerror}", "a folder that this user may read"
+        ) from None
     for entry in entries:
         real = Path(os_path.realpath(entry))
         if entry.is_symlink() and home not in real.parents and real.parent != blobs:
-            raise CheckpointError(str(entry), f"is a link to {real}, out of the model's folder", "the file itself, where it is wanted")
+            raise CheckpointError(
+                str(entry),
+                f"is a link to {real}, out of the model's folder",
+                "the file itself, where it is wanted",
+            )
         if entry.exists() and not (entry.is_file() or entry.is_dir()):  # a pipe would be waited for
             raise CheckpointError(str(entry), "is neither a file nor a folder", WHOLE)
 
@@ -126,7 +157,9 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def write_weights(folder: Path, layout: Layout, tensors: Iterator[Tensor], file_bytes: int) -> int:
-    """Write the tensors of `layout` as they come, in files of at most `file_bytes`; returns how many files."""
+    """Write the tensors of `layout` as they come, in files of at most `file_bytes`;
+    returns how many files.
+    """
     files = pack(layout, file_bytes)
     if len(files) == 1:
         write_safetensors(folder / SINGLE, layout, tensors)
@@ -143,7 +176,9 @@ def write_weights(folder: Path, layout: Layout, tensors: Iterator[Tensor], file_
 
 @contextmanager
 def aside(output: Path) -> Iterator[Path]:
-    """A context with a folder `output`.partial to write in. It becomes `output` if the block succeeds, and is deleted if it fails.
+    """A context with a folder `output`.partial to write in.
+
+    It becomes `output` if the block succeeds, and is deleted if it fails.
 
     Raises:
         ConfigError: `output` holds something already, or cannot be made.
@@ -159,12 +194,16 @@ def aside(output: Path) -> Iterator[Path]:
         wrong = f"{partial} is there: of a conversion that is running, or was killed"
         raise ConfigError("--output", wrong, "delete it if none is running, or another folder") from error
     except OSError as error:
-        raise ConfigError("--output", f"{partial} cannot be made: {error.strerror}", "a folder that can be made and written") from error
+        raise ConfigError(
+            "--output", f"{partial} cannot be made: {error.strerror}", "a folder that can be made and written"
+        ) from error
     try:
         yield partial
         partial.rename(output)
     except BaseException as error:
         rmtree(partial)
         if isinstance(error, OSError):
-            raise CheckpointError(str(output), f"could not be written: {error.strerror or error}", "nothing was kept of it") from error
+            raise CheckpointError(
+                str(output), f"could not be written: {error.strerror or error}", "nothing was kept of it"
+            ) from error
         raise

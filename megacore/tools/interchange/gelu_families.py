@@ -4,7 +4,15 @@ from typing import Any
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.tools.interchange.mapped import Mapped, fused_qkv, grouped_qkv, inputs_of, lm_head, qkv_shape, renamed
+from megacore.tools.interchange.mapped import (
+    Mapped,
+    fused_qkv,
+    grouped_qkv,
+    inputs_of,
+    lm_head,
+    qkv_shape,
+    renamed,
+)
 from megacore.tools.interchange.rotated import reordered
 from megacore.tools.interchange.settings import (
     GPT2_ACTIVATIONS,
@@ -41,19 +49,32 @@ def read_common(hf: dict[str, Any], eps: str, **settings: Any) -> dict[str, Any]
         "attention_scale": head_size**-0.5,
         "init_std": number(hf, "initializer_range", 0.02),
     }
-    return sizes | own | settings | {"activation": GPT2_ACTIVATIONS[hf.get("hidden_act", settings["activation"])]}
+    return (
+        sizes
+        | own
+        | settings
+        | {"activation": GPT2_ACTIVATIONS[hf.get("hidden_act", settings["activation"])]}
+    )
 
 
 def write_common(config: Config, architecture: str, model_type: str, eps: str) -> dict[str, Any]:
     """What both share."""
     activation = {"gelu": "gelu_pytorch_tanh"}.get(config.model.activation, "gelu")
-    own = {"hidden_act": activation, eps: config.model.norm_eps, "pad_token_id": None, "attention_dropout": 0.0}
+    own = {
+        "hidden_act": activation,
+        eps: config.model.norm_eps,
+        "pad_token_id": None,
+        "attention_dropout": 0.0,
+    }
     return heading(config, architecture, model_type, LLAMA_SIZES) | own
 
 
 def read_neox(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`. Transformers 4 calls base and share otherwise than other families."""
-    hf = {"rope_theta": hf.get("rotary_emb_base", 10000), "partial_rotary_factor": hf.get("rotary_pct", 0.25)} | hf
+    hf = {
+        "rope_theta": hf.get("rotary_emb_base", 10000),
+        "partial_rotary_factor": hf.get("rotary_pct", 0.25),
+    } | hf
     require(hf, "attention_bias", True, True)
     return read_common(
         hf,
@@ -88,17 +109,37 @@ def neox_tensors(config: Config) -> list[Mapped]:
         ours, theirs = f"blocks.{i}", f"gpt_neox.layers.{i}"
         for kind in ("weight", "bias"):
             qkv = (*qkv_shape(config), *inputs_of(kind, h))
-            fused = fused_qkv(f"{ours}.attention.qkv.{kind}", qkv, f"{theirs}.attention.query_key_value.{kind}", "(heads three head) ...")
+            fused = fused_qkv(
+                f"{ours}.attention.qkv.{kind}",
+                qkv,
+                f"{theirs}.attention.query_key_value.{kind}",
+                "(heads three head) ...",
+            )
             tensors += [
                 renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.input_layernorm.{kind}"),
                 reordered(fused, config),
-                renamed(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, h)), f"{theirs}.attention.dense.{kind}"),
+                renamed(
+                    f"{ours}.attention.output.{kind}",
+                    (h, *inputs_of(kind, h)),
+                    f"{theirs}.attention.dense.{kind}",
+                ),
                 renamed(f"{ours}.norm2.{kind}", (h,), f"{theirs}.post_attention_layernorm.{kind}"),
-                renamed(f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.dense_h_to_4h.{kind}"),
-                renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.dense_4h_to_h.{kind}"),
+                renamed(
+                    f"{ours}.feed_forward.up.{kind}",
+                    (f, *inputs_of(kind, h)),
+                    f"{theirs}.mlp.dense_h_to_4h.{kind}",
+                ),
+                renamed(
+                    f"{ours}.feed_forward.down.{kind}",
+                    (h, *inputs_of(kind, f)),
+                    f"{theirs}.mlp.dense_4h_to_h.{kind}",
+                ),
             ]
-    tensors += [renamed(f"norm.{kind}", (h,), f"gpt_neox.final_layer_norm.{kind}") for kind in ("weight", "bias")]
-    return tensors + lm_head(config, "embed_out.weight")  # which transformers 5 calls lm_head.weight in memory
+    tensors += [
+        renamed(f"norm.{kind}", (h,), f"gpt_neox.final_layer_norm.{kind}") for kind in ("weight", "bias")
+    ]
+    # which transformers 5 calls lm_head.weight in memory
+    return tensors + lm_head(config, "embed_out.weight")
 
 
 def read_starcoder2(hf: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +147,14 @@ def read_starcoder2(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, "use_bias", True, True)
     kv_heads, tied = whole(hf, "num_key_value_heads", 2), flag(hf, "tie_word_embeddings", True)
     hf, window = {"initializer_range": 0.018042} | hf, whole(hf, "sliding_window", None)
-    return read_common(hf, "norm_epsilon", activation="gelu_pytorch_tanh", num_kv_heads=kv_heads, tie_embeddings=tied, window=window)
+    return read_common(
+        hf,
+        "norm_epsilon",
+        activation="gelu_pytorch_tanh",
+        num_kv_heads=kv_heads,
+        tie_embeddings=tied,
+        window=window,
+    )
 
 
 def write_starcoder2(config: Config) -> dict[str, Any]:
@@ -135,10 +183,20 @@ def starcoder2_tensors(config: Config) -> list[Mapped]:
             tensors += [
                 renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.input_layernorm.{kind}"),
                 grouped_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv),
-                renamed(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, h)), f"{theirs}.self_attn.o_proj.{kind}"),
+                renamed(
+                    f"{ours}.attention.output.{kind}",
+                    (h, *inputs_of(kind, h)),
+                    f"{theirs}.self_attn.o_proj.{kind}",
+                ),
                 renamed(f"{ours}.norm2.{kind}", (h,), f"{theirs}.post_attention_layernorm.{kind}"),
-                renamed(f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.c_fc.{kind}"),
-                renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.c_proj.{kind}"),
+                renamed(
+                    f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.c_fc.{kind}"
+                ),
+                renamed(
+                    f"{ours}.feed_forward.down.{kind}",
+                    (h, *inputs_of(kind, f)),
+                    f"{theirs}.mlp.c_proj.{kind}",
+                ),
             ]
     tensors += [renamed(f"norm.{kind}", (h,), f"model.norm.{kind}") for kind in ("weight", "bias")]
     return tensors + lm_head(config)
@@ -184,13 +242,23 @@ def phi_tensors(config: Config) -> list[Mapped]:
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         for kind in ("weight", "bias"):
             qkv = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-            grouped = grouped_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv)
+            grouped = grouped_qkv(
+                f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv
+            )
             tensors += [
                 renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.input_layernorm.{kind}"),
                 reordered(grouped, config),
-                renamed(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, h)), f"{theirs}.self_attn.dense.{kind}"),
-                renamed(f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.fc1.{kind}"),
-                renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.fc2.{kind}"),
+                renamed(
+                    f"{ours}.attention.output.{kind}",
+                    (h, *inputs_of(kind, h)),
+                    f"{theirs}.self_attn.dense.{kind}",
+                ),
+                renamed(
+                    f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.fc1.{kind}"
+                ),
+                renamed(
+                    f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.fc2.{kind}"
+                ),
             ]
     tensors += [renamed(f"norm.{kind}", (h,), f"model.final_layernorm.{kind}") for kind in ("weight", "bias")]
     return tensors + lm_head(config)

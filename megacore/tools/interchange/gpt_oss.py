@@ -12,24 +12,38 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.errors import CheckpointError
 from megacore.model.activations import LIMIT, SHARPNESS
-from megacore.tools.interchange.expert_families import read_local_experts, shapes_of, with_experts, write_local_experts
+from megacore.tools.interchange.expert_families import (
+    read_local_experts,
+    shapes_of,
+    with_experts,
+    write_local_experts,
+)
 from megacore.tools.interchange.llama_kin import layer_types, read_windows
 from megacore.tools.interchange.mapped import Mapped, Shape, renamed
 from megacore.tools.interchange.settings import CONFIG, read_llama_like, require, write_llama_like
 
-YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}  # where the file has none
+# where the file has none
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def read_gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
     if hf.get("quantization_config") is not None:
         wrong = "quantization_config: its experts are in 4 bits"
-        raise CheckpointError(CONFIG, wrong, "dequantise it, by transformers' Mxfp4Config(dequantize=True), and save that")
+        raise CheckpointError(
+            CONFIG, wrong, "dequantise it, by transformers' Mxfp4Config(dequantize=True), and save that"
+        )
     for key, right in (("attention_bias", True), ("swiglu_limit", LIMIT), ("swiglu_alpha", SHARPNESS)):
         require(hf, key, right, right)
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf = hf | {"rope_scaling": YARN}
-    hf = {"rope_theta": 150000.0, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5} | hf
+    hf = {
+        "rope_theta": 150000.0,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+    } | hf
     window, every = read_windows(hf, 2)
     return read_llama_like(
         hf,
@@ -88,7 +102,13 @@ def turned(name: str, shape: Shape, peer: str) -> Mapped:
     def turn(x: Tensor) -> Tensor:
         return x.mT.contiguous()
 
-    return Mapped(name, shape, {peer: (shape[0], *shape[:0:-1])}, lambda theirs: turn(theirs[peer]), lambda ours: {peer: turn(ours)})
+    return Mapped(
+        name,
+        shape,
+        {peer: (shape[0], *shape[:0:-1])},
+        lambda theirs: turn(theirs[peer]),
+        lambda ours: {peer: turn(ours)},
+    )
 
 
 def side_by_side(name: str, shape: Shape, peer: str) -> Mapped:

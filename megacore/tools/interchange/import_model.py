@@ -17,7 +17,12 @@ from megacore.checkpoint import Layout, Reader
 from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
-from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
+from megacore.tools.interchange.check_conversion import (
+    check_layers,
+    compare_logits,
+    require_same,
+    transformers_if_installed,
+)
 from megacore.tools.interchange.export_tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
 from megacore.tools.interchange.families import TRAINING_KEYS, family_for_hf
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
@@ -28,8 +33,15 @@ from megacore.tools.interchange.stream import first_buffers, save_stream
 from megacore.tools.settings.load import parse_override, resolve, set_value
 
 FILE_BYTES = 4 << 30
-LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
-GENTLE = {"lr": 3e-5, "min_lr": 3e-6, "warmup_steps": 20, "weight_decay": 0.01}  # a tenth of what trains from nothing: the model is to stay
+LONGEST = (
+    2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
+)
+GENTLE = {
+    "lr": 3e-5,
+    "min_lr": 3e-6,
+    "warmup_steps": 20,
+    "weight_decay": 0.01,
+}  # a tenth of what trains from nothing: the model is to stay
 
 
 @dataclass(frozen=True)
@@ -58,12 +70,20 @@ class Peer:
             if stored is None:
                 raise CheckpointError(str(self.path), f"has no tensor {name} of shape {shape}", right)
             if self.shapes[stored] != shape:
-                raise CheckpointError(str(self.path), f"tensor {stored} has shape {self.shapes[stored]}, not {shape}", right)
+                raise CheckpointError(
+                    str(self.path), f"tensor {stored} has shape {self.shapes[stored]}, not {shape}", right
+                )
             found[name] = stored
         embedding = found[next(iter(mapped[0].peers))]
         for stored in sorted(self.shapes.keys() - set(found.values())):
-            tied = stored == HEAD and torch.equal(self.read(stored), self.read(embedding))  # some store it under both names
-            if not tied and stored not in self.left_out and not any(pattern.fullmatch(stored) for pattern in self.ignored):
+            tied = stored == HEAD and torch.equal(
+                self.read(stored), self.read(embedding)
+            )  # some store it under both names
+            if (
+                not tied
+                and stored not in self.left_out
+                and not any(pattern.fullmatch(stored) for pattern in self.ignored)
+            ):
                 wrong = f"holds the tensor {stored}, which no {self.architecture} of its configuration has"
                 raise CheckpointError(str(self.path), wrong, "a model without additions")
         return found
@@ -99,7 +119,9 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")  # how the name of a tens
 PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}
 
 
-def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers: int | None, say: Callable[[str], None]) -> None:
+def import_model(
+    peer: Peer, output: Path, overrides: list[str], compare_layers: int | None, say: Callable[[str], None]
+) -> None:
     """Write `peer` as the new run `output`: a checkpoint of step 0 that holds weights alone, and a config.json to fine-tune them with,
     in a folder of its own. What follows from other values (the last step of the decay, the data ranks) is left open in it.
 
@@ -128,16 +150,24 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         set_value(sections, *parse_override(override))
     config = resolve(deepcopy(sections), [], output.name, 1).config
     if config.model.source is not None:
-        raise ConfigError("model.source", f"the tensors of {peer.path} are those of megacore's own blocks", "null")
+        raise ConfigError(
+            "model.source", f"the tensors of {peer.path} are those of megacore's own blocks", "null"
+        )
     if config.model.num_layers > len(peer.shapes):  # before so many are looked for
         wrong = f"has {len(peer.shapes)} tensors, too few for {config.model.num_layers} layers"
-        raise CheckpointError(str(peer.path), wrong, f"a whole {peer.architecture} of the sizes in its configuration")
+        raise CheckpointError(
+            str(peer.path), wrong, f"a whole {peer.architecture} of the sizes in its configuration"
+        )
     check_layers(compare_layers, config)
     mapped = peer.mapped(config)
     try:
         names = peer.names(mapped)
     except CheckpointError as error:
-        changed = [key for key, value in sections["model"].items() if key not in TRAINING_KEYS and peer.model.get(key) != value]
+        changed = [
+            key
+            for key, value in sections["model"].items()
+            if key not in TRAINING_KEYS and peer.model.get(key) != value
+        ]
         if not changed:
             raise
         wrong = f"is {json.dumps(sections['model'][changed[0]])}, and then {peer.path} {error.wrong}"
@@ -151,19 +181,38 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         if not copy_tokenizer(peer.path, partial / "tokenizer"):
             (partial / "tokenizer").rmdir()
         layout: Layout = {tensor.key: (tensor.own(dtype), tensor.shape) for tensor in mapped}
-        buffers = {name: value for name, value in first_buffers(config).items() if name not in layout}  # which the peer has not
+        buffers = {
+            name: value for name, value in first_buffers(config).items() if name not in layout
+        }  # which the peer has not
         layout |= {name: (value.dtype, tuple(value.shape)) for name, value in buffers.items()}
         origin = {"path": str(peer.path), "architecture": peer.architecture}
-        state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
+        state = {
+            "samples": 0,
+            "seed": config.train.seed,
+            "model": settings["model"],
+            "config": settings,
+            "weights_of": origin,
+        }
         # One at a time.
-        joined = (tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(tensor.own(dtype)) for tensor in mapped)
-        reader = Reader(save_stream(partial / "checkpoints", 0, layout, chain(joined, buffers.values()), state, FILE_BYTES))
-        say(f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)")
+        joined = (
+            tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(tensor.own(dtype))
+            for tensor in mapped
+        )
+        reader = Reader(
+            save_stream(
+                partial / "checkpoints", 0, layout, chain(joined, buffers.values()), state, FILE_BYTES
+            )
+        )
+        say(
+            f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)"
+        )
         for tensor in mapped:
             for name, ours in tensor.split(reader.read(tensor.key, Shard(tensor.shape))).items():
                 require_same(peer.path, names[name], peer.read(names[name]).to(tensor.own(dtype)), ours)
         if peer.left_out:
-            say(f"{len(peer.left_out)} tensors of layers behind the last are left out: they guess tokens further ahead")
+            say(
+                f"{len(peer.left_out)} tensors of layers behind the last are left out: they guess tokens further ahead"
+            )
         say(f"read back: all {len(names)} tensors are those of {peer.architecture}, in every bit")
         if not peer.path.is_dir():
             say("logits were not compared: they can be with a model of transformers only")

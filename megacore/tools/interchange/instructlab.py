@@ -1,7 +1,9 @@
-"""Turns InstructLab's ``config.yaml`` into a config of megacore: its section `train`, for a model and conversations that are prepared.
+"""Turns InstructLab's ``config.yaml`` into a config of megacore: its section `train`, for a model and
+conversations that are prepared.
 
-Every key of the section becomes a setting, or is told by its name with the reason why it is none, or is refused. The keys are those of
-`_train` in InstructLab's `configuration.py` (configuration version 1.0.0), with what its training library adds; and older ones.
+Every key of the section becomes a setting, or is told by its name with the reason why it is none, or is
+refused. The keys are those of `_train` in InstructLab's `configuration.py` (configuration version 1.0.0),
+with what its training library adds; and older ones.
 """
 
 import difflib
@@ -17,7 +19,10 @@ from megacore.tools.text.encodings import needed
 
 RIGHT = "a config.yaml that `ilab config init` has written, or a profile of its own"
 NO_LORA = "belongs to low-rank adapters, of which there are none here"
-PHASES = "belongs to lab-multiphase; a phase is a recipe of its own, with its data, num_epochs, learning_rate and effective_batch_size"
+PHASES = (
+    "belongs to lab-multiphase; a phase is a recipe of its own, with its data, num_epochs, "
+    "learning_rate and effective_batch_size"
+)
 OTHERS = "says how InstructLab itself works"
 TOLD = {
     "model_path": "launch/checkpoint.py import has read it: --run",
@@ -28,21 +33,56 @@ TOLD = {
     "is_padding_free": "samples hold whole conversations, one behind the other (data.packing=best_fit)",
     "disable_flash_attn": "model.attention=auto takes what the device has",
     "use_liger": "model.kernels=auto takes fused kernels on GPUs",
-    "pipeline": OTHERS, "process_data": OTHERS, "data_process_num_cpu_procs": OTHERS, "log_level": OTHERS, "training_journal": OTHERS,
+    "pipeline": OTHERS,
+    "process_data": OTHERS,
+    "data_process_num_cpu_procs": OTHERS,
+    "log_level": OTHERS,
+    "training_journal": OTHERS,
     "accelerate_full_state_at_epoch": "every checkpoint has the whole state",
-    "lora_quantize_dtype": NO_LORA, "lora_alpha": NO_LORA, "lora_dropout": NO_LORA, "lora_target_modules": NO_LORA,
+    "lora_quantize_dtype": NO_LORA,
+    "lora_alpha": NO_LORA,
+    "lora_dropout": NO_LORA,
+    "lora_target_modules": NO_LORA,
     **{f"phased_{key}": PHASES for key in ("base_dir", "mt_bench_judge", "phase1_data", "phase2_data")},
-    **{f"phased_phase{n}_{key}": PHASES for n in (1, 2)
-       for key in ("num_epochs", "samples_per_save", "learning_rate", "effective_batch_size")},
-}  # fmt: skip
+    **{
+        f"phased_phase{n}_{key}": PHASES
+        for n in (1, 2)
+        for key in ("num_epochs", "samples_per_save", "learning_rate", "effective_batch_size")
+    },
+}
 READ = (
-    "max_seq_len", "max_batch_len", "effective_batch_size", "num_epochs", "learning_rate", "warmup_steps", "save_samples", "device",
-    "checkpoint_at_epoch", "keep_last_checkpoint_only", "nproc_per_node", "num_gpus", "random_seed", "distributed_backend", "distributed",
-    "deepspeed_cpu_offload_optimizer", "deepspeed_cpu_offload_optimizer_ratio", "deepspeed_cpu_offload_optimizer_pin_memory",
-    "fsdp_cpu_offload_optimizer", "lora_rank", "use_dolomite", "mock_data", "mixed_precision", "gradient_checkpointing",
-    "gradient_accumulation_steps", "adamw_weight_decay", "adamw_betas", "adamw_eps", "lr_scheduler",
-    "deepspeed.config_path", "deepspeed.zero_stage",
-)  # fmt: skip
+    "max_seq_len",
+    "max_batch_len",
+    "effective_batch_size",
+    "num_epochs",
+    "learning_rate",
+    "warmup_steps",
+    "save_samples",
+    "device",
+    "checkpoint_at_epoch",
+    "keep_last_checkpoint_only",
+    "nproc_per_node",
+    "num_gpus",
+    "random_seed",
+    "distributed_backend",
+    "distributed",
+    "deepspeed_cpu_offload_optimizer",
+    "deepspeed_cpu_offload_optimizer_ratio",
+    "deepspeed_cpu_offload_optimizer_pin_memory",
+    "fsdp_cpu_offload_optimizer",
+    "lora_rank",
+    "use_dolomite",
+    "mock_data",
+    "mixed_precision",
+    "gradient_checkpointing",
+    "gradient_accumulation_steps",
+    "adamw_weight_decay",
+    "adamw_betas",
+    "adamw_eps",
+    "lr_scheduler",
+    "deepspeed.config_path",
+    "deepspeed.zero_stage",
+)
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp32": "fp32", None: "fp32", False: "fp32"}
 NONE = object()
 
@@ -54,11 +94,15 @@ class Recipe:
         self.values: dict[str, Any] = {}
         self.notes: list[str] = []
         for key, value in train.items():
-            inner = value if key in ("additional_args", "deepspeed") and isinstance(value, dict) else {key: value}
+            inner = (
+                value if key in ("additional_args", "deepspeed") and isinstance(value, dict) else {key: value}
+            )
             for name, each in inner.items():
                 name = f"deepspeed.{name}" if key == "deepspeed" else name
                 if name in self.values and self.values[name] != each:
-                    self.refuse(name, f"stands twice, as {self.values[name]!r} and as {each!r}", "one of them")
+                    self.refuse(
+                        name, f"stands twice, as {self.values[name]!r} and as {each!r}", "one of them"
+                    )
                 self.values[name] = each
         for name in self.values:
             if name not in READ and name not in TOLD:
@@ -84,7 +128,9 @@ class Recipe:
         except (TypeError, ValueError, OverflowError):
             found = math.nan
         if not (math.isfinite(found) and found >= least) or (whole and found != int(found)):
-            self.refuse(key, f"{value!r} is not valid", f"a {'whole ' if whole else ''}number of at least {least:g}")
+            self.refuse(
+                key, f"{value!r} is not valid", f"a {'whole ' if whole else ''}number of at least {least:g}"
+            )
         return int(found) if whole else found
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -98,7 +144,11 @@ class Recipe:
         """What the value stands for."""
         value = self.values.get(key, default)
         if isinstance(value, list | dict) or value not in known:
-            self.refuse(key, f"{value!r} is not known here", ", ".join(str(each) for each in known if isinstance(each, str)))
+            self.refuse(
+                key,
+                f"{value!r} is not known here",
+                ", ".join(str(each) for each in known if isinstance(each, str)),
+            )
         return known[value]
 
 
@@ -118,7 +168,8 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def converted(train: dict[str, Any], run: str, data: str) -> tuple[dict[str, Any], list[str], int]:
-    """The sections of a config, what is to be told of keys that are none of its settings, and the processes on a machine.
+    """The sections of a config, what is to be told of keys that are none of its settings,
+    and the processes on a machine.
 
     Args:
         train: InstructLab's section.
@@ -144,50 +195,82 @@ def converted(train: dict[str, Any], run: str, data: str) -> tuple[dict[str, Any
     samples, micro = WholeDocuments(corpus, seq_len).count, max(1, batch // seq_len)
     global_batch, conversations = _global_batch(recipe, micro, processes, corpus.num_documents / samples)
     epoch = max(1, round(samples / global_batch))
-    recipe.notes.append(f"train.nproc_per_node: {processes} processes on each machine are the launcher's business")
+    recipe.notes.append(
+        f"train.nproc_per_node: {processes} processes on each machine are the launcher's business"
+    )
     sections = {
         "model": model,
         "train": {
-            "steps": epoch * recipe.number("num_epochs", 10), "seq_len": seq_len, "micro_batch_size": micro,
-            "global_batch_size": global_batch, "precision": recipe.one_of("mixed_precision", PRECISIONS, "bf16"),
-            "recompute": "full" if recipe.flag("gradient_checkpointing", True) else "none", "seed": recipe.number("random_seed", 42, 0),
+            "steps": epoch * recipe.number("num_epochs", 10),
+            "seq_len": seq_len,
+            "micro_batch_size": micro,
+            "global_batch_size": global_batch,
+            "precision": recipe.one_of("mixed_precision", PRECISIONS, "bf16"),
+            "recompute": "full" if recipe.flag("gradient_checkpointing", True) else "none",
+            "seed": recipe.number("random_seed", 42, 0),
             "device": recipe.one_of("device", {"cuda": "cuda", "cpu": "cpu"}, "cuda"),
         },
         "optim": _optim(recipe),
-        "data": {"train": data, "tokenizer": _tokenizer_of(run), "packing": "best_fit", "document_mask": True},
+        "data": {
+            "train": data,
+            "tokenizer": _tokenizer_of(run),
+            "packing": "best_fit",
+            "document_mask": True,
+        },
         "checkpoint": {"weights": run} | _checkpoints(recipe, epoch, conversations),
         "engine": _engine(recipe, processes),
-    }  # fmt: skip
+    }
     return sections, recipe.notes, processes
 
 
 def _global_batch(recipe: Recipe, micro: int, processes: int, held: float) -> tuple[int, float]:
-    """Sequences in a global batch, of which each holds so many conversations on average; and the conversations in it."""
+    """Sequences in a global batch, of which each holds so many conversations on
+    average; and the conversations in it.
+    """
     step = micro * processes
     if recipe.has("gradient_accumulation_steps"):
         if recipe.has("effective_batch_size"):
-            recipe.refuse("gradient_accumulation_steps", "and effective_batch_size both say how large a batch is", "one of them")
+            recipe.refuse(
+                "gradient_accumulation_steps",
+                "and effective_batch_size both say how large a batch is",
+                "one of them",
+            )
         found = step * recipe.number("gradient_accumulation_steps")
         return found, found * held
     wanted = recipe.number("effective_batch_size", 3840)
     found = step * max(1, round(wanted / held / step))
     recipe.notes.append(
-        f"train.effective_batch_size: {wanted} conversations are about {found * held:.0f}, in {found} sequences of {held:.2f} each"
+        f"train.effective_batch_size: {wanted} conversations are about {found * held:.0f}, in {found} "
+        f"sequences of {held:.2f} each"
     )
     return found, found * held
 
 
 def _optim(recipe: Recipe) -> dict[str, Any]:
     betas = recipe.values.get("adamw_betas", [0.9, 0.95])
-    if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas):
-        recipe.refuse("adamw_betas", f"{betas!r} is not valid", "two numbers from 0 to 1, such as [0.9, 0.95]")
-    schedules = {name: name for name in ("cosine", "linear", "constant")} | {"constant_with_warmup": "constant"}
+    if (
+        not isinstance(betas, list | tuple)
+        or len(betas) != 2
+        or not all(isinstance(b, float | int) and 0 <= b < 1 for b in betas)
+    ):
+        recipe.refuse(
+            "adamw_betas", f"{betas!r} is not valid", "two numbers from 0 to 1, such as [0.9, 0.95]"
+        )
+    schedules = {name: name for name in ("cosine", "linear", "constant")} | {
+        "constant_with_warmup": "constant"
+    }
     return {
-        "kind": "adamw", "lr": recipe.number("learning_rate", 2e-5, 0, whole=False), "warmup_steps": recipe.number("warmup_steps", 0, 0),
-        "schedule": recipe.one_of("lr_scheduler", schedules, "cosine"), "min_lr": 0.0, "beta1": betas[0], "beta2": betas[1],
-        "eps": recipe.number("adamw_eps", 1e-8, 0, whole=False), "weight_decay": recipe.number("adamw_weight_decay", 0.0, 0, whole=False),
+        "kind": "adamw",
+        "lr": recipe.number("learning_rate", 2e-5, 0, whole=False),
+        "warmup_steps": recipe.number("warmup_steps", 0, 0),
+        "schedule": recipe.one_of("lr_scheduler", schedules, "cosine"),
+        "min_lr": 0.0,
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "eps": recipe.number("adamw_eps", 1e-8, 0, whole=False),
+        "weight_decay": recipe.number("adamw_weight_decay", 0.0, 0, whole=False),
         "grad_clip": 1.0,
-    }  # fmt: skip
+    }
 
 
 def _checkpoints(recipe: Recipe, epoch: int, conversations: float) -> dict[str, Any]:
@@ -196,7 +279,9 @@ def _checkpoints(recipe: Recipe, epoch: int, conversations: float) -> dict[str, 
     kept = {"keep": 1} if recipe.flag("keep_last_checkpoint_only") else {}
     if samples > 0:
         if at_epoch:
-            recipe.notes.append(f"train.checkpoint_at_epoch: checkpoint.every counts save_samples; an epoch has {epoch} steps")
+            recipe.notes.append(
+                f"train.checkpoint_at_epoch: checkpoint.every counts save_samples; an epoch has {epoch} steps"
+            )
         return {"every": max(1, round(samples / conversations))} | kept
     if not at_epoch:
         return kept
@@ -204,20 +289,34 @@ def _checkpoints(recipe: Recipe, epoch: int, conversations: float) -> dict[str, 
 
 
 def _engine(recipe: Recipe, processes: int) -> dict[str, Any]:
-    """As its training library has it: DeepSpeed at stage 2, or FSDP with the state divided within each machine."""
+    """As its training library has it: DeepSpeed at stage 2, or FSDP with the
+    state divided within each machine.
+    """
     ds_keys = [key for key in recipe.values if key.startswith("deepspeed.")]
     offload = recipe.flag("deepspeed_cpu_offload_optimizer")
     kinds: dict[Any, Any] = {"fsdp": "fsdp", "deepspeed": "deepspeed"}
     default = "deepspeed" if ds_keys or offload else "fsdp"
     named = "distributed" if recipe.has("distributed") else "distributed_backend"
-    kind = recipe.one_of(named, kinds | ({True: default, False: "native"} if named == "distributed" else {None: default}), default)
+    kind = recipe.one_of(
+        named,
+        kinds | ({True: default, False: "native"} if named == "distributed" else {None: default}),
+        default,
+    )
     if kind != "deepspeed":
         for key in [*ds_keys, *(["deepspeed_cpu_offload_optimizer"] if offload else [])]:
             recipe.refuse(key, f"does not go with {named} {kind}", f"{named} deepspeed, or without it")
     if recipe.number("deepspeed_cpu_offload_optimizer_ratio", 1, 0, whole=False) != 1:
-        recipe.refuse("deepspeed_cpu_offload_optimizer_ratio", "keeps a part of the optimizer's state where no checkpoint finds it", "1")
+        recipe.refuse(
+            "deepspeed_cpu_offload_optimizer_ratio",
+            "keeps a part of the optimizer's state where no checkpoint finds it",
+            "1",
+        )
     if kind == "fsdp":
-        return {"kind": "fsdp", "shard_size": processes, "cpu_offload": recipe.flag("fsdp_cpu_offload_optimizer")}
+        return {
+            "kind": "fsdp",
+            "shard_size": processes,
+            "cpu_offload": recipe.flag("fsdp_cpu_offload_optimizer"),
+        }
     if recipe.flag("fsdp_cpu_offload_optimizer"):
         recipe.refuse("fsdp_cpu_offload_optimizer", f"does not go with {kind}", "distributed_backend fsdp")
     if kind == "native":
@@ -227,9 +326,14 @@ def _engine(recipe: Recipe, processes: int) -> dict[str, Any]:
             if recipe.values.get(key):
                 recipe.refuse(key, "and deepspeed.config_path both say it", "one of them")
         return {"kind": "deepspeed", "config": str(recipe.values["deepspeed.config_path"])}
-    zero: dict[str, Any] = {"stage": recipe.one_of("deepspeed.zero_stage", {stage: stage for stage in range(4)}, 2)}
+    zero: dict[str, Any] = {
+        "stage": recipe.one_of("deepspeed.zero_stage", {stage: stage for stage in range(4)}, 2)
+    }
     if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": recipe.flag("deepspeed_cpu_offload_optimizer_pin_memory")}
+        zero["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": recipe.flag("deepspeed_cpu_offload_optimizer_pin_memory"),
+        }
     return {"kind": "deepspeed", "config": {"zero_optimization": zero}}
 
 
@@ -239,9 +343,17 @@ def _model_of(run: str) -> dict[str, Any]:
     try:
         return dict(read_json(read_text(path))["model"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        raise ConfigError("--run", f"{path} is no config of a run", "the folder that launch/checkpoint.py import has written") from None
+        raise ConfigError(
+            "--run",
+            f"{path} is no config of a run",
+            "the folder that launch/checkpoint.py import has written",
+        ) from None
 
 
 def _tokenizer_of(run: str) -> str | None:
-    found = sorted(str(file) for file in (Path(run) / "tokenizer").glob("tokenizer.*") if file.suffix in (".json", ".model"))
+    found = sorted(
+        str(file)
+        for file in (Path(run) / "tokenizer").glob("tokenizer.*")
+        if file.suffix in (".json", ".model")
+    )
     return found[0] if found else None

@@ -1,4 +1,6 @@
-"""Phi-3, SmolLM3, Gemma 2 and 3, OLMo 2: Llama but for fused tensors, a part that turns, blocks without positions, norms, or windows."""
+"""Phi-3, SmolLM3, Gemma 2 and 3, OLMo 2: Llama but for fused tensors, a part that turns, blocks
+without positions, norms, or windows.
+"""
 
 from typing import Any
 
@@ -29,12 +31,16 @@ from megacore.tools.interchange.settings import (
 def read_phi3(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
     share = rotary_share(hf, head_size_of(hf, "hidden_size", "num_attention_heads"))
-    return read_llama_like({"rms_norm_eps": 1e-5} | hf, rotary_share=share, window=whole(hf, "sliding_window", None))
+    return read_llama_like(
+        {"rms_norm_eps": 1e-5} | hf, rotary_share=share, window=whole(hf, "sliding_window", None)
+    )
 
 
 def write_phi3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    written = write_llama_like(config, "Phi3ForCausalLM", "phi3", sliding_window=config.model.window, pad_token_id=None)
+    written = write_llama_like(
+        config, "Phi3ForCausalLM", "phi3", sliding_window=config.model.window, pad_token_id=None
+    )
     del written["head_dim"]
     dropout = {"resid_pdrop": config.model.dropout, "embd_pdrop": config.model.dropout}
     return written | dropout | {"partial_rotary_factor": config.model.rotary_share}
@@ -55,10 +61,15 @@ def fused(tensor: Mapped, peer: str) -> Mapped:
 
 
 def phi3_tensors(config: Config) -> list[Mapped]:
-    """A model with Phi-3's names: Llama's, but for queries, keys and values in one tensor, and gate and up."""
+    """A model with Phi-3's names: Llama's, but for queries, keys and values in one
+    tensor, and gate and up.
+    """
     tensors = []
     for tensor in llama_tensors(config):
-        block = next(iter(tensor.peers)).rpartition(".self_attn.")[0] or next(iter(tensor.peers)).rpartition(".mlp.")[0]
+        block = (
+            next(iter(tensor.peers)).rpartition(".self_attn.")[0]
+            or next(iter(tensor.peers)).rpartition(".mlp.")[0]
+        )
         if tensor.name.endswith(".qkv.weight"):
             tensor = reordered(fused(tensor, f"{block}.self_attn.qkv_proj.weight"), config)
         elif tensor.name.endswith(".up.weight"):
@@ -74,7 +85,9 @@ def read_smollm3(hf: dict[str, Any]) -> dict[str, Any]:
     rotating = get(hf, "no_rope_layers", None, list) or [int((i + 1) % every > 0) for i in range(layers)]
     nope = rotating.index(0) + 1 if 0 in rotating else None
     if rotating[:layers] != [int(nope is None or (i + 1) % nope > 0) for i in range(layers)]:
-        raise CheckpointError(CONFIG, f"no_rope_layers is {rotating}, which no model here has", "0 in every n-th place alone")
+        raise CheckpointError(
+            CONFIG, f"no_rope_layers is {rotating}, which no model here has", "0 in every n-th place alone"
+        )
     defaults = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
     return read_llama_like(defaults | hf, **read_biases(hf), nope_every=nope)
 
@@ -120,13 +133,18 @@ def read_gemma(hf: dict[str, Any], every: int, **settings: Any) -> dict[str, Any
 
 
 def read_gemma3(hf: dict[str, Any]) -> dict[str, Any]:
-    """See `Family.read`. Of blocks with a window and of global ones, transformers 5 has rotary settings each, and 4 two bases."""
+    """See `Family.read`.
+
+    Of blocks with a window and of global ones, transformers 5 has rotary settings each, and 4 two bases.
+    """
     rope = get(hf, "rope_parameters", None, dict) or {}
     every, local = get(rope, "full_attention", None, dict), get(rope, "sliding_attention", None, dict)
     every = every or {"rope_theta": hf.get("rope_theta", 1e6)} | (get(hf, "rope_scaling", None, dict) or {})
     local = local or {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
     require(local, "rope_type", "default", "default")
-    hf = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")} | {"rope_parameters": every}
+    hf = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")} | {
+        "rope_parameters": every
+    }
     found = read_gemma(hf, whole(hf, "sliding_window_pattern", 6), qk_norm=True)
     base = number(local, "rope_theta", 1e4)
     alike = found["window"] is None or (base == found["rope_theta"] and found["rope_scaling"] is None)
@@ -134,14 +152,20 @@ def read_gemma3(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_windows(hf: dict[str, Any], every_default: int) -> tuple[int | None, int | None]:
-    """`window` and `global_every`, where every so-manieth block is global if no `layer_types` say otherwise."""
+    """`window` and `global_every`, where every so-manieth block is global if no
+    `layer_types` say otherwise.
+    """
     count, window = whole(hf, "num_hidden_layers"), or_null(hf, "sliding_window", 4096, int)
     kinds = get(hf, "layer_types", None, list) or layer_types(count, 1, every_default)
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else None
     if every == 1 or window is None:
         window, every = None, None
     if kinds[:count] != layer_types(count, window, every):
-        raise CheckpointError(CONFIG, f"layer_types is {kinds}, which no model here has", "full_attention in every n-th place alone")
+        raise CheckpointError(
+            CONFIG,
+            f"layer_types is {kinds}, which no model here has",
+            "full_attention in every n-th place alone",
+        )
     return window, every
 
 
@@ -154,10 +178,14 @@ def layer_types(count: int, window: int | None, every: int | None) -> list[str]:
 def write_gemma3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
-    return write_gemma2(config, "Gemma3ForCausalLM", "gemma3_text") | {"rope_local_base_freq": model.window_rope_theta or model.rope_theta}
+    return write_gemma2(config, "Gemma3ForCausalLM", "gemma3_text") | {
+        "rope_local_base_freq": model.window_rope_theta or model.rope_theta
+    }
 
 
-def write_gemma2(config: Config, architecture: str = "Gemma2ForCausalLM", model_type: str = "gemma2") -> dict[str, Any]:
+def write_gemma2(
+    config: Config, architecture: str = "Gemma2ForCausalLM", model_type: str = "gemma2"
+) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
     own = {
@@ -182,8 +210,15 @@ def gemma2_tensors(config: Config) -> list[Mapped]:
         ours, _, own = tensor.name.partition(".norm2.")
         if own:
             theirs = ours.replace("blocks", "model.layers")
-            names = {"post_norm1": "post_attention", "norm2": "pre_feedforward", "post_norm2": "post_feedforward"}
-            tensors += [renamed(f"{ours}.{norm}.weight", tensor.shape, f"{theirs}.{name}_layernorm.weight") for norm, name in names.items()]
+            names = {
+                "post_norm1": "post_attention",
+                "norm2": "pre_feedforward",
+                "post_norm2": "post_feedforward",
+            }
+            tensors += [
+                renamed(f"{ours}.{norm}.weight", tensor.shape, f"{theirs}.{name}_layernorm.weight")
+                for norm, name in names.items()
+            ]
         else:
             tensors.append(tensor)
     return tensors

@@ -2,17 +2,26 @@
 
 H query heads, k key/value heads, g = H / k, d head size, f feed-forward, h hidden:
 
-| ours                     | shape              | GPT-2, `[in, out]`        | Llama, `[out, in]`                             |
+| ours                     | shape              | GPT-2, `[in, out]`        | Llama, `[out,
+    in]`                             |
 |--------------------------|--------------------|---------------------------|------------------------------------------------|
-| attention.qkv            | `[k, g + 2, d, h]` | attn.c_attn `[h, 3·H·d]`  | self_attn.q_proj `[H·d, h]`, k_proj, v_proj    |
-| attention.query_norm     | `[d]`              |                           | self_attn.q_norm; key_norm is k_norm           |
-| attention.output         | `[h, H·d]`         | attn.c_proj `[H·d, h]`    | self_attn.o_proj `[h, H·d]`                    |
-| feed_forward.up          | `[f, h]`           | mlp.c_fc `[h, f]`         |                                                |
-| feed_forward.up (swiglu) | `[2, f, h]`        |                           | mlp.gate_proj, mlp.up_proj `[f, h]`            |
-| feed_forward.down        | `[h, f]`           | mlp.c_proj `[f, h]`       | mlp.down_proj `[h, f]`                         |
-| norm1, norm2             | `[h]`              | ln_1, ln_2                | input_layernorm, post_attention_layernorm      |
+| attention.qkv            | `[k, g + 2, d, h]` | attn.c_attn `[h, 3·H·d]`  | self_attn.q_proj `[H·d, h]`,
+    k_proj, v_proj    |
+| attention.query_norm     | `[d]`              |                           | self_attn.q_norm; key_norm is
+    k_norm           |
+| attention.output         | `[h, H·d]`         | attn.c_proj `[H·d, h]`    | self_attn.o_proj `[h,
+    H·d]`                    |
+| feed_forward.up          | `[f, h]`           | mlp.c_fc `[h,
+    f]`         |                                                |
+| feed_forward.up (swiglu) | `[2, f, h]`        |                           | mlp.gate_proj, mlp.up_proj `[f,
+    h]`            |
+| feed_forward.down        | `[h, f]`           | mlp.c_proj `[f, h]`       | mlp.down_proj `[h,
+    f]`                         |
+| norm1, norm2             | `[h]`              | ln_1, ln_2                | input_layernorm,
+    post_attention_layernorm      |
 
-Query head i uses key/value head i // g in both, and both turn feature j of a head together with feature j + d/2, as we do.
+Query head i uses key/value head i // g in both, and both turn feature j of a head together with feature j +
+d/2, as we do.
 """
 
 from collections.abc import Callable, Container
@@ -32,9 +41,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mapped:
-    """One logical tensor of ours, and the tensors that a peer stores for it. `join` and `split` are inverse, and keep the dtype.
+    """One logical tensor of ours, and the tensors that a peer stores for it.
 
-    `peers` are the names that are written, with their prefix ("transformer.", "model."); files of old miss it: `stored_name`.
+    `join` and `split` are inverse, and keep the dtype.
+
+    `peers` are the names that are written, with their prefix ("transformer.", "model."); files of old miss
+    it: `stored_name`.
     """
 
     name: str  # in the model: "blocks.0.attention.qkv.weight"
@@ -59,14 +71,18 @@ class Mapped:
 
 
 def stored_name(peer: str, stored: Container[str]) -> str | None:
-    """The name of `Mapped.peers` as `stored` has it, with or without the prefix; None where it has neither."""
+    """The name of `Mapped.peers` as `stored` has it, with or without the prefix; None
+    where it has neither.
+    """
     bare = peer.removeprefix("transformer.").removeprefix("model.")
     return next((name for name in (peer, bare) if name in stored), None)
 
 
 def renamed(name: str, shape: Shape, peer: str) -> Mapped:
     """The same tensor under another name."""
-    return Mapped(name, shape, {peer: shape}, lambda theirs: theirs[peer], lambda ours: {peer: ours.contiguous()})
+    return Mapped(
+        name, shape, {peer: shape}, lambda theirs: theirs[peer], lambda ours: {peer: ours.contiguous()}
+    )
 
 
 def transposed(name: str, shape: Shape, peer: str) -> Mapped:
@@ -75,7 +91,9 @@ def transposed(name: str, shape: Shape, peer: str) -> Mapped:
     def turn(tensor: Tensor) -> Tensor:
         return tensor.t().contiguous()
 
-    return Mapped(name, shape, {peer: shape[::-1]}, lambda theirs: turn(theirs[peer]), lambda ours: {peer: turn(ours)})
+    return Mapped(
+        name, shape, {peer: shape[::-1]}, lambda theirs: turn(theirs[peer]), lambda ours: {peer: turn(ours)}
+    )
 
 
 def stacked(name: str, shape: Shape, peers: list[str]) -> Mapped:
@@ -89,7 +107,9 @@ def stacked(name: str, shape: Shape, peers: list[str]) -> Mapped:
 
 
 def grouped_qkv(name: str, shape: Shape, peers: list[str]) -> Mapped:
-    """``[kv heads, group + 2, head, …]`` that the peer keeps as queries, keys and values, each ``[heads · head, …]``."""
+    """``[kv heads, group + 2, head, …]`` that the peer keeps as queries, keys and
+    values, each ``[heads · head, …]``.
+    """
     kv_heads, members, head, *rest = shape
     counts = dict(zip(peers, (members - 2, 1, 1), strict=True))
     shapes = {peer: (kv_heads * n * head, *rest) for peer, n in counts.items()}
@@ -107,17 +127,23 @@ def grouped_qkv(name: str, shape: Shape, peers: list[str]) -> Mapped:
 
 
 def fused_qkv(name: str, shape: Shape, peer: str, theirs: str = "... (three heads head)") -> Mapped:
-    """``[heads, 3, head, …]`` that the peer keeps as ``[…, 3 · heads · head]``, or as the einops pattern `theirs` says."""
+    """``[heads, 3, head, …]`` that the peer keeps as ``[…, 3 · heads · head]``, or as
+    the einops pattern `theirs` says.
+    """
     heads, three, head, *rest = shape
     features = three * heads * head
 
     def join(stored: dict[str, Tensor]) -> Tensor:
-        return rearrange(stored[peer], f"{theirs} -> heads three head ...", three=three, heads=heads).contiguous()
+        return rearrange(
+            stored[peer], f"{theirs} -> heads three head ...", three=three, heads=heads
+        ).contiguous()
 
     def split(ours: Tensor) -> dict[str, Tensor]:
         return {peer: rearrange(ours, f"heads three head ... -> {theirs}").contiguous()}
 
-    return Mapped(name, shape, {peer: (features, *rest) if theirs.endswith("...") else (*rest, features)}, join, split)
+    return Mapped(
+        name, shape, {peer: (features, *rest) if theirs.endswith("...") else (*rest, features)}, join, split
+    )
 
 
 def qkv_shape(config: Config) -> Shape:
@@ -135,8 +161,12 @@ def gpt2_tensors(config: Config) -> list[Mapped]:
     return gpt2_like(config, transposed, fused_qkv)
 
 
-def gpt2_like(config: Config, linear: Callable[[str, Shape, str], Mapped], qkv: Callable[[str, Shape, str], Mapped]) -> list[Mapped]:
-    """A model with GPT-2's names, whose linear layers, and of them that of queries, keys and values, are stored as the peer does."""
+def gpt2_like(
+    config: Config, linear: Callable[[str, Shape, str], Mapped], qkv: Callable[[str, Shape, str], Mapped]
+) -> list[Mapped]:
+    """A model with GPT-2's names, whose linear layers, and of them that of queries, keys and
+    values, are stored as the peer does.
+    """
     model = config.model
     h, f, a = model.hidden_size, resolved(model.ffn_size), model.num_heads * config.head_size
     kinds = ("weight", "bias") if model.bias else ("weight",)
@@ -149,11 +179,25 @@ def gpt2_like(config: Config, linear: Callable[[str, Shape, str], Mapped], qkv: 
         for kind in kinds:
             tensors += [
                 renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.ln_1.{kind}"),
-                qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), f"{theirs}.attn.c_attn.{kind}"),
-                linear(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, a)), f"{theirs}.attn.c_proj.{kind}"),
+                qkv(
+                    f"{ours}.attention.qkv.{kind}",
+                    (*qkv_shape(config), *inputs_of(kind, h)),
+                    f"{theirs}.attn.c_attn.{kind}",
+                ),
+                linear(
+                    f"{ours}.attention.output.{kind}",
+                    (h, *inputs_of(kind, a)),
+                    f"{theirs}.attn.c_proj.{kind}",
+                ),
                 renamed(f"{ours}.norm2.{kind}", (h,), f"{theirs}.ln_2.{kind}"),
-                linear(f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.c_fc.{kind}"),
-                linear(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.c_proj.{kind}"),
+                linear(
+                    f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.c_fc.{kind}"
+                ),
+                linear(
+                    f"{ours}.feed_forward.down.{kind}",
+                    (h, *inputs_of(kind, f)),
+                    f"{theirs}.mlp.c_proj.{kind}",
+                ),
             ]
     tensors += [renamed(f"norm.{kind}", (h,), f"transformer.ln_f.{kind}") for kind in kinds]
     return tensors + lm_head(config)
@@ -173,22 +217,45 @@ def llama_tensors(config: Config) -> list[Mapped]:
         for kind in ("weight", "bias"):
             if kind == "weight" or model.qkv_bias:
                 qkv = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-                tensors.append(grouped_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv))
+                tensors.append(
+                    grouped_qkv(
+                        f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv
+                    )
+                )
             if kind == "weight" or model.bias:
                 gated = [f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up")]
                 tensors += [
-                    renamed(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, a)), f"{theirs}.self_attn.o_proj.{kind}"),
+                    renamed(
+                        f"{ours}.attention.output.{kind}",
+                        (h, *inputs_of(kind, a)),
+                        f"{theirs}.self_attn.o_proj.{kind}",
+                    ),
                     stacked(f"{ours}.feed_forward.up.{kind}", (2, f, *inputs_of(kind, h)), gated),
-                    renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.down_proj.{kind}"),
+                    renamed(
+                        f"{ours}.feed_forward.down.{kind}",
+                        (h, *inputs_of(kind, f)),
+                        f"{theirs}.mlp.down_proj.{kind}",
+                    ),
                 ]
         if model.qk_norm and model.qk_norm_heads == "all":
             sizes = zip(("query", "key"), config.attention_sizes, strict=True)
-            norms = (renamed(f"{ours}.attention.heads_norm.{n}", (size,), f"{theirs}.self_attn.{n[0]}_norm.weight") for n, size in sizes)
+            norms = (
+                renamed(f"{ours}.attention.heads_norm.{n}", (size,), f"{theirs}.self_attn.{n[0]}_norm.weight")
+                for n, size in sizes
+            )
             tensors += norms
         elif model.qk_norm:
             tensors += [
-                renamed(f"{ours}.attention.query_norm.weight", (config.head_size,), f"{theirs}.self_attn.q_norm.weight"),
-                renamed(f"{ours}.attention.key_norm.weight", (config.head_size,), f"{theirs}.self_attn.k_norm.weight"),
+                renamed(
+                    f"{ours}.attention.query_norm.weight",
+                    (config.head_size,),
+                    f"{theirs}.self_attn.q_norm.weight",
+                ),
+                renamed(
+                    f"{ours}.attention.key_norm.weight",
+                    (config.head_size,),
+                    f"{theirs}.self_attn.k_norm.weight",
+                ),
             ]
     tensors.append(renamed("norm.weight", (h,), "model.norm.weight"))
     return tensors + lm_head(config)
@@ -197,5 +264,7 @@ def llama_tensors(config: Config) -> list[Mapped]:
 def lm_head(config: Config, peer: str = "lm_head.weight") -> list[Mapped]:
     """The LM head. There is none if it is the embedding, as in peers' files."""
     model = config.model
-    weight = [] if model.tie_embeddings else [renamed("head.weight", (model.vocab_size, model.hidden_size), peer)]
+    weight = (
+        [] if model.tie_embeddings else [renamed("head.weight", (model.vocab_size, model.hidden_size), peer)]
+    )
     return weight + [renamed("head.bias", (model.vocab_size,), "lm_head.bias")] * model.head_bias

@@ -1,7 +1,8 @@
 """Converts peers' `config.json` to and from our `model` section.
 
-Reading refuses every setting that would make theirs another function than ours, by name; settings that only concern training
-(dropout) or numerics are passed over. What a file leaves out is what transformers takes where it is missing; sizes must be there.
+Reading refuses every setting that would make theirs another function than ours, by name; settings that only
+concern training (dropout) or numerics are passed over. What a file leaves out is what transformers takes
+where it is missing; sizes must be there.
 """
 
 import math
@@ -18,23 +19,33 @@ REQUIRED = object()
 
 
 def get(hf: dict[str, Any], key: str, default: Any, kind: type | tuple[type, ...]) -> Any:
-    """`hf[key]` of a type, or the default that the peer takes where it is missing (null counts as missing where that is so there)."""
+    """`hf[key]` of a type, or the default that the peer takes where it is missing (null counts as
+    missing where that is so there).
+    """
     value = hf.get(key, default)
     if value is REQUIRED:
         raise CheckpointError(CONFIG, f"has no {key}", f"a config.json with {key}")
-    if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+    if value is not default and (
+        not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+    ):
         raise CheckpointError(CONFIG, f"{key} is {value!r}", "a value as transformers writes it")
     return value
 
 
 def require(hf: dict[str, Any], key: str, default: Any, *right: Any) -> None:
-    """`hf[key]`, or else the peer's default, must be one of `right`: any other is a function that our models do not compute."""
+    """`hf[key]`, or else the peer's default, must be one of `right`: any other is a function
+    that our models do not compute.
+    """
     if hf.get(key, default) not in right:
         known = " or ".join("null" if value is None else str(value).lower() for value in right)
-        raise CheckpointError(CONFIG, f"{key} is {hf.get(key, default)!r}, which no model here has", f"{key} {known}")
+        raise CheckpointError(
+            CONFIG, f"{key} is {hf.get(key, default)!r}, which no model here has", f"{key} {known}"
+        )
 
 
-def number(hf: dict[str, Any], key: str, default: Any = REQUIRED, kind: type | tuple[type, ...] = (int, float)) -> Any:
+def number(
+    hf: dict[str, Any], key: str, default: Any = REQUIRED, kind: type | tuple[type, ...] = (int, float)
+) -> Any:
     """A number above 0."""
     value = get(hf, key, default, kind)
     if value is not None and value <= 0:
@@ -60,8 +71,12 @@ def flag(hf: dict[str, Any], key: str, default: bool) -> bool:
 # GPT-2
 
 GPT2_SIZES = {  # ours, and what they are called there
-    "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size", "max_positions": "n_positions",
-}  # fmt: skip
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "vocab_size": "vocab_size",
+    "max_positions": "n_positions",
+}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 
 
@@ -105,7 +120,9 @@ def head_size_of(hf: dict[str, Any], hidden_key: str, heads_key: str) -> int:
     """The head size of a peer that wants all heads to make up the hidden size."""
     hidden, heads = whole(hf, hidden_key), whole(hf, heads_key)
     if hidden % heads:
-        raise CheckpointError(CONFIG, f"{hidden_key} {hidden} is not a multiple of {heads_key} {heads}", "sizes that divide")
+        raise CheckpointError(
+            CONFIG, f"{hidden_key} {hidden} is not a multiple of {heads_key} {heads}", "sizes that divide"
+        )
     return hidden // heads
 
 
@@ -128,9 +145,13 @@ def heading(config: Config, architecture: str, model_type: str, sizes: dict[str,
 # Llama and those after it: RMS norms, swiglu, rotary positions
 
 LLAMA_SIZES = {
-    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
-    "ffn_size": "intermediate_size", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
-}  # fmt: skip
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
 
 
 def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -138,8 +159,12 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
     if "activation" not in settings:
         require(hf, "hidden_act", "silu", "silu", "swish")
     require(hf, "quantization_config", None, None)
-    if "window" not in settings and any(kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()):
-        raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
+    if "window" not in settings and any(
+        kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()
+    ):
+        raise CheckpointError(
+            CONFIG, "layer_types has other layers than full_attention", "full attention in every layer"
+        )
     sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
     head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
     theta, scaling = read_rope(hf, partial="rotary_share" in settings)
@@ -162,7 +187,8 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def read_rope(hf: dict[str, Any], *, partial: bool = False) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+    """Base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5) or
+    `rope_theta` and `rope_scaling` (4).
 
     `partial`: whether the family may turn a part of a head's features, see `rotary_share`.
     """
@@ -172,7 +198,8 @@ def read_rope(hf: dict[str, Any], *, partial: bool = False) -> tuple[float, dict
         require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
     require(kind, "rope_type", None, "default", "linear", "llama3", "dynamic", "yarn")
-    # "dynamic" changes the frequencies of texts that are longer than all positions only, which our models refuse.
+    # "dynamic" changes the frequencies of texts that are longer than all positions only, which our models
+    # refuse.
     if kind["rope_type"] in ("default", "dynamic"):
         return theta, None
     scaling = {"type": kind["rope_type"], "factor": number(rope, "factor")}
@@ -183,8 +210,14 @@ def read_rope(hf: dict[str, Any], *, partial: bool = False) -> tuple[float, dict
     scaling["original_max_position_embeddings"] = whole(rope, "original_max_position_embeddings", fallback)
     if kind["rope_type"] == "llama3":
         return theta, scaling | {key: number(rope, key) for key in ("low_freq_factor", "high_freq_factor")}
-    scaling |= {"beta_fast": number(rope, "beta_fast", None) or 32.0, "beta_slow": number(rope, "beta_slow", None) or 1.0}
-    return theta, scaling | {"attention_factor": yarn_attention_factor(rope), "truncate": flag(rope, "truncate", True)}
+    scaling |= {
+        "beta_fast": number(rope, "beta_fast", None) or 32.0,
+        "beta_slow": number(rope, "beta_slow", None) or 1.0,
+    }
+    return theta, scaling | {
+        "attention_factor": yarn_attention_factor(rope),
+        "truncate": flag(rope, "truncate", True),
+    }
 
 
 def rotary_share(hf: dict[str, Any], head_size: int) -> float:
@@ -192,16 +225,26 @@ def rotary_share(hf: dict[str, Any], head_size: int) -> float:
     rope = get(hf, "rope_parameters", None, dict) or get(hf, "rope_scaling", None, dict) or {}
     share = number({"partial_rotary_factor": 1.0} | hf | rope, "partial_rotary_factor")
     if share > 1 or int(head_size * share) % 2 or not int(head_size * share):
-        raise CheckpointError(CONFIG, f"partial_rotary_factor is {share} of {head_size} features", "an even number of features")
+        raise CheckpointError(
+            CONFIG, f"partial_rotary_factor is {share} of {head_size} features", "an even number of features"
+        )
     return float(share)
 
 
 def yarn_attention_factor(rope: dict[str, Any]) -> float | None:
-    """What queries and keys are multiplied by: given, or by the ratio of DeepSeek's two scales. None leaves it to `factor`."""
-    own, both = number(rope, "attention_factor", None), [number(rope, key, None) for key in ("mscale", "mscale_all_dim")]
+    """What queries and keys are multiplied by: given, or by the ratio of DeepSeek's two scales.
+
+    None leaves it to `factor`.
+    """
+    own, both = (
+        number(rope, "attention_factor", None),
+        [number(rope, key, None) for key in ("mscale", "mscale_all_dim")],
+    )
     if own is not None or None in both:
         return own
-    upper, lower = (0.1 * scale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0 for scale in both)
+    upper, lower = (
+        0.1 * scale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0 for scale in both
+    )
     return upper / lower
 
 
@@ -224,18 +267,26 @@ def write_llama_like(config: Config, architecture: str, model_type: str, **setti
 def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
     """How rotary frequencies are stretched, as transformers 4 has it."""
     scaling = model.rope_scaling
-    return None if scaling is None else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True)
+    return (
+        None
+        if scaling is None
+        else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True)
+    )
 
 
 def as_peers_have_it(config: Config) -> ModelConfig:
-    """The same function without NTK-aware scaling, which peers have as another base, and with mup's factors in the scales."""
+    """The same function without NTK-aware scaling, which peers have as another base, and
+    with mup's factors in the scales.
+    """
     model = config.model
     update: dict[str, Any] = {} if model.router_bias else {"router_bias": None}  # of which they do not speak
     if isinstance(model.rope_scaling, NtkRope):
         theta = stretched_base(config.head_size, model.rope_theta, model.rope_scaling.factor)
         update |= {"rope_theta": theta, "rope_scaling": None}
     if model.parametrization == "mup":
-        update |= dict.fromkeys(("base_width", "base_head_size", "base_layers")) | {"parametrization": "standard"}
+        update |= dict.fromkeys(("base_width", "base_head_size", "base_layers")) | {
+            "parametrization": "standard"
+        }
         update |= {"residual_scale": config.residual_scale, "logit_scale": config.logit_scale}
     return model.model_copy(update=update) if update else model
 
@@ -244,7 +295,9 @@ def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
     """Llama's and Granite's `attention_bias`, of queries, keys, values and output, and `mlp_bias`."""
     attention, mlp = flag(hf, "attention_bias", False), flag(hf, "mlp_bias", False)
     if attention != mlp:
-        raise CheckpointError(CONFIG, f"attention_bias is {attention} and mlp_bias {mlp}, which no model here has", "both alike")
+        raise CheckpointError(
+            CONFIG, f"attention_bias is {attention} and mlp_bias {mlp}, which no model here has", "both alike"
+        )
     return {"bias": attention, "qkv_bias": attention}
 
 
@@ -280,7 +333,13 @@ def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
     return read_llama_like({"num_key_value_heads": 32} | hf, qkv_bias=True)
 
 
-write_qwen2 = partial(write_llama_like, architecture="Qwen2ForCausalLM", model_type="qwen2", use_sliding_window=False, sliding_window=None)
+write_qwen2 = partial(
+    write_llama_like,
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    use_sliding_window=False,
+    sliding_window=None,
+)
 
 
 def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +353,10 @@ write_qwen3 = partial(write_qwen2, architecture="Qwen3ForCausalLM", model_type="
 
 
 def read_granite(hf: dict[str, Any]) -> dict[str, Any]:
-    """See `Family.read`. Its logits are *divided* by `logits_scaling`, and scores multiplied by 1 unless it says otherwise."""
+    """See `Family.read`.
+
+    Its logits are *divided* by `logits_scaling`, and scores multiplied by 1 unless it says otherwise.
+    """
     scales = {
         "embedding_scale": number(hf, "embedding_multiplier", 1.0),
         "attention_scale": number(hf, "attention_multiplier", 1.0),

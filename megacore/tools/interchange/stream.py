@@ -17,8 +17,16 @@ from megacore.distributed.shard import Shard
 from megacore.model.stage import whole_model
 
 
-def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Tensor], state: dict[str, Any], file_bytes: int) -> Path:
-    """Write the checkpoint of `step` from one process that never holds more than one tensor, and return its folder.
+def save_stream(
+    directory: Path,
+    step: int,
+    layout: Layout,
+    tensors: Iterator[Tensor],
+    state: dict[str, Any],
+    file_bytes: int,
+) -> Path:
+    """Write the checkpoint of `step` from one process that never holds more than one
+    tensor, and return its folder.
 
     Args:
         directory: the run's checkpoints folder.
@@ -31,12 +39,16 @@ def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Te
     partial.mkdir(parents=True)
     files = pack(layout, file_bytes)
     for part, names in enumerate(files):  # each file counts as the work of one rank
-        write_rank(partial, part, {name: (layout[name][0], Shard(layout[name][1])) for name in names}, tensors)
+        write_rank(
+            partial, part, {name: (layout[name][0], Shard(layout[name][1])) for name in names}, tensors
+        )
     return commit(partial, step, state, len(files))
 
 
 def pack(layout: Layout, file_bytes: int) -> list[list[str]]:
-    """Cuts the names of `layout`, in order, into files of at most `file_bytes` (a larger tensor has a file of its own)."""
+    """Cuts the names of `layout`, in order, into files of at most `file_bytes` (a larger
+    tensor has a file of its own).
+    """
     files: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in layout.items():
@@ -52,4 +64,7 @@ def pack(layout: Layout, file_bytes: int) -> list[list[str]]:
 def first_buffers(config: Config) -> dict[str, Tensor]:
     """A model's buffers as a run begins with them, by their names in a checkpoint."""
     buffers = buffers_of([whole_model(config, "meta")])
-    return {f"{BUFFERS}{name}": torch.full_like(own.value, own.shard.fill, device="cpu") for name, own in buffers.items()}
+    return {
+        f"{BUFFERS}{name}": torch.full_like(own.value, own.shard.fill, device="cpu")
+        for name, own in buffers.items()
+    }

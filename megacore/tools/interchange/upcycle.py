@@ -19,14 +19,21 @@ from megacore.model.initial import initialise
 from megacore.model.stage import whole_model
 from megacore.rng import normal_runs
 from megacore.tools.checkpoint_weights import choose_weights
-from megacore.tools.interchange.check_conversion import TOLERANCE, check_layers, compared, own_logits, sample_of
+from megacore.tools.interchange.check_conversion import (
+    TOLERANCE,
+    check_layers,
+    compared,
+    own_logits,
+    sample_of,
+)
 from megacore.tools.interchange.export_hf import config_of
 from megacore.tools.interchange.folder import CONFIG, aside, write_json
 from megacore.tools.interchange.import_model import FILE_BYTES, GENTLE
 from megacore.tools.interchange.stream import first_buffers, save_stream
 from megacore.tools.settings.load import parse_override, resolve, set_value
 
-KEPT = ("steps", "seq_len", "micro_batch_size", "global_batch_size", "precision", "seed")  # of the section `train`
+# of the section `train`
+KEPT = ("steps", "seq_len", "micro_batch_size", "global_batch_size", "precision", "seed")
 ROUTER, EXPERTS, DENSE = ".feed_forward.router.", ".feed_forward.experts.", ".feed_forward."
 
 
@@ -39,15 +46,18 @@ def upcycle(
     compare_layers: int | None,
     say: Callable[[str], None],
 ) -> None:
-    """Write the dense checkpoint at `path` (see `checkpoint.locate`) as the new run `output`, whose feed-forward layers are mixtures.
+    """Write the dense checkpoint at `path` (see `checkpoint.locate`) as the new run `output`, whose
+    feed-forward layers are mixtures.
 
-    Each expert is a copy of the layer that was there, and the router is drawn with `train.seed`. As long as the copies are equal and a
-    token's weights add up to 1, the model computes what the dense one does. Only one logical tensor is in memory at a time, until the
-    comparison of the logits, which holds one whole model (cut to `compare_layers`).
+    Each expert is a copy of the layer that was there, and the router is drawn with `train.seed`. As long as
+    the copies are equal and a token's weights add up to 1, the model computes what the dense one does. Only
+    one logical tensor is in memory at a time, until the comparison of the logits, which holds one whole model
+    (cut to `compare_layers`).
 
     Args:
         overrides: `section.key=value`, of the new run's config; `model.num_experts` is one of them.
-        noise: deviation of what is added to each expert's weights, as a part of the deviation of those that were copied.
+        noise: deviation of what is added to each expert's weights, as a part of the deviation of those that
+            were copied.
         weights: see `choose_weights`.
         say: takes a line for the user.
 
@@ -84,7 +94,13 @@ def upcycle(
         layout: Layout = {f"{WEIGHTS}{name}": (dtype, shard.global_shape) for name, shard in shards.items()}
         layout |= {name: (value.dtype, tuple(value.shape)) for name, value in buffers.items()}
         origin = {"path": str(reader.path), "architecture": "megacore, dense"}
-        state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
+        state = {
+            "samples": 0,
+            "seed": config.train.seed,
+            "model": settings["model"],
+            "config": settings,
+            "weights_of": origin,
+        }
 
         def tensors() -> Iterator[Tensor]:
             for name, shard in shards.items():
@@ -99,10 +115,16 @@ def upcycle(
 
 
 def check_alike(dense: Config, config: Config) -> None:
-    """Raises `ConfigError` unless the two models differ in experts alone, each of them as large as the layer of which it is a copy."""
+    """Raises `ConfigError` unless the two models differ in experts alone, each of them as large as
+    the layer of which it is a copy.
+    """
     model = config.model
     if model.num_experts is None:
-        raise ConfigError("model.num_experts", "how many experts there are to be is not said", "model.num_experts=8 behind the options")
+        raise ConfigError(
+            "model.num_experts",
+            "how many experts there are to be is not said",
+            "model.num_experts=8 behind the options",
+        )
     before, after = (of.model_dump() for of in (dense.model, model))
     free = FREE_MODEL_KEYS - {"source", "max_positions"} | ExpertSettings.model_fields.keys()
     for key, value in after.items():
@@ -113,7 +135,9 @@ def check_alike(dense: Config, config: Config) -> None:
         wrong = f"an expert is a copy of the layer of {dense.model.ffn_size} features"
         raise ConfigError("model.expert_ffn_size", wrong, str(dense.model.ffn_size))
     if model.shared_experts:
-        raise ConfigError("model.shared_experts", "what all tokens go through would be added to what the copies make", "0")
+        raise ConfigError(
+            "model.shared_experts", "what all tokens go through would be added to what the copies make", "0"
+        )
 
 
 def tensor_of(reader: Reader, name: str, shard: Shard, seed: int, noise: float, dtype: torch.dtype) -> Tensor:
@@ -136,7 +160,9 @@ def tensor_of(reader: Reader, name: str, shard: Shard, seed: int, noise: float, 
     return out
 
 
-def compare(dense: Config, reader: Reader, config: Config, written: Reader, noise: float, layers: int | None) -> str:
+def compare(
+    dense: Config, reader: Reader, config: Config, written: Reader, noise: float, layers: int | None
+) -> str:
     """Compares the logits of the two models on a few random tokens, and returns the finding.
 
     Raises:
@@ -146,10 +172,16 @@ def compare(dense: Config, reader: Reader, config: Config, written: Reader, nois
     dense, rows = sample_of(dense, layers)
     config, _ = sample_of(config, layers, dense.train.precision)
     before, after = own_logits(dense, reader, None, rows), own_logits(config, written, None, rows)
-    difference, most = float((after - before).abs().max() / before.abs().max()), TOLERANCE[dense.train.precision]
+    difference, most = (
+        float((after - before).abs().max() / before.abs().max()),
+        TOLERANCE[dense.train.precision],
+    )
     finding = f"{compared(rows, layers, whole, dense.train.precision)}, differ by {difference:.1e}"
     if noise or not config.model.router_normalised or config.model.router_scale != 1.0:
-        return f"{finding} of the largest from the dense model's, by the noise or by weights that do not add up to 1"
+        return (
+            f"{finding} of the largest from the dense model's, by the noise or by weights that do not "
+            "add up to 1"
+        )
     if not difference <= most:  # nor NaN
         raise CheckpointError(str(written.path), finding, f"at most {most:g}; nothing was kept")
     return f"{finding} of the largest from the dense model's (at most {most:g})"

@@ -1,5 +1,6 @@
-"""Settings of a process that computes on a CPU: threads, freed memory, the library for fp32 products, and 16-bit formats that a
-processor can only emulate. The config's section `cpu` has their switches. (Shared memory between ranks: `distributed/shared_memory.py`.)
+"""Settings of a process that computes on a CPU: threads, freed memory, the library for fp32 products, and
+16-bit formats that a processor can only emulate. The config's section `cpu` has their switches. (Shared
+memory between ranks: `distributed/shared_memory.py`.)
 """
 
 import ctypes
@@ -26,7 +27,10 @@ def set_up_cpu(config: Config, local_world_size: int) -> None:
 
 
 def divide_cores(local_world_size: int) -> None:
-    """Divides the machine's cores among its ranks, unless OMP_NUM_THREADS is set. PyTorch would give every rank all of them."""
+    """Divides the machine's cores among its ranks, unless OMP_NUM_THREADS is set.
+
+    PyTorch would give every rank all of them.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(own_cores(local_world_size))
 
@@ -34,8 +38,9 @@ def divide_cores(local_world_size: int) -> None:
 def keep_freed_memory() -> None:
     """Makes glibc's allocator reuse large freed blocks instead of returning them to the system.
 
-    By default every tensor of 32 MiB and more is mapped anew, and the system zeroes each of its pages: 18 ms for a
-    32 MiB one, twice what a softmax over it takes. A step of the benchmark's model became 12 % faster and its process 5 % larger.
+    By default every tensor of 32 MiB and more is mapped anew, and the system zeroes each of its pages: 18 ms
+    for a 32 MiB one, twice what a softmax over it takes. A step of the benchmark's model became 12 % faster
+    and its process 5 % larger.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc
@@ -47,10 +52,10 @@ def keep_freed_memory() -> None:
 def multiply_with_onednn() -> bool:
     """Sends fp32 products to oneDNN instead of MKL if they stay fp32-exact there; returns whether they do.
 
-    On AMD processors with AVX-512 oneDNN is about twice as fast (measured: 462 instead of 225 GFLOP/s on two cores
-    of a Zen 5; no difference on a Zen 3, which has no AVX-512). PyTorch has no switch for the library, but allowing
-    bf16 inputs selects it. If the processor then really rounds to bf16 (AMX), the test product shows it, and the
-    default is restored.
+    On AMD processors with AVX-512 oneDNN is about twice as fast (measured: 462 instead of 225 GFLOP/s on two
+    cores of a Zen 5; no difference on a Zen 3, which has no AVX-512). PyTorch has no switch for the library,
+    but allowing bf16 inputs selects it. If the processor then really rounds to bf16 (AMX), the test product
+    shows it, and the default is restored.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 512, generator=generator) for _ in range(2))

@@ -30,12 +30,22 @@ def pick_device(config: Config, place: RankInfo) -> torch.device:
         set_up_environment(config)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if config.model.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ConfigError("model.kernels", "triton needs a GPU, and this rank computes on the CPU", "auto, or TRITON_INTERPRET=1")
+            raise ConfigError(
+                "model.kernels",
+                "triton needs a GPU, and this rank computes on the CPU",
+                "auto, or TRITON_INTERPRET=1",
+            )
         if config.parallel.backend == "nccl":
-            raise ConfigError("parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo")
+            raise ConfigError(
+                "parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo"
+            )
         return torch.device("cpu")
     if config.parallel.backend == "gloo":
-        raise ConfigError("parallel.backend", "gloo moves no GPU tensors between stages", "auto or nccl; or train.device=cpu")
+        raise ConfigError(
+            "parallel.backend",
+            "gloo moves no GPU tensors between stages",
+            "auto or nccl; or train.device=cpu",
+        )
     if not torch.cuda.is_available():
         raise ConfigError("train.device", "cuda was asked for and PyTorch sees no GPU", "auto or cpu")
     visible = torch.cuda.device_count()
@@ -68,7 +78,11 @@ def take_flash_attention_3(device: torch.device) -> bool:
     It is a package of its own, `flash_attn_interface`. PyTorch's own FlashAttention is version 2.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None or find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device)[0] != 9:
+    if (
+        activate is None
+        or find_spec("flash_attn_interface") is None
+        or torch.cuda.get_device_capability(device)[0] != 9
+    ):
         return False
     activate("FA3")
     return True

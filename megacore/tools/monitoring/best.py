@@ -1,4 +1,6 @@
-"""Keeps a run's best checkpoint, that of the least validation loss, beside those that come and go: `checkpoint.best`."""
+"""Keeps a run's best checkpoint, that of the least validation loss, beside those that
+come and go: `checkpoint.best`.
+"""
 
 import math
 import os
@@ -41,10 +43,11 @@ class BestKept:
 
 
 def keep_if_best(run: Path, saved: Path) -> str | None:
-    """If of the checkpoint just saved and the best so far the new one has less loss, or the run has gone back behind the other, keeps it
-    instead. Returns what to say of that.
+    """If of the checkpoint just saved and the best so far the new one has less loss, or the run has gone back
+    behind the other, keeps it instead. Returns what to say of that.
 
-    Files are links to those of the checkpoint: they take room only when that is deleted. Where the disk knows no links they are copied.
+    Files are links to those of the checkpoint: they take room only when that is deleted. Where the disk knows
+    no links they are copied.
     """
     try:
         losses, step = losses_of(run), step_of(saved)

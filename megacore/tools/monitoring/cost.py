@@ -1,4 +1,6 @@
-"""What a run has cost: device-hours and, with `log.price_per_device_hour`, money; at its end beside what the planner said before."""
+"""What a run has cost: device-hours and, with `log.price_per_device_hour`, money; at its end
+beside what the planner said before.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +28,8 @@ from megacore.train.logs import Monitor
 
 HOURS, MONEY = "cost/device_hours", "cost/money"
 HOUR = 3600.0
-LATENCIES = 5e-6, 2e-5  # seconds of a hop within a machine and between machines, as the planner's clusters have them
+# seconds of a hop within a machine and between machines, as the planner's clusters have them
+LATENCIES = 5e-6, 2e-5
 
 
 class Spent(Record):
@@ -36,10 +39,11 @@ class Spent(Record):
 
 
 class Cost(Monitor):
-    """Counts the time of all ranks since this process began to train, and what the run's folder records of those before it.
+    """Counts the time of all ranks since this process began to train, and what the run's
+    folder records of those before it.
 
-    It is the time on the clock: validations, saves and waiting are paid for too. What a process spent behind its last logged step is lost
-    with it.
+    It is the time on the clock: validations, saves and waiting are paid for too. What a process spent behind
+    its last logged step is lost with it.
     """
 
     def __init__(self) -> None:
@@ -49,8 +53,14 @@ class Cost(Monitor):
     def start(self, config: Config, mesh: Mesh) -> None:
         """Rank 0 reads what was spent before, and tells all."""
         self.config, self.world, self.device = config, mesh.world.size, mesh.device
-        spent = spent_in(Path(resolved(config.log.dir))) if mesh.place.rank == 0 and config.checkpoint.resume != "never" else 0.0
-        self.before = float(all_reduce(torch.tensor([spent], dtype=torch.float64, device=mesh.device), mesh.world))
+        spent = (
+            spent_in(Path(resolved(config.log.dir)))
+            if mesh.place.rank == 0 and config.checkpoint.resume != "never"
+            else 0.0
+        )
+        self.before = float(
+            all_reduce(torch.tensor([spent], dtype=torch.float64, device=mesh.device), mesh.world)
+        )
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Remembers whom to tell the sum."""
@@ -67,8 +77,17 @@ class Cost(Monitor):
         if say is None or quietly or (self.device.type == "cpu" and price is None):
             return
         self.say = None
-        planned = planned_hours(self.config, torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        beside = "" if planned is None else f"; the planner expects {priced(planned, price)} for all steps, without saves and validations"
+        planned = (
+            planned_hours(self.config, torch.cuda.get_device_name(self.device))
+            if self.device.type == "cuda"
+            else None
+        )
+        beside = (
+            ""
+            if planned is None
+            else f"; the planner expects {priced(planned, price)} for all steps, without saves and "
+            "validations"
+        )
         say(f"cost: {priced(self.hours, price)} on {self.world} device{'s' * (self.world > 1)}{beside}")
 
     @property
@@ -79,7 +98,9 @@ class Cost(Monitor):
 
 def priced(hours: float, price: float | None) -> str:
     """Device-hours, and their price."""
-    return f"{hours:,.4g} device-hours" + ("" if price is None else f" ({hours * price:,.2f} at {price:g} each)")
+    return f"{hours:,.4g} device-hours" + (
+        "" if price is None else f" ({hours * price:,.2f} at {price:g} each)"
+    )
 
 
 def spent_in(folder: Path) -> float:
@@ -97,7 +118,9 @@ def spent_in(folder: Path) -> float:
 
 
 def planned_hours(config: Config, device_name: str) -> float | None:
-    """The device-hours of all the run's steps by the planner, on the links that its device usually has; None for what it does not know."""
+    """The device-hours of all the run's steps by the planner, on the links that its device usually has;
+    None for what it does not know.
+    """
     name, device = known_as(device_name), listed_device(device_name)
     if name is None or device is None or config.engine.kind == "deepspeed":
         return None
@@ -107,6 +130,9 @@ def planned_hours(config: Config, device_name: str) -> float | None:
         return None
     inside, outside = LATENCIES
     facts = KNOWN[name]
-    links = Level("inside a machine", MACHINE, facts.link, inside), Level("between machines", None, facts.port, outside)
+    links = (
+        Level("inside a machine", MACHINE, facts.link, inside),
+        Level("between machines", None, facts.port, outside),
+    )
     step = predict(setting, device, Cluster(name, links), profile()).step
     return config.train.steps * step * config.world_size / HOUR

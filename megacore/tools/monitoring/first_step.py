@@ -1,4 +1,6 @@
-"""Says how far a run's first step is, if it takes long: until it is done nothing else tells how long a step takes."""
+"""Says how far a run's first step is, if it takes long: until it is done nothing
+else tells how long a step takes.
+"""
 
 import time
 
@@ -10,8 +12,10 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 class FirstStep(Observer):
-    """Prints a line now and then, behind the backward of a microbatch. It waits for no device: a GPU may not have done yet what was
-    launched."""
+    """Prints a line now and then, behind the backward of a microbatch.
+
+    It waits for no device: a GPU may not have done yet what was launched.
+    """
 
     def __init__(self, backwards: int, device: str) -> None:
         """`backwards`: how many this rank's part of a step has."""
@@ -32,4 +36,8 @@ class FirstStep(Observer):
         self.done += 1
         if self.done < self.backwards and (now := time.monotonic()) - self.said > LONG_SECONDS:
             self.said = now
-            print(f"step {self.step}: {self.done} of {self.backwards} backwards of microbatches {self.what} on rank 0", flush=True)
+            print(
+                f"step {self.step}: {self.done} of {self.backwards} backwards of microbatches {self.what} "
+                "on rank 0",
+                flush=True,
+            )

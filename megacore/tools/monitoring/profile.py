@@ -1,4 +1,6 @@
-"""Profiles the steps and ranks that `log.profile` names: a trace for ui.perfetto.dev, a GPU's memory, and where each step went."""
+"""Profiles the steps and ranks that `log.profile` names: a trace for ui.perfetto.dev, a GPU's
+memory, and where each step went.
+"""
 
 from pathlib import Path
 
@@ -17,17 +19,27 @@ FOLDER = "profile"  # in the run's
 
 
 class Profile(Monitor, Observer):
-    """Waits for the first of the steps. From there on all ranks measure where their time goes, and the chosen ones are traced."""
+    """Waits for the first of the steps.
+
+    From there on all ranks measure where their time goes, and the chosen ones are traced.
+    """
 
     def start(self, config: Config, mesh: Mesh) -> None:
         """Begins to listen."""
-        self.mesh, self.settings, self.folder = mesh, resolved(config.log.profile), Path(resolved(config.log.dir)) / FOLDER
+        self.mesh, self.settings, self.folder = (
+            mesh,
+            resolved(config.log.profile),
+            Path(resolved(config.log.dir)) / FOLDER,
+        )
         self.shares: StepShares | None = None  # while steps are profiled
         self.trace: Trace | None = None  # of a rank that is traced
         mesh.observers.append(self)
 
     def step_begins(self, step: int, logged: bool) -> None:
-        """Begins with a step of the window. Ends with one that is none, or that does not follow: a run may go back."""
+        """Begins with a step of the window.
+
+        Ends with one that is none, or that does not follow: a run may go back.
+        """
         observers = self.mesh.observers
         if step > self.settings.steps[1] or (self.shares is not None and step != self.shares.step + 1):
             observers.remove(self)
@@ -43,7 +55,10 @@ class Profile(Monitor, Observer):
     def _begin(self, step: int) -> None:
         observers, mesh, groups = self.mesh.observers, self.mesh, WaitedFor(self.mesh)
         parts = ["compute", *map(over, groups.groups), "waiting", "optimizer", "data", "other"]
-        self.first, self.shares = step, StepShares(mesh.device, parts, lambda name: over(groups.group_of(name)))
+        self.first, self.shares = (
+            step,
+            StepShares(mesh.device, parts, lambda name: over(groups.group_of(name))),
+        )
         with observers.aside("beginning a profile"):
             if mesh.place.rank in self.settings.ranks:
                 self.trace = Trace(mesh, self.settings.memory)
@@ -65,7 +80,9 @@ class Profile(Monitor, Observer):
         trace.stop()
         rank, sizes, axes = self.mesh.place.rank, self.mesh.sizes, self.mesh.axes
         steps = f"{self.first}-{shares.step}" if shares.step > self.first else f"{self.first}"
-        where = "".join(f"_{axis.name}{self.mesh.coordinates[axis.name]}" for axis in axes if told(axis, sizes))
+        where = "".join(
+            f"_{axis.name}{self.mesh.coordinates[axis.name]}" for axis in axes if told(axis, sizes)
+        )
         stem = f"{self.folder}/steps_{steps}_rank_{rank:05d}{where}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +95,10 @@ class Profile(Monitor, Observer):
                 with replaced(f"{stem}.png") as aside:
                     draw(shares.steps, title, aside)
         except OSError as error:
-            lines = [f"WARNING: the profile cannot be written ({error.strerror or error}); training goes on without it"]
+            lines = [
+                f"WARNING: the profile cannot be written ({error.strerror or error}); training goes on "
+                "without it"
+            ]
         if rank == min(self.settings.ranks):
             print("\n".join(lines), flush=True)
 

@@ -15,7 +15,9 @@ from megacore.train.logs import Monitor
 
 
 def has_terminal() -> bool:
-    """Whether there is a terminal to draw on. mpirun gives rank 0 one of its own, wherever its output goes."""
+    """Whether there is a terminal to draw on. mpirun gives rank 0 one of its own,
+    wherever its output goes.
+    """
     return Console().is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
@@ -33,7 +35,8 @@ class ProgressLine(Monitor):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
-            TextColumn("{task.description}", table_column=Column()),  # which wraps where the terminal is narrow
+            # which wraps where the terminal is narrow
+            TextColumn("{task.description}", table_column=Column()),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=Console(highlight=False, soft_wrap=True),

@@ -1,6 +1,8 @@
-"""Serves a run's figures to Prometheus (`log.prometheus_port`): the first rank of every machine, for the ranks of that machine.
+"""Serves a run's figures to Prometheus (`log.prometheus_port`): the first rank of every machine,
+for the ranks of that machine.
 
-Figures change at logged steps, when the run has them anyway: a scrape reads host memory, and asks the device for nothing.
+Figures change at logged steps, when the run has them anyway: a scrape reads host memory, and asks the device
+for nothing.
 """
 
 import math
@@ -38,38 +40,51 @@ RUN = {
 # What each rank has of its own, by label `rank`.
 RANKS = {
     "rank_busy_seconds": "Of its own in a step: without waiting for other ranks.",
-    "rank_waiting_seconds": "Waiting for other ranks in a step: communication that is not hidden, bubbles, slower ranks.",
+    "rank_waiting_seconds": "Waiting for other ranks in a step: communication that is not hidden, "
+    "bubbles, slower ranks.",
     "rank_memory_bytes": "Peak.",
-    "rank_memory_reserved_bytes": "Peak of what PyTorch took from the device, with blocks that nothing fitted into.",
+    "rank_memory_reserved_bytes": "Peak of what PyTorch took from the device, with blocks that nothing "
+    "fitted into.",
     "rank_straggler": "1 where it holds up the others.",
 }
 # The same, by label `part`: bubble, data, or the group over which it waits.
-PARTS = {"rank_part_seconds": "Of a step, not computing: the bubble, waiting for data, communication over a group that is not hidden."}
+PARTS = {
+    "rank_part_seconds": "Of a step, not computing: the bubble, waiting for data, communication over a "
+    "group that is not hidden."
+}
 DEVICES = {"rank_gpu_utilisation": "Part of the last second or less in which the GPU ran a kernel, by NVML."}
 OTHERS = {
     "valid_loss": "Last validation, nats a token.",
     "checkpoint_step": "Step of the newest checkpoint.",
     "checkpoint_seconds": "That the newest save took, from its beginning until it was on disk.",
     "checkpoint_timestamp_seconds": "When it was first seen at a logged step.",
-    "logged_timestamp_seconds": "When the last step was logged; before the first, when this process began to serve.",
+    "logged_timestamp_seconds": "When the last step was logged; before the first, when this process began "
+    "to serve.",
     "started_timestamp_seconds": "When this process began to serve: a restart changes it.",
     "memory_limit_bytes": "Memory of a device; on CPUs of the machine.",
 }
 
 
 def machine_ranks(mesh: Mesh) -> list[int]:
-    """The ranks on this rank's machine, in the order of their local ranks. Launchers need not number them one behind another, nor
-    place as many on each machine. Collective."""
+    """The ranks on this rank's machine, in the order of their local ranks.
+
+    Launchers need not number them one behind another, nor place as many on each machine. Collective.
+    """
     hosts = mesh.hosts()
     own, _ = hosts[mesh.place.rank]
-    return sorted((rank for rank, (host, _) in enumerate(hosts) if host == own), key=lambda rank: hosts[rank][1])
+    return sorted(
+        (rank for rank, (host, _) in enumerate(hosts) if host == own), key=lambda rank: hosts[rank][1]
+    )
 
 
 class Exporter(Monitor):
     """One rank's part. Only the first rank of a machine serves; on others every method does nothing."""
 
     def __init__(self, port: int, place: RankInfo, device: torch.device) -> None:
-        """Starts to serve. Raises `ConfigError` where prometheus-client is missing or the port cannot be had."""
+        """Starts to serve.
+
+        Raises `ConfigError` where prometheus-client is missing or the port cannot be had.
+        """
         self.serving = place.local_rank == 0
         if not self.serving:
             return
@@ -79,9 +94,17 @@ class Exporter(Monitor):
             right = "pip install 'megacore[monitoring]'"
             raise ConfigError("log.prometheus_port", "prometheus-client is not installed", right) from None
         registry = CollectorRegistry()
-        self.gauges: dict[str, Any] = {name: Gauge(f"megacore_{name}", text, registry=registry) for name, text in (RUN | OTHERS).items()}
-        self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank"], registry=registry) for name, text in (RANKS | DEVICES).items()}
-        self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank", "part"], registry=registry) for name, text in PARTS.items()}
+        self.gauges: dict[str, Any] = {
+            name: Gauge(f"megacore_{name}", text, registry=registry) for name, text in (RUN | OTHERS).items()
+        }
+        self.gauges |= {
+            name: Gauge(f"megacore_{name}", text, ["rank"], registry=registry)
+            for name, text in (RANKS | DEVICES).items()
+        }
+        self.gauges |= {
+            name: Gauge(f"megacore_{name}", text, ["rank", "part"], registry=registry)
+            for name, text in PARTS.items()
+        }
         self.saved_step = 0
         self.device = device
         self.ranks: Sequence[int] = ()  # on this machine
@@ -94,7 +117,9 @@ class Exporter(Monitor):
             self.server = ScrapeServer(port, partial(generate_latest, registry))
         except OSError as error:
             wrong = f"port {port} cannot be served: {os.strerror(error.errno or 0)}"
-            raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
+            raise ConfigError(
+                "log.prometheus_port", wrong, "a port that nobody uses on any machine of the run"
+            ) from None
 
     def start(self, config: Config, mesh: Mesh) -> None:
         """Asks which ranks of the run are on this machine. Collective."""
@@ -102,12 +127,17 @@ class Exporter(Monitor):
         self.watch(machine_ranks(mesh))
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Tells which ranks of the run are on this machine, in the order of their local ranks. They need not be neighbours."""
+        """Tells which ranks of the run are on this machine, in the order of their local ranks.
+
+        They need not be neighbours.
+        """
         if not self.serving:
             return
         self.ranks = ranks
         for index in gpus(len(ranks), self.device):
-            self.gauges["rank_gpu_utilisation"].labels(ranks[index]).set_function(partial(gpu_utilisation, index))
+            self.gauges["rank_gpu_utilisation"].labels(ranks[index]).set_function(
+                partial(gpu_utilisation, index)
+            )
 
     def parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
         """See `StepParts`; those of every rank, since this machine's first rank shows them for the others."""
@@ -149,15 +179,19 @@ class Exporter(Monitor):
 
 
 def gpus(ranks: int, device: torch.device) -> range:
-    """The GPUs of this machine's `ranks` that this process can ask about: all, or its own where a launcher shows it no other; none where
-    NVML cannot be asked."""
+    """The GPUs of this machine's `ranks` that this process can ask about: all, or its own where a launcher
+    shows it no other; none where NVML cannot be asked.
+    """
     if device.type != "cuda" or math.isnan(gpu_utilisation(0)):
         return range(0)
     return range(min(torch.cuda.device_count(), ranks))
 
 
 def gpu_utilisation(index: int) -> float:
-    """Called when somebody scrapes. It asks the driver, and not the device; NaN where NVML or its package (nvidia-ml-py) is missing."""
+    """Called when somebody scrapes.
+
+    It asks the driver, and not the device; NaN where NVML or its package (nvidia-ml-py) is missing.
+    """
     try:
         return torch.cuda.utilization(index) / 100
     except Exception:  # any error of the libraries below: one would end the whole scrape

@@ -1,8 +1,10 @@
 """Answers scrapes: one text over HTTP, from one thread and over few connections.
 
-Everybody may connect, and the process that answers trains. So a connection beyond `MOST` closes the oldest one, and looks are
-`PAUSE_SECONDS` apart: connections that say nothing, little or garbage take a few descriptors, and many scrapes a small part of the
-interpreter. A scrape sends its request at once, and is answered in the look that finds it, whoever waits beside it.
+Everybody may connect, and the process that answers trains. So a connection beyond `MOST` closes the oldest
+one, and looks are
+`PAUSE_SECONDS` apart: connections that say nothing, little or garbage take a few descriptors, and many
+scrapes a small part of the interpreter. A scrape sends its request at once, and is answered in the look that
+finds it, whoever waits beside it.
 """
 
 import contextlib
@@ -18,7 +20,10 @@ PAUSE_SECONDS = 0.02
 LONGEST_SECONDS = 10.0  # that a connection may last, however little comes or goes on it
 REQUEST_BYTES = 8192
 END = b"\r\n\r\n"  # of a request
-HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n"
+HEAD = (
+    "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: "
+    "{}\r\nConnection: close\r\n\r\n"
+)
 
 
 @dataclass
@@ -39,7 +44,10 @@ class ScrapeServer:
     """Serves what `text` returns to everybody who asks, until `close`."""
 
     def __init__(self, port: int, text: Callable[[], bytes]) -> None:
-        """Raises `OSError` where the port cannot be had. `text` is called in another thread, at most once a look."""
+        """Raises `OSError` where the port cannot be had.
+
+        `text` is called in another thread, at most once a look.
+        """
         self.text, self.closed = text, False
         self.scrapes: dict[socket.socket, Scrape] = {}  # the oldest first
         self.listener = socket.create_server(("", port), backlog=128)
@@ -67,8 +75,10 @@ class ScrapeServer:
         self.selector.close()
 
     def _look(self) -> None:
-        """Goes on with every connection, and closes those that last too long. All requests are read before the text is made, so that no
-        answer is older than its request."""
+        """Goes on with every connection, and closes those that last too long.
+
+        All requests are read before the text is made, so that no answer is older than its request.
+        """
         if any(key.fileobj is self.listener for key, _ in self.selector.select(0.5)):
             self._accept()
         late = time.monotonic() - LONGEST_SECONDS
@@ -88,7 +98,8 @@ class ScrapeServer:
                     self._drop_oldest()
                 connection, _ = self.listener.accept()
                 connection.setblocking(False)
-                self.selector.register(connection, selectors.EVENT_READ)  # before it is kept: all that is kept can be dropped
+                # before it is kept: all that is kept can be dropped
+                self.selector.register(connection, selectors.EVENT_READ)
                 self.scrapes[connection] = Scrape(connection)
 
     def _read(self, scrape: Scrape) -> bool:

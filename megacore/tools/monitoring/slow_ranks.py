@@ -1,7 +1,8 @@
-"""Names the ranks that hold up the others, with their hosts, and says of each whether its device is slow or the router sends it more.
+"""Names the ranks that hold up the others, with their hosts, and says of each whether its device is
+slow or the router sends it more.
 
-A rank whose rows are as many times the usual ones as its seconds are, or more, may be slow by them alone: the rest of its work is that of
-others. Beyond that it is its device.
+A rank whose rows are as many times the usual ones as its seconds are, or more, may be slow by them alone: the
+rest of its work is that of others. Beyond that it is its device.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,11 @@ class SlowRanks(Monitor):
             for rank, slow in report.stragglers.items():
                 if rank in self.named:
                     continue
-                rows = self.loads.rows_of(rank, step) if self.loads is not None and slow.of == self.computes else None
+                rows = (
+                    self.loads.rows_of(rank, step)
+                    if self.loads is not None and slow.of == self.computes
+                    else None
+                )
                 took = f"busy for {slow.seconds:.2f} s of {seconds:.2f} s"
                 self.say(f"step {step}: {reason(f'host {self.hosts[rank]} rank {rank}', slow, rows)}, {took}")
         self.named = set(report.stragglers)
@@ -63,6 +68,11 @@ def reason(who: str, slow: Slow, rows: Rows | None) -> str:
     if mean <= 1 or slow.seconds * rows.usual > slow.usual * mean:
         return f"slow {slow.of}: {who} holds up the others with {mean:.2f} times the mean of rows"
     full = sorted((block for block, load in rows.own.items() if load > 1), key=lambda block: -rows.own[block])
-    blocks = ", ".join(map(str, sorted(full[:SHOWN]))) + (f" and {len(full) - SHOWN} more" if len(full) > SHOWN else "")
+    blocks = ", ".join(map(str, sorted(full[:SHOWN]))) + (
+        f" and {len(full) - SHOWN} more" if len(full) > SHOWN else ""
+    )
     where, times = "block" if len(full) == 1 else "blocks", fmean(rows.own[block] for block in full)
-    return f"slow by routing: {who} got {times:.2f} times the mean of rows in {where} {blocks} and holds up the others"
+    return (
+        f"slow by routing: {who} got {times:.2f} times the mean of rows in {where} {blocks} and holds "
+        "up the others"
+    )

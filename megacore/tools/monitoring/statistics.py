@@ -67,11 +67,18 @@ class Named:
             for matrix in shard_of(parameter).matrices or (LogicalMatrix(""),):
                 index = [part.indices(size) for part, size in zip(matrix.index, shape, strict=False)]
                 index += [(0, size, 1) for size in shape[len(index) :]]
-                offset, sizes = tuple(start for start, *_ in index), tuple(stop - start for start, stop, _ in index)
-                found = Matrix(f"{name}.{matrix.name}" if matrix.name else name, owners[parameter], offset, sizes)
+                offset, sizes = (
+                    tuple(start for start, *_ in index),
+                    tuple(stop - start for start, stop, _ in index),
+                )
+                found = Matrix(
+                    f"{name}.{matrix.name}" if matrix.name else name, owners[parameter], offset, sizes
+                )
                 self.matrices.setdefault(name, []).append((len(self.every), found))
                 self.every.append(found)
-        self.flows: dict[tuple[str, str], tuple[int, str, Flow]] = {}  # by layer and tensor: number, name of the figure, declaration
+        self.flows: dict[
+            tuple[str, str], tuple[int, str, Flow]
+        ] = {}  # by layer and tensor: number, name of the figure, declaration
         for spec in layers:
             for tensor, flow in spec.declared("writes").items():
                 figure = spec.name if tensor == "hidden" else f"{spec.name}.{tensor}"
@@ -141,7 +148,9 @@ class Statistics(Monitor, Observer):
 
     def counts(self, flow: Flow) -> bool:
         """Whether this rank's part of an activation counts: of those that have the same, one does."""
-        divided = (self.mesh.tp.name,) if flow.tp is not None or (flow.sp and self.config.parallel.sequence) else ()
+        divided = (
+            (self.mesh.tp.name,) if flow.tp is not None or (flow.sp and self.config.parallel.sequence) else ()
+        )
         return self.mesh.counts(*divided) and (flow.cp or self.mesh.cp.rank == 0)
 
     @torch.no_grad()
@@ -186,13 +195,19 @@ class Statistics(Monitor, Observer):
 
     def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
         """The step's, where it was measured. The host has waited for the device."""
-        return self.named.figures(self.sums.tolist(), self.largest.tolist()) if figures["step"] == self.step else {}
+        return (
+            self.named.figures(self.sums.tolist(), self.largest.tolist())
+            if figures["step"] == self.step
+            else {}
+        )
 
 
 def squares(x: Tensor) -> Tensor:
     """The sum of squares, fp64: within a row in the tensor's precision, at least fp32."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    return torch.linalg.vector_norm(wide, dim=-1).double().square().sum() if x.dim() else wide.double().square()
+    return (
+        torch.linalg.vector_norm(wide, dim=-1).double().square().sum() if x.dim() else wide.double().square()
+    )
 
 
 def largest_logit(q: Tensor, k: Tensor, scale: float, context: Context) -> Tensor:
@@ -213,6 +228,9 @@ def largest_logit(q: Tensor, k: Tensor, scale: float, context: Context) -> Tenso
             last = first + some.shape[3] if part.causal else keys.shape[-1]
             logits = some @ keys[..., :last]
             if part.causal:
-                logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu_(first + 1), -torch.inf)
+                logits.masked_fill_(
+                    torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu_(first + 1),
+                    -torch.inf,
+                )
             largest = torch.maximum(largest, logits.amax().double() * scale)
     return largest

@@ -1,6 +1,8 @@
-"""Where the time of a rank's steps goes: every moment is charged to one part, so that the parts add up to the step.
+"""Where the time of a rank's steps goes: every moment is charged to one part, so
+that the parts add up to the step.
 
-On a CPU these are moments of the host. On a GPU they lie between events in the stream that computes, gaps between kernels included.
+On a CPU these are moments of the host. On a GPU they lie between events in the stream that computes, gaps
+between kernels included.
 """
 
 from collections import defaultdict
@@ -20,7 +22,13 @@ from megacore.pipeline.schedule import COMPUTE, Action
 
 PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that observers hear of
 ASIDE = "aside"  # what is no part of a step
-COLOURS = {"compute": "#4e8ac9", "waiting": "#d9d9d9", "optimizer": "#6aa84f", "data": "#b8860b", "other": "#8a8a8a"}
+COLOURS = {
+    "compute": "#4e8ac9",
+    "waiting": "#d9d9d9",
+    "optimizer": "#6aa84f",
+    "data": "#b8860b",
+    "other": "#8a8a8a",
+}
 OF_AXES = ("#e6a23c", "#c0392b", "#8e7cc3", "#17a2b8", "#e5989b", "#7f4f24")  # communication
 NARROW = 0.04  # of a bar, below which no number fits
 
@@ -28,7 +36,9 @@ Seconds = dict[str, float]  # by part
 
 
 class Heard(NamedTuple):
-    """What an observer is given back of an operation: over which group, its name, the other rank, and the shape of its tensor."""
+    """What an observer is given back of an operation: over which group, its name, the other
+    rank, and the shape of its tensor.
+    """
 
     group: Group
     name: str
@@ -37,8 +47,12 @@ class Heard(NamedTuple):
 
 
 class StepShares(Observer):
-    """Charges the steps that it hears of. What a rank waits for a collective longer than the rank that waits least is `waiting`, and not
-    communication: others were late. Of messages between two ranks, that is what one takes longer than the fastest of its kind."""
+    """Charges the steps that it hears of.
+
+    What a rank waits for a collective longer than the rank that waits least is `waiting`, and not
+    communication: others were late. Of messages between two ranks, that is what one takes longer than the
+    fastest of its kind.
+    """
 
     def __init__(self, device: torch.device, parts: Sequence[str], part_of: Callable[[str], str]) -> None:
         """`parts`: in order. `part_of`: the part of what goes over a group, by the group's name."""
@@ -50,7 +64,8 @@ class StepShares(Observer):
     def _clear(self) -> None:
         self.marks: list[tuple[Any, str]] = []  # a moment, and the part that begins there
         self.open = ["other"]
-        self.communicated: list[tuple[Heard, bool, int, int]] = []  # what was begun, or waited for, and the marks around that
+        # what was begun, or waited for, and the marks around that
+        self.communicated: list[tuple[Heard, bool, int, int]] = []
         self.late: Seconds = defaultdict(float)  # waits for ranks that were late
         self.complete = False
 
@@ -139,8 +154,11 @@ class StepShares(Observer):
         return float(a.elapsed_time(b) / 1e3 if self.on_gpu else b - a)
 
     def _ask_others(self) -> None:
-        """Finds out by how much others were late. Collective: all ranks hear of the end of a step. The ranks of a group have begun the
-        same operations over it in one order."""
+        """Finds out by how much others were late.
+
+        Collective: all ranks hear of the end of a step. The ranks of a group have begun the same operations
+        over it in one order.
+        """
         self._wait_for_device()
         alike: dict[tuple[Heard, bool], list[float]] = defaultdict(list)
         together: dict[str, tuple[Group, list[float]]] = {}
@@ -153,7 +171,9 @@ class StepShares(Observer):
             self.late[self.part_of(heard.group.name)] += sum(times) - len(times) * min(times)
         for group, times in together.values():
             own = torch.tensor(times, dtype=torch.float64, device=self.device)
-            self.late[self.part_of(group.name)] += float((own - all_reduce(own.clone(), group, dist.ReduceOp.MIN)).sum())
+            self.late[self.part_of(group.name)] += float(
+                (own - all_reduce(own.clone(), group, dist.ReduceOp.MIN)).sum()
+            )
 
     def _wait_for_device(self) -> None:
         if self.on_gpu:
@@ -177,9 +197,14 @@ class StepShares(Observer):
 
 def table(steps: Mapping[int, Seconds], title: str) -> str:
     """The mean step's parts, in milliseconds and per cent; parts that take no time are left out."""
-    rows = {part: sum(seconds[part] for seconds in steps.values()) / len(steps) for part in next(iter(steps.values()))}
+    rows = {
+        part: sum(seconds[part] for seconds in steps.values()) / len(steps)
+        for part in next(iter(steps.values()))
+    }
     total = sum(rows.values())
-    lines = [f"{part:<{WIDTH}} {1e3 * own:>10.2f} ms {own / total:>7.1%}" for part, own in rows.items() if own]
+    lines = [
+        f"{part:<{WIDTH}} {1e3 * own:>10.2f} ms {own / total:>7.1%}" for part, own in rows.items() if own
+    ]
     return "\n".join([title, *lines, f"{'a step':<{WIDTH}} {1e3 * total:>10.2f} ms {1:>7.1%}"])
 
 
@@ -203,9 +228,16 @@ def draw(steps: Mapping[int, Seconds], title: str, path: str | Path) -> None:
     for part in parts:
         widths = [seconds[part] for seconds in steps.values()]
         colour = COLOURS.get(part) or next(of_axes)
-        bars = axes.barh(names, widths, left=left, height=0.7, label=part, color=colour, edgecolor="white", linewidth=0.5)
-        shares = [w / sum(s.values()) if w > NARROW * longest else 0 for w, s in zip(widths, steps.values(), strict=True)]
-        axes.bar_label(bars, [f"{share:.0%}" if share else "" for share in shares], label_type="center", fontsize=8)
+        bars = axes.barh(
+            names, widths, left=left, height=0.7, label=part, color=colour, edgecolor="white", linewidth=0.5
+        )
+        shares = [
+            w / sum(s.values()) if w > NARROW * longest else 0
+            for w, s in zip(widths, steps.values(), strict=True)
+        ]
+        axes.bar_label(
+            bars, [f"{share:.0%}" if share else "" for share in shares], label_type="center", fontsize=8
+        )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_ylabel("step")

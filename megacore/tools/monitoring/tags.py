@@ -1,4 +1,6 @@
-"""Tags under which TensorBoard and Weights & Biases show figures: their names behind a theme, by which both arrange their charts."""
+"""Tags under which TensorBoard and Weights & Biases show figures: their names behind a theme, by
+which both arrange their charts.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,6 +25,16 @@ def unmatched(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def tagged(figures: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, float]:
-    """The numbers among a step's figures, but for the step, by their tags; of these, what a pattern of `log.figures` names."""
-    numbers = {tag(name): value for name, value in figures.items() if isinstance(value, int | float) and name != "step"}
-    return {name: value for name, value in numbers.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    """The numbers among a step's figures, but for the step, by their tags; of these, what a
+    pattern of `log.figures` names.
+    """
+    numbers = {
+        tag(name): value
+        for name, value in figures.items()
+        if isinstance(value, int | float) and name != "step"
+    }
+    return {
+        name: value
+        for name, value in numbers.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }

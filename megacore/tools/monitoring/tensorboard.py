@@ -16,7 +16,10 @@ class Board(Monitor):
     writer: Any = None
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Removes what was written of `first_step` and later steps. `say` gets the one line about a failure."""
+        """Removes what was written of `first_step` and later steps.
+
+        `say` gets the one line about a failure.
+        """
         self.say, self.patterns, self.seen = say, config.log.figures, set[str]()
         self.hook = threading.excepthook
         threading.excepthook = self._hear
@@ -54,7 +57,10 @@ class Board(Monitor):
             work()
         except Exception as error:  # any error of the libraries below
             self.writer = None
-            self.say(f"WARNING: TensorBoard's files cannot be written ({type(error).__name__}: {error}); training goes on without them")
+            self.say(
+                f"WARNING: TensorBoard's files cannot be written ({type(error).__name__}: {error}); "
+                "training goes on without them"
+            )
 
     def _hear(self, failure: threading.ExceptHookArgs) -> None:
         """Hides tracebacks of TensorBoard's thread: the next `add_scalar` raises its error again."""

@@ -1,4 +1,6 @@
-"""A trace of one rank's steps by PyTorch's profiler, in Chrome's format, with the schedule's actions and the collectives by name."""
+"""A trace of one rank's steps by PyTorch's profiler, in Chrome's format, with the schedule's
+actions and the collectives by name.
+"""
 
 import gzip
 import json
@@ -19,7 +21,10 @@ STEP = "ProfilerStep#"  # by this name other tools find steps
 
 
 class Trace(Observer):
-    """Records from its construction on. Ranges of the trace lie within each other: a step, its phases, what a phase is made of."""
+    """Records from its construction on.
+
+    Ranges of the trace lie within each other: a step, its phases, what a phase is made of.
+    """
 
     def __init__(self, mesh: Mesh, memory: bool) -> None:
         self.mesh, self.memory, self.on_gpu = mesh, memory, mesh.device.type == "cuda"
@@ -115,7 +120,9 @@ class Trace(Observer):
     def _complete(self, found: dict[str, Any]) -> None:
         """Adds what the profiler does not know: who this process is, and its memory as a curve."""
         place, mesh, events = self.mesh.place, self.mesh, found["traceEvents"]
-        found.setdefault("distributedInfo", {"backend": mesh.backend, "rank": place.rank, "world_size": place.world_size})
+        found.setdefault(
+            "distributedInfo", {"backend": mesh.backend, "rank": place.rank, "world_size": place.world_size}
+        )
         name = f"rank {place.rank} ({place_text(place.rank, mesh.sizes, mesh.axes)})"
         for event in events:
             if event.get("name") == "process_name" and event.get("pid") == os.getpid():
@@ -124,4 +131,12 @@ class Trace(Observer):
             numbers = event["args"]
             device = f"GPU {numbers['Device Id']}" if numbers["Device Type"] else "CPU"
             allocated = {"bytes": numbers["Total Allocated"]}
-            events.append({"ph": "C", "name": f"allocated, {device}", "pid": event["pid"], "ts": event["ts"], "args": allocated})
+            events.append(
+                {
+                    "ph": "C",
+                    "name": f"allocated, {device}",
+                    "pid": event["pid"],
+                    "ts": event["ts"],
+                    "args": allocated,
+                }
+            )

@@ -1,7 +1,9 @@
 """Hands a run's figures to Weights & Biases (`log.wandb`), one run for each run's folder.
 
-A process of its own talks to wandb, so that no slow network, lost connection or error there reaches training. Run as a module, this
-file is that process: it reads a line of JSON about the run from stdin, and then lines of figures until stdin ends.
+A process of its own talks to wandb, so that no slow network, lost connection or error there reaches training.
+Run as a module, this
+file is that process: it reads a line of JSON about the run from stdin, and then lines of figures until stdin
+ends.
 """
 
 import json
@@ -35,7 +37,10 @@ def check_wandb(config: Config) -> None:
 
 
 class Tracker(Monitor):
-    """Passes figures on to the process. No method waits for it but `close`, and that for `GRACE` seconds at most."""
+    """Passes figures on to the process.
+
+    No method waits for it but `close`, and that for `GRACE` seconds at most.
+    """
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
@@ -57,9 +62,14 @@ class Tracker(Monitor):
         with self.log.open("w", encoding="utf-8") as log:
             # In a session of its own: it ends when its input does, whatever signal the run gets.
             self.process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, start_new_session=True,
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                start_new_session=True,
                 env=os.environ | {"PYTHONPATH": path, "WANDB_SILENT": "true"},
-            )  # fmt: skip
+            )
         self.lines: SimpleQueue[str | None] = SimpleQueue()
         self.lines.put(json.dumps(about))
         self.thread = threading.Thread(target=self._pass_on, name="wandb", daemon=True)
@@ -85,9 +95,15 @@ class Tracker(Monitor):
         if self.failed:
             return
         self.failed = True
-        said = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        said = [
+            line
+            for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
         why = f" ({said[-1].strip()[:200]})" if said else ""
-        self.say(f"WARNING: wandb gets no more figures{why}; training goes on, and metrics.jsonl has them all")
+        self.say(
+            f"WARNING: wandb gets no more figures{why}; training goes on, and metrics.jsonl has them all"
+        )
 
     def close(self, *, quietly: bool = False) -> None:
         """Lets the process send what is left. If that takes too long, ends it."""
@@ -103,7 +119,9 @@ class Tracker(Monitor):
             self.failed = True
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            self.say(f"WARNING: wandb has not sent all figures within {GRACE:g} s; metrics.jsonl has them all")
+            self.say(
+                f"WARNING: wandb has not sent all figures within {GRACE:g} s; metrics.jsonl has them all"
+            )
 
 
 def run_id(folder: Path, first_step: int) -> str:
@@ -127,12 +145,16 @@ def send() -> None:
         dir=about["dir"],
         config=about["config"],
         mode=about["mode"],
-        resume="allow" if about["mode"] == "online" else None,  # offline, wandb joins the parts when it sends them
+        # offline, wandb joins the parts when it sends them
+        resume="allow" if about["mode"] == "online" else None,
         settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
     )
     for line in sys.stdin:
         figures = json.loads(line)
-        run.log({tag: value for tag, value in figures.items() if tag != "step" and value is not None}, step=figures["step"])
+        run.log(
+            {tag: value for tag, value in figures.items() if tag != "step" and value is not None},
+            step=figures["step"],
+        )
     # Whoever started this may be gone; it must not stay for ever.
     late = threading.Timer(2 * GRACE, lambda: os._exit(1))
     late.daemon = True

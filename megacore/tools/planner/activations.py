@@ -1,4 +1,6 @@
-"""Bytes of activations when a rank has most: those of its stages, and of the microbatches whose forwards wait."""
+"""Bytes of activations when a rank has most: those of its stages, and of the
+microbatches whose forwards wait.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.schedules.simulate import describe
 
-FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
+# rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
+FILLED = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ def rank_activations(config: Config, loads: Loads = BALANCED) -> list[Peak]:
     """The peak of each rank of the pipeline."""
     config = partitioned(config)
     costs, peaks = stage_activations(config, stage_layers(config), loads), []
-    for stages, states, message in zip(placement_of(config), fullest(config), transfer_buffers(config), strict=True):
+    for stages, states, message in zip(
+        placement_of(config), fullest(config), transfer_buffers(config), strict=True
+    ):
         own = [costs[stage] for stage in stages]
         sizes = [*(cost.kept for cost in own), *(cost.waiting for cost in own)]
 
@@ -51,18 +56,35 @@ def rank_activations(config: Config, loads: Loads = BALANCED) -> list[Peak]:
         state = max(states, key=held)
         at_work = own[state.action.chunk].at_work[state.action.op]
         logits = sum(n * cost.logits for n, cost in zip(state.live, own, strict=True))
-        peaks.append(Peak(held(state) - at_work - logits, logits, at_work, message, describe(state.action), state.live, state.waiting))
+        peaks.append(
+            Peak(
+                held(state) - at_work - logits,
+                logits,
+                at_work,
+                message,
+                describe(state.action),
+                state.live,
+                state.waiting,
+            )
+        )
     return peaks
 
 
 def transfer_buffers(config: Config) -> list[int]:
-    """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many as may be, and one that arrives."""
+    """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many
+    as may be, and one that arrives.
+    """
     config = partitioned(config)
     placement, flow = placement_of(config), flow_of(config)
     holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     found = []
     for rank, stages in enumerate(placement):
-        cuts = {(holder[other], min(stage, other)) for stage in stages for other in (stage - 1, stage + 1) if other in holder}
+        cuts = {
+            (holder[other], min(stage, other))
+            for stage in stages
+            for other in (stage - 1, stage + 1)
+            if other in holder
+        }
         away = {(peer, cut) for peer, cut in cuts if peer != rank}
         largest = max((flow.message_bytes(config, cut) for _, cut in away), default=0)
         found.append(largest * (IN_FLIGHT * len({peer for peer, _ in away}) + 1) if away else 0)
@@ -71,8 +93,9 @@ def transfer_buffers(config: Config) -> list[int]:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank of the pipeline holds while an action runs: of each chunk the live forwards, and those between the two parts of a
-    split backward."""
+    """What a rank of the pipeline holds while an action runs: of each chunk the live forwards, and those
+    between the two parts of a split backward.
+    """
 
     action: Action
     live: tuple[int, ...]
@@ -101,7 +124,10 @@ def fullest(config: Config) -> list[list[State]]:
     if parallel.schedule == "gpipe":
         count = config.num_microbatches
         return [
-            [State(Action(Op.FORWARD, count - 1, 0), (count,), (0,)), State(Action(Op.BACKWARD, 0, 0), (count,), (0,))]
+            [
+                State(Action(Op.FORWARD, count - 1, 0), (count,), (0,)),
+                State(Action(Op.BACKWARD, 0, 0), (count,), (0,)),
+            ]
             for _ in range(parallel.pipeline)
         ]
     count = min(config.num_microbatches, FILLED * parallel.pipeline)
@@ -139,7 +165,8 @@ def states_of(plan: Plan) -> list[list[State]]:
 def _maximal(states: Sequence[State]) -> list[State]:
     """Those of different states of which no other of the same kind holds more, in their order."""
     kinds: dict[tuple[Op, int], dict[int, State]] = {}
-    for at in sorted(range(len(states)), key=lambda at: -sum(states[at].live + states[at].waiting)):  # who holds more of all comes first
+    # who holds more of all comes first
+    for at in sorted(range(len(states)), key=lambda at: -sum(states[at].live + states[at].waiting)):
         kept = kinds.setdefault(states[at].kind, {})
         if not any(states[at].holds_no_more_than(other) for other in kept.values()):
             kept[at] = states[at]

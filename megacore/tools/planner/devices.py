@@ -1,7 +1,8 @@
-"""Devices and clusters as data: one JSON file each in `devices/` and `clusters/`, with constants that their makers publish.
+"""Devices and clusters as data: one JSON file each in `devices/` and `clusters/`, with
+constants that their makers publish.
 
-A file of your own does as well: `benchmarks.throughput --peak --device-file` and `benchmarks.collectives --cluster-file` write one of
-the machine at hand.
+A file of your own does as well: `benchmarks.throughput --peak --device-file` and
+`benchmarks.collectives --cluster-file` write one of the machine at hand.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,10 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class Level:
-    """Links that join `ranks` consecutive ranks; None: any number. `bytes_per_second` are those that one rank sends."""
+    """Links that join `ranks` consecutive ranks; None: any number.
+
+    `bytes_per_second` are those that one rank sends.
+    """
 
     link: str
     ranks: int | None
@@ -51,7 +55,8 @@ class Cluster:
 
     name: str
     levels: tuple[Level, ...]
-    call_seconds: float | None = None  # of any call besides hops and bytes, where it was measured; None: a framework's constant
+    # of any call besides hops and bytes, where it was measured; None: a framework's constant
+    call_seconds: float | None = None
     devices: tuple[str, ...] = ()  # whose links these are; none: nobody says
 
     @property
@@ -104,7 +109,12 @@ class ClusterFile(Record):
 
     def cluster(self) -> Cluster:
         """The cluster."""
-        return Cluster(self.name, tuple(Level(**row.model_dump()) for row in self.levels), self.call_seconds, self.devices)
+        return Cluster(
+            self.name,
+            tuple(Level(**row.model_dump()) for row in self.levels),
+            self.call_seconds,
+            self.devices,
+        )
 
 
 File = TypeVar("File", DeviceFile, ClusterFile)
@@ -138,7 +148,10 @@ def cluster_names() -> list[str]:
 
 
 def listed_device(device_name: str) -> DeviceSpec | None:
-    """The device of a name, its own or that of `torch.cuda.get_device_name()`. None if it is not known: never a guess."""
+    """The device of a name, its own or that of `torch.cuda.get_device_name()`.
+
+    None if it is not known: never a guess.
+    """
     file = _devices().get(known_as(device_name) or "")
     return None if file is None else file.device()
 
@@ -156,24 +169,40 @@ def read_cluster(name_or_path: str, option: str = "--cluster") -> Cluster:
     inner = [size for size in sizes[:-1] if size is not None]
     if sizes[-1] is not None or len(inner) < len(sizes) - 1 or inner != sorted(set(inner)):
         wrong = f"{name_or_path} is no cluster file: its levels' ranks are {sizes[:8]}"
-        raise ConfigError(option, wrong, "more ranks from level to level, and null for the last, as in megacore/tools/planner/clusters")
+        raise ConfigError(
+            option,
+            wrong,
+            "more ranks from level to level, and null for the last, as in megacore/tools/planner/clusters",
+        )
     return file.cluster()
 
 
 def cluster_of(device: DeviceSpec) -> Cluster:
-    """The cluster that a device is laid out on if none is named: its maker's. Raises `ConfigError` if none is known."""
+    """The cluster that a device is laid out on if none is named: its maker's.
+
+    Raises `ConfigError` if none is known.
+    """
     if device.cluster is None:
-        raise ConfigError("--cluster", f"the links of {device.name} are not known", f"one of {', '.join(cluster_names())}, or a JSON file")
+        raise ConfigError(
+            "--cluster",
+            f"the links of {device.name} are not known",
+            f"one of {', '.join(cluster_names())}, or a JSON file",
+        )
     return read_cluster(device.cluster)
 
 
 def links_warning(device: DeviceSpec, cluster: Cluster) -> str:
-    """A line if the cluster's links are those of other devices; else nothing, also where nobody says whose they are."""
+    """A line if the cluster's links are those of other devices; else nothing, also
+    where nobody says whose they are.
+    """
     if not cluster.devices or device.name in cluster.devices:
         return ""
     own = [file.name for file in _clusters().values() if device.name in file.devices]
     right = f"--cluster {' or '.join(own)}" if own else "a cluster file of your own"
-    return f"warning: {cluster.name} has the links of {', '.join(cluster.devices)}, and not of {device.name} (take {right})"
+    return (
+        f"warning: {cluster.name} has the links of {', '.join(cluster.devices)}, and not of "
+        f"{device.name} (take {right})"
+    )
 
 
 def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:
@@ -188,5 +217,9 @@ def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:
     except UnicodeDecodeError:
         raise ConfigError(option, f"{path} is not JSON", right) from None
     except ValidationError as error:
-        wrong = f"{path} is not JSON" if error.errors()[0]["type"] == "json_invalid" else f"{path} is no {what} file: {complaint(error)}"
+        wrong = (
+            f"{path} is not JSON"
+            if error.errors()[0]["type"] == "json_invalid"
+            else f"{path} is no {what} file: {complaint(error)}"
+        )
         raise ConfigError(option, wrong, right) from None

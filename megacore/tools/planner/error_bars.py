@@ -1,10 +1,13 @@
-"""How far measured steps lie from predicted ones, by kind of run: its size, and whether its pipeline crosses machines.
+"""How far measured steps lie from predicted ones, by kind of run: its size, and whether
+its pipeline crosses machines.
 
-Of public runs most take about as long as predicted, and some stall: they take `STALL` times as long or more, which no term explains.
-So a prediction has a distribution: the share that stalls, how long those take, and a bar around the others and one around all.
-`errors.json` has the measured over the predicted time of each row, by framework, model and kind
-(`python -m benchmarks.planner DATA.csv --output PREFIX` writes it). megacore itself has not been measured on a GPU: its bars are those
-of the frameworks that were.
+Of public runs most take about as long as predicted, and some stall: they take `STALL` times as long or more,
+which no term explains.
+So a prediction has a distribution: the share that stalls, how long those take, and a bar around the others
+and one around all. `errors.json` has the measured over the predicted time of each row, by framework, model
+and kind
+(`python -m benchmarks.planner DATA.csv --output PREFIX` writes it). megacore itself has not been measured on
+a GPU: its bars are those of the frameworks that were.
 """
 
 import json
@@ -19,10 +22,13 @@ FILE = Path(__file__).with_name("errors.json")
 SHARE = 0.8  # of the runs lie within a bar
 TAIL_STEP = 0.005  # in which tails are counted
 STALL = 1.5  # times its prediction, from which a run counts as stalled
-SIZES = {"on one machine": 8, "on 9 to 64 devices": 64, "on more than 64 devices": 1 << 30}  # the most devices of each
+# the most devices of each
+SIZES = {"on one machine": 8, "on 9 to 64 devices": 64, "on more than 64 devices": 1 << 30}
 ACROSS = " with a pipeline across machines"
 Kind = tuple[str, bool]  # the size in words, and whether the pipeline crosses machines
-KINDS: tuple[Kind, ...] = tuple((size, across) for size in SIZES for across in (False, True) if not across or size != next(iter(SIZES)))
+KINDS: tuple[Kind, ...] = tuple(
+    (size, across) for size in SIZES for across in (False, True) if not across or size != next(iter(SIZES))
+)
 Ratios = dict[str, dict[str, dict[str, list[float]]]]  # by framework, model, and devices with `ACROSS`
 Interval = tuple[float, float]
 
@@ -41,11 +47,17 @@ class Bar:
     where: tuple[str, ...] = ()  # the frameworks whose runs did
 
     def __str__(self) -> str:
-        whole = f"{SHARE:.0%} of {self.runs:,} measured runs {self.kind} lie within {self.low - 1:+.0%} … {self.high - 1:+.0%}"
+        whole = (
+            f"{SHARE:.0%} of {self.runs:,} measured runs {self.kind} lie within {self.low - 1:+.0%} … "
+            f"{self.high - 1:+.0%}"
+        )
         if self.stalled < 0.01:
             return whole
         others = f"of the others {SHARE:.0%} lie within {self.usual[0] - 1:+.0%} … {self.usual[1] - 1:+.0%}"
-        slow = f"{self.stalled:.0%} stalled, all of {' and '.join(self.where)}, and took {self.stall:.1f} times the prediction (median)"
+        slow = (
+            f"{self.stalled:.0%} stalled, all of {' and '.join(self.where)}, and took {self.stall:.1f} "
+            "times the prediction (median)"
+        )
         return f"{whole}; {slow}; {others}"
 
     def around(self, value: float) -> str:
@@ -67,7 +79,9 @@ def kind_of(devices: int, across: bool) -> Kind:
 def named(kind: Kind) -> str:
     """A kind in words."""
     size, across = kind
-    return size + (ACROSS if across else ", none with a pipeline across machines" if (size, True) in KINDS else "")
+    return size + (
+        ACROSS if across else ", none with a pipeline across machines" if (size, True) in KINDS else ""
+    )
 
 
 def key_of(devices: int, across: bool) -> str:
@@ -102,11 +116,23 @@ def parsed(key: str) -> Kind:
 
 @cache
 def bar(devices: int, pipeline: int, host_ranks: int) -> Bar:
-    """The bar of a step that is predicted for so many devices, of which a machine has `host_ranks`, and as long a pipeline."""
+    """The bar of a step that is predicted for so many devices, of which a machine has
+    `host_ranks`, and as long a pipeline.
+    """
     kind = kind_of(devices, pipeline > 1 and devices > host_ranks)
     found, tail = recorded()["measured over predicted"], recorded()["tails"][kind[0]]
     ratios = of_kind(kind, found)
     slow = [ratio for ratio in ratios if ratio >= STALL]
     usual = interval([ratio for ratio in ratios if ratio < STALL], tail)
-    where = tuple(name for name, own in found.items() if max(of_kind(kind, {name: own}), default=0.0) >= STALL)
-    return Bar(*interval(ratios, tail), len(ratios), named(kind), usual, len(slow) / len(ratios), median(slow or [0.0]), where)
+    where = tuple(
+        name for name, own in found.items() if max(of_kind(kind, {name: own}), default=0.0) >= STALL
+    )
+    return Bar(
+        *interval(ratios, tail),
+        len(ratios),
+        named(kind),
+        usual,
+        len(slow) / len(ratios),
+        median(slow or [0.0]),
+        where,
+    )

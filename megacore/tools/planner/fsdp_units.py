@@ -1,7 +1,7 @@
 """How the fsdp engine divides a rank's parameters: units, each of which is gathered and summed as a whole.
 
-A block is a unit, and so are all other parameters of a stage together, and the weights of a module that are summed over other ranks than
-those around it. FSDP2 deals the rows of every parameter to the shards, the same
+A block is a unit, and so are all other parameters of a stage together, and the weights of a module that are
+summed over other ranks than those around it. FSDP2 deals the rows of every parameter to the shards, the same
 number to each; where they do not divide, the wire and a shard's memory have rows of zeros.
 """
 
@@ -31,7 +31,8 @@ class Unit:
     trained: int  # of these, with gradients
     own: dict[str, int]  # of a shard without rows of zeros, by parameter that is trained
     frozen: int  # and of those that are not
-    partial: dict[str, tuple[str, ...]]  # of parameters, the axes of ranks with the same tokens over which gradients are summed
+    # of parameters, the axes of ranks with the same tokens over which gradients are summed
+    partial: dict[str, tuple[str, ...]]
 
 
 def divides_parameters(config: Config) -> bool:
@@ -40,18 +41,25 @@ def divides_parameters(config: Config) -> bool:
 
 
 def units_of(config: Config, rank: int, tensor_rank: int = 0, data_rank: int = 0) -> list[Unit]:
-    """The units of a rank of the pipeline, on one of its tensor ranks and of those that divide tokens, the first of which are the
-    fullest."""
+    """The units of a rank of the pipeline, on one of its tensor ranks and of those that divide tokens, the
+    first of which are the fullest.
+    """
     from megacore.tools.planner.on_meta import Hosts
 
     where, numbers = Hosts(config, rank, tensor_rank, data_rank), count(1)
-    stages = [stage_parameters(config, stage, tensor_rank) for stage in placement_of(partitioned(config))[rank]]
-    members = (pair for own in stages for pair in ((0, own.ends), *((next(numbers), block) for block in own.blocks)))
+    stages = [
+        stage_parameters(config, stage, tensor_rank) for stage in placement_of(partitioned(config))[rank]
+    ]
+    members = (
+        pair for own in stages for pair in ((0, own.ends), *((next(numbers), block) for block in own.blocks))
+    )
     return [unit for number, parameters in members for unit in _units(number, parameters, where)]
 
 
 def _units(number: int, members: Iterable[Parameter], where: "Topology") -> list[Unit]:
-    """The units of one block, or of what stands outside: that of its usual parameters, and of each module with others."""
+    """The units of one block, or of what stands outside: that of its usual parameters,
+    and of each module with others.
+    """
     modules: dict[tuple[str, tuple[str, ...]], list[Parameter]] = {}
     for parameter in members:
         module = "" if parameter.tokens == where.token_axes else parameter.name.rpartition(".")[0]

@@ -1,4 +1,6 @@
-"""What a layer's microbatch takes on a rank: products, attention, passes through memory, collectives, and the host's work."""
+"""What a layer's microbatch takes on a rank: products, attention, passes through memory,
+collectives, and the host's work.
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +27,9 @@ class MicrobatchTime:
         return MicrobatchTime(_sum(self.forward, other.forward), _sum(self.backward, other.backward))
 
     def __mul__(self, count: float) -> "MicrobatchTime":
-        return MicrobatchTime(*({name: count * value for name, value in part.items()} for part in (self.forward, self.backward)))
+        return MicrobatchTime(
+            *({name: count * value for name, value in part.items()} for part in (self.forward, self.backward))
+        )
 
     def term(self, name: str) -> float:
         """Forward and backward of one term."""
@@ -33,7 +37,10 @@ class MicrobatchTime:
 
     def host_bound(self) -> tuple[float, float]:
         """Seconds of forward and of backward: what the device needs, or the host if it needs longer."""
-        return tuple(max(sum(v for k, v in part.items() if k != "host"), part.get("host", 0.0)) for part in (self.forward, self.backward))  # type: ignore[return-value]
+        return tuple(
+            max(sum(v for k, v in part.items() if k != "host"), part.get("host", 0.0))
+            for part in (self.forward, self.backward)
+        )  # type: ignore[return-value]
 
 
 def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
@@ -44,7 +51,9 @@ def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
     """One block's microbatch on a rank; with experts in some blocks, their mean."""
     if s.mixture is None:
         return plain_work(s, machine)
-    mixed = plain_work(without_mixture(s, s.mixture.shared), machine) + MicrobatchTime(*mixture_times(s, machine))
+    mixed = plain_work(without_mixture(s, s.mixture.shared), machine) + MicrobatchTime(
+        *mixture_times(s, machine)
+    )
     return mixed * s.mixture.share + plain_work(without_mixture(s, s.ffn), machine) * (1 - s.mixture.share)
 
 
@@ -52,15 +61,20 @@ def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
     """A block with a plain feed-forward layer."""
     p, t, e, rows = machine.profile, s.tensor, s.element, s.tokens
     a, k, f = s.attention_size, s.kv_size, s.ffn
-    shapes = *_projections(s), (rows, s.hidden, (2 if s.gated else 1) * f / t), (rows, f / t, s.hidden)  # (rows, inner, columns)
+    # (rows, inner, columns)
+    shapes = *_projections(s), (rows, s.hidden, (2 if s.gated else 1) * f / t), (rows, f / t, s.hidden)
     forward_products = sum(machine.product(r, i, c, s.precision) for r, i, c in shapes)
-    backward_products = sum(machine.product(r, c, i, s.precision) + machine.product(i, r, c, s.precision) for r, i, c in shapes)
+    backward_products = sum(
+        machine.product(r, c, i, s.precision) + machine.product(i, r, c, s.precision) for r, i, c in shapes
+    )
     attention = machine.attention(rows, s.seq, a / t, s.precision, causal=s.flash)
     if s.context_method == "ring" and not p.ring_balanced:
-        attention *= 2 - 1 / s.context  # of its keys the last rank meets half of its own, and all of the others'
+        # of its keys the last rank meets half of its own, and all of the others'
+        attention *= 2 - 1 / s.context
     score_bytes = 0.0 if s.flash else e * rows * s.seq * s.heads / t
     width = f * (3 if s.gated else 2) / t
-    # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the activation.
+    # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the
+    # activation.
     wide = s.hidden / t if s.sequence else s.hidden
     passes = p.passes * (p.compiled_passes if s.compiled else 1.0)
     turned = 2 * (a + k) / t
@@ -74,10 +88,13 @@ def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
         "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.block_parameters),
     }
     calls = {"ring": s.context - 1, "ulysses": 4}.get(s.context_method, 1) if s.context > 1 else 0
-    waits = exposed(s.divided, s.context_method, machine.rates(s.precision), (attention, backward["attention"]))
+    waits = exposed(
+        s.divided, s.context_method, machine.rates(s.precision), (attention, backward["attention"])
+    )
     forward["context"], backward["context"] = waits
     if t > 1:
-        # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two inputs again.
+        # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two
+        # inputs again.
         one = machine.collective(1.0 if s.sequence else 2.0, e * rows * s.hidden, t)
         each = 4 if s.sequence else 2
         seen = 1 - (p.async_hidden if s.async_tensor else p.tensor_hidden)
@@ -93,14 +110,20 @@ def plain_work(s: Setting, machine: Machine) -> MicrobatchTime:
     elif s.recompute == "per_op":
         backward = _sum(backward, {"products": SECOND * forward_products, "passes": forward["passes"]})
     elif s.recompute == "selective":
-        repeated = machine.pass_over(p.score_passes * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width))
-        backward = _sum(backward, {"passes": repeated, "attention": attention if p.repeats_attention or not s.flash else 0.0})
+        repeated = machine.pass_over(
+            p.score_passes * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width)
+        )
+        backward = _sum(
+            backward,
+            {"passes": repeated, "attention": attention if p.repeats_attention or not s.flash else 0.0},
+        )
     return MicrobatchTime(forward, backward)
 
 
 def _projections(s: Setting) -> list[tuple[float, float, float]]:
-    """Rows, inner dim and columns of attention's products on a rank: tensor ranks divide columns, or what goes in of the last; or rows of
-    latents, if they divide tokens."""
+    """Rows, inner dim and columns of attention's products on a rank: tensor ranks divide columns, or what
+    goes in of the last; or rows of latents, if they divide tokens.
+    """
     found: list[tuple[float, float, float]] = []
     for number, (inner, columns, divided) in enumerate(s.projections, 1):
         if not divided:
@@ -113,7 +136,10 @@ def _projections(s: Setting) -> list[tuple[float, float, float]]:
 
 
 def measured_work(cost: LayerCost, s: Setting, machine: Machine) -> MicrobatchTime:
-    """A layer's microbatch on a rank, by the operations that were measured of it. Nothing hides what context ranks send."""
+    """A layer's microbatch on a rank, by the operations that were measured of it.
+
+    Nothing hides what context ranks send.
+    """
     p = machine.profile
     forward, backward = (_timed(cost.work[op], s, machine) for op in (Op.FORWARD, Op.BACKWARD))
     backward["passes"] += machine.pass_over(p.accumulate_bytes * cost.parameters)
@@ -134,7 +160,9 @@ def _timed(work: Work, s: Setting, machine: Machine) -> dict[str, float]:
         one = machine.operation(sent.operation, moved, sent.size, s.tensor if context else 1)
         found["context" if context else "tensor"] += count * one * (1.0 if context else 1 - p.tensor_hidden)
         found["host"] += count * p.call_host
-    return found | {"passes": machine.pass_over(p.passes * (p.compiled_passes if s.compiled else 1.0) * work.moved)}
+    return found | {
+        "passes": machine.pass_over(p.passes * (p.compiled_passes if s.compiled else 1.0) * work.moved)
+    }
 
 
 def head_work(s: Setting, machine: Machine) -> MicrobatchTime:
@@ -143,9 +171,17 @@ def head_work(s: Setting, machine: Machine) -> MicrobatchTime:
     precision = "bf16" if s.precision in ("fp8", "nvfp4") else s.precision
     passes = machine.pass_over(machine.profile.logit_passes * s.element * rows * columns / 2)
     wide = s.tensor > 1
-    one = machine.collective(1.0 if s.sequence else 2.0, s.element * rows * s.hidden, s.tensor) if wide else 0.0
-    forward = {"products": machine.product(rows, s.hidden, columns, precision), "passes": passes, "tensor": one}
-    products = machine.product(rows, columns, s.hidden, precision) + machine.product(s.hidden, rows, columns, precision)
+    one = (
+        machine.collective(1.0 if s.sequence else 2.0, s.element * rows * s.hidden, s.tensor) if wide else 0.0
+    )
+    forward = {
+        "products": machine.product(rows, s.hidden, columns, precision),
+        "passes": passes,
+        "tensor": one,
+    }
+    products = machine.product(rows, columns, s.hidden, precision) + machine.product(
+        s.hidden, rows, columns, precision
+    )
     backward = {
         "products": products,
         "passes": passes + machine.pass_over(machine.profile.accumulate_bytes * s.vocabulary_parameters),

@@ -1,5 +1,6 @@
-"""What a mixture of experts takes of a block's microbatch on the rank whose experts have most rows: products of groups of rows, passes
-through memory, and exchanges with the other ranks that hold experts."""
+"""What a mixture of experts takes of a block's microbatch on the rank whose experts have most rows: products
+of groups of rows, passes through memory, and exchanges with the other ranks that hold experts.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ from megacore.tools.planner.workload import Setting
 
 
 def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
-    """Forward and backward of router and experts, without those that all tokens share: these are a feed-forward layer."""
+    """Forward and backward of router and experts, without those that all tokens share:
+    these are a feed-forward layer.
+    """
     m, p, e = s.mixture, machine.profile, s.element
     assert m is not None
     own = s.tokens / s.tensor  # tensor ranks divide the tokens before they send them
@@ -21,7 +24,8 @@ def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[
     each = rows / held / turns
     forward_products = sum(machine.product(each, i, c, s.precision, held) for i, c in shapes)
     backward_products = sum(
-        machine.product(each, c, i, s.precision, held) + machine.product(i, each, c, s.precision, held) for i, c in shapes
+        machine.product(each, c, i, s.precision, held) + machine.product(i, each, c, s.precision, held)
+        for i, c in shapes
     )
     width = features * (3 if s.gated else 2)
     # Rows are copied, once each: no other passes hide in that. What comes is sorted by expert, and back.
@@ -43,7 +47,10 @@ def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[
     }
     forward["experts"], backward["experts"] = counts + 2 * turns * one, 2 * turns * one
     if machine.device.overlaps:  # rows travel while the shared experts compute, or experts another half
-        works = forward_products + machine.pass_over(moved / turns), backward_products + machine.pass_over(1.5 * moved / turns + added)
+        works = (
+            forward_products + machine.pass_over(moved / turns),
+            backward_products + machine.pass_over(1.5 * moved / turns + added),
+        )
         forward["experts"] = counts + waits(one, works[0], turns, shared_seconds(s, machine))
         backward["experts"] = waits(one, works[1], turns)
     if size > 1:
@@ -55,8 +62,11 @@ def mixture_times(s: Setting, machine: Machine) -> tuple[dict[str, float], dict[
 
 
 def waits(one: float, work: float, parts: int, beside: float = 0.0) -> float:
-    """Seconds in which the device waits for rows to come and to come back, in so many parts. An exchange takes `one`, and they follow each
-    other; a part's experts take `work`, once it has come. Until the first has, `beside` is computed."""
+    """Seconds in which the device waits for rows to come and to come back, in so many parts.
+
+    An exchange takes `one`, and they follow each other; a part's experts take `work`, once it has come. Until
+    the first has, `beside` is computed.
+    """
     computed, back = beside, parts * one  # all have left; when they have come, the first may go back
     for part in range(1, parts + 1):
         computed = max(computed, part * one) + work
@@ -65,8 +75,9 @@ def waits(one: float, work: float, parts: int, beside: float = 0.0) -> float:
 
 
 def exchange_once(links: Links, moved: float, size: int, chosen: int) -> float:
-    """Seconds of an exchange of `moved` bytes of rows in which a token goes once to each machine with some of its `chosen` experts, which
-    may be anywhere, and is passed on there."""
+    """Seconds of an exchange of `moved` bytes of rows in which a token goes once to each machine with some of
+    its `chosen` experts, which may be anywhere, and is passed on there.
+    """
     if size <= 1:
         return 0.0
     inside, longest, latency = 1, 0.0, 0.0
@@ -74,7 +85,8 @@ def exchange_once(links: Links, moved: float, size: int, chosen: int) -> float:
         within = size if level.ranks is None else min(size, level.ranks)
         if within > inside:
             machines = size / inside
-            copies = machines * (1 - (1 - 1 / machines) ** chosen) / chosen if inside > 1 else 1.0  # of a token, by those of its experts
+            # of a token, by those of its experts
+            copies = machines * (1 - (1 - 1 / machines) ** chosen) / chosen if inside > 1 else 1.0
             longest = max(longest, moved * copies * (within - inside) / within / level.rate)
             latency, inside = max(latency, level.latency), within
     return links.call + latency + longest

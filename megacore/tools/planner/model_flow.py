@@ -27,7 +27,10 @@ class ModelFlow:
 
     def message_bytes(self, config: Config, boundary: int) -> int:
         """The bytes of a microbatch's message across a cut."""
-        return sum(prod(flow.shape(config)) * ELEMENT_BYTES[flow.precision(config)] for flow in self.crossing(boundary))
+        return sum(
+            prod(flow.shape(config)) * ELEMENT_BYTES[flow.precision(config)]
+            for flow in self.crossing(boundary)
+        )
 
 
 def flow_of(config: Config) -> ModelFlow:
@@ -38,4 +41,6 @@ def flow_of(config: Config) -> ModelFlow:
     layers = choose.layers_of(config)
     ends = [own.stop for own in layer_ranges(config)[:-1]]
     over = tuple(loss.over for loss in declared.losses_of(layers).values())
-    return ModelFlow(tuple(declared.crossing(layers, end) for end in ends), over, "targets" in declared.fields_of(layers))
+    return ModelFlow(
+        tuple(declared.crossing(layers, end) for end in ends), over, "targets" in declared.fields_of(layers)
+    )

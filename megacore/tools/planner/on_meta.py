@@ -1,4 +1,6 @@
-"""What the planner asks of the layers and the engine themselves: they are built on `meta`, without content and without other ranks."""
+"""What the planner asks of the layers and the engine themselves: they are built on `meta`, without
+content and without other ranks.
+"""
 
 from collections.abc import Sequence
 
@@ -31,10 +33,20 @@ META = torch.device("meta")
 class Hosts(Topology):
     """Where a rank stands on hosts."""
 
-    def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, data_rank: int = 0, host_size: int = MACHINE) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pipeline_rank: int,
+        tensor_rank: int = 0,
+        data_rank: int = 0,
+        host_size: int = MACHINE,
+    ) -> None:
         """`data_rank`: of those that divide tokens."""
         self.config, self.host_size = config, host_size
-        super().__init__(partitioned(config), (pipeline_rank * config.token_ranks + data_rank) * config.parallel.tensor + tensor_rank)
+        super().__init__(
+            partitioned(config),
+            (pipeline_rank * config.token_ranks + data_rank) * config.parallel.tensor + tensor_rank,
+        )
 
     def owner_index(self, rank: int, axes: Sequence[str]) -> int:
         """See `Topology`."""
@@ -71,8 +83,9 @@ def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def partial_over(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The axes of ranks that see the same tokens, over which a gradient is one rank's part of a sum: tensor ranks', or those of an expert's
-    parts."""
+    """The axes of ranks that see the same tokens, over which a gradient is one rank's part of a sum: tensor
+    ranks', or those of an expert's parts.
+    """
     same = {axis.name for axis in (*AXES, *EXPERT_AXES) if not axis.tokens}
     return tuple(axis for axis in shard_of(parameter).partial_over if axis in same)
 
@@ -88,9 +101,12 @@ def named(group: Group) -> tuple[str, int]:
     return called(group.name.split("×")), group.size
 
 
-def counts_of(config: Config, rank: int, tensor_rank: int, host_size: int) -> list[tuple[Sequence[tuple[str, int]], int, int]]:
-    """What a rank of the pipeline sums for its layers' buffers behind a step (`distributed.buffers`): the groups, numbers and bytes of
-    each."""
+def counts_of(
+    config: Config, rank: int, tensor_rank: int, host_size: int
+) -> list[tuple[Sequence[tuple[str, int]], int, int]]:
+    """What a rank of the pipeline sums for its layers' buffers behind a step (`distributed.buffers`): the
+    groups, numbers and bytes of each.
+    """
     where, own = Hosts(config, rank, tensor_rank, host_size=host_size), dict[str, ShardedBuffer]()
     for stage in placement_of(partitioned(config))[rank]:
         own |= buffers_of([Stage(config, layer_ranges(partitioned(config))[stage], where, META)])
@@ -99,10 +115,14 @@ def counts_of(config: Config, rank: int, tensor_rank: int, host_size: int) -> li
         key = where.gradient_sum(where.placed(buffer.shard)), buffer.reduction, buffer.value.itemsize
         found[key] = found.get(key, 0) + buffer.value.numel()
     groups = ((over, (*over.first, over.levels.within, over.levels.between)) for over, _, _ in found)
-    return [([named(g) for g in every], found[key], key[2]) for key, (_, every) in zip(found, groups, strict=True)]
+    return [
+        ([named(g) for g in every], found[key], key[2]) for key, (_, every) in zip(found, groups, strict=True)
+    ]
 
 
-def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]]) -> list[FlatBuffer]:
+def buffers(
+    config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]]
+) -> list[FlatBuffer]:
     """The native engine's buffers of these parameters (see `lay_out`), without memory."""
     engine, shards = config.engine, dict[nn.Parameter, Shard]()
     for name, parameter, _ in owned:
@@ -110,7 +130,15 @@ def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Paramete
             shards[parameter] = where.placed(shard_of(parameter), name)
     placed = [(name, parameter, shards[parameter], chunks) for name, parameter, chunks in owned]
     sharded, travelling = engine.shard_optimizer, travelling_unit(engine)
-    return lay_out(placed, ParameterGroups(config.optim), resolved(engine.bucket_mib), where, META, sharded=sharded, travelling=travelling)
+    return lay_out(
+        placed,
+        ParameterGroups(config.optim),
+        resolved(engine.bucket_mib),
+        where,
+        META,
+        sharded=sharded,
+        travelling=travelling,
+    )
 
 
 def messages_of(config: Config, buffer: FlatBuffer) -> list[int]:
@@ -119,4 +147,6 @@ def messages_of(config: Config, buffer: FlatBuffer) -> list[int]:
     if not isinstance(compression, LowRankCompression):
         return []
     parts = buffer.sum.levels.within.size
-    return [size for bucket in buffer.buckets for size in Messages(bucket.slots, compression.rank, parts).sizes]
+    return [
+        size for bucket in buffer.buckets for size in Messages(bucket.slots, compression.rank, parts).sizes
+    ]

@@ -1,7 +1,9 @@
-"""How long a device takes for an operation: a matrix product, attention, a pass through memory, a collective, a transfer.
+"""How long a device takes for an operation: a matrix product, attention, a pass through
+memory, a collective, a transfer.
 
-A product's output is cut into tiles, which the multiprocessors compute in waves. The last wave may be half empty, a tile may stick out
-of the output, and a short inner dim leaves the start of a tile unpaid: so small products reach less of the peak than large ones.
+A product's output is cut into tiles, which the multiprocessors compute in waves. The last wave may be half
+empty, a tile may stick out of the output, and a short inner dim leaves the start of a tile unpaid: so small
+products reach less of the peak than large ones.
 """
 
 import math
@@ -12,12 +14,16 @@ from megacore.tools.choices.context_method import Level, Links, Rates
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.profile import Profile
 
-# Tiles of a product, and the share of a multiprocessor's speed that each reaches: small ones load more bytes an operation.
+# Tiles of a product, and the share of a multiprocessor's speed that each reaches: small ones load more bytes
+# an operation.
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-START = 256  # a tile takes as long as if its inner dim were so much longer: it fills its pipeline, and writes its result
-# Bytes of one number, in memory and on the wire between ranks. Products in 8 and 4 bits keep 16-bit activations.
+# a tile takes as long as if its inner dim were so much longer: it fills its pipeline, and writes its result
+START = 256
+# Bytes of one number, in memory and on the wire between ranks. Products in 8 and 4 bits keep 16-bit
+# activations.
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
-WIDE = {"fp8": "bf16", "nvfp4": "bf16", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "fp64": "fp64"}  # what attention computes in
+# what attention computes in
+WIDE = {"fp8": "bf16", "nvfp4": "bf16", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "fp64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,23 @@ class Machine:
         for height, width, share in TILES:
             tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
             waves = tiles / units
-            waves += 0.5 * (math.ceil(waves) - waves)  # half: kernels split the inner dim to fill the last wave
+            # half: kernels split the inner dim to fill the last wave
+            waves += 0.5 * (math.ceil(waves) - waves)
             best = min(best, waves * units * height * width / share)
         seconds = 2 * best * (inner + START) / rate
-        moved = count * (rows * inner + inner * columns + rows * columns) * (1 if precision in ("fp8", "nvfp4") else 2)
+        moved = (
+            count
+            * (rows * inner + inner * columns + rows * columns)
+            * (1 if precision in ("fp8", "nvfp4") else 2)
+        )
         return max(seconds, self.pass_over(moved))
 
-    def attention(self, queries: float, keys: float, size: float, precision: str, *, causal: bool = True) -> float:
-        """Seconds of the forward of fused attention: each of `queries` meets `keys`, over `size` features of all heads."""
+    def attention(
+        self, queries: float, keys: float, size: float, precision: str, *, causal: bool = True
+    ) -> float:
+        """Seconds of the forward of fused attention: each of `queries` meets `keys`,
+        over `size` features of all heads.
+        """
         return 4 * queries * keys * size * (0.5 if causal else 1.0) / self.attention_rate(precision)
 
     def attention_rate(self, precision: str) -> float:
@@ -76,7 +91,10 @@ class Machine:
         rate, own = self.profile.link_rate, self.profile.link_latency
         levels = []
         for level in self.cluster.levels:
-            part, latency = rate.get(level.link, rate.get("any", 1.0)), own.get(level.link, level.latency_seconds)
+            part, latency = (
+                rate.get(level.link, rate.get("any", 1.0)),
+                own.get(level.link, level.latency_seconds),
+            )
             levels.append(Level(level.ranks, level.bytes_per_second * part, latency))
         return Links(tuple(levels), self.call)
 

@@ -66,10 +66,21 @@ def stage_parameters(config: Config, stage: int, tensor_rank: int = 0) -> StageP
 def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     """The parameters of a layer, by its number in the model's list."""
     inner = config.model.source is None and 0 < layer <= config.model.num_layers
-    alike = 1 + config.model.alike(layer - 1) if inner and not _is_alike(config, layer) else 1 if inner else layer
+    alike = (
+        1 + config.model.alike(layer - 1) if inner and not _is_alike(config, layer) else 1 if inner else layer
+    )
     parallel = config.parallel
     experts = parallel.expert, parallel.expert_tensor
-    key = config.model, parallel.tensor, experts, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
+    key = (
+        config.model,
+        parallel.tensor,
+        experts,
+        parallel.sequence,
+        config.max_positions,
+        config.train.precision,
+        alike,
+        tensor_rank,
+    )
     if key not in _BUILT:
         from megacore.tools.planner.on_meta import logical_shape, partial_over, stage_of, tokens_of
 
@@ -88,13 +99,20 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
         ]
     if alike == layer:
         return _BUILT[key]
-    return [parameter.named(parameter.name.replace(f".{alike - 1}.", f".{layer - 1}.", 1)) for parameter in _BUILT[key]]
+    return [
+        parameter.named(parameter.name.replace(f".{alike - 1}.", f".{layer - 1}.", 1))
+        for parameter in _BUILT[key]
+    ]
 
 
 def _is_alike(config: Config, layer: int) -> bool:
     """Whether a layer is one of those that differ in their names alone: megacore's own between the ends; the user's own may differ in
     all, and some have experts."""
-    return 0 < layer <= config.model.num_layers and config.model.source is None and config.model.num_experts is None
+    return (
+        0 < layer <= config.model.num_layers
+        and config.model.source is None
+        and config.model.num_experts is None
+    )
 
 
 def of_each_rank(config: Config, measure: Callable[[int], T], *key: Hashable) -> list[T]:
@@ -105,17 +123,29 @@ def of_each_rank(config: Config, measure: Callable[[int], T], *key: Hashable) ->
     """
     config = partitioned(config)
     ranges, placement, last = layer_ranges(config), placement_of(config), config.model.num_layers + 1
-    differ = config.model.source is not None or config.model.num_experts is not None or bool(config.optim.groups)
+    differ = (
+        config.model.source is not None or config.model.num_experts is not None or bool(config.optim.groups)
+    )
     found: dict[Hashable, T] = {}
     if key:
         parallel, divided = config.parallel, (tuple(ranges), placement) if differ else None
         ranks = parallel.tensor, parallel.expert, parallel.expert_tensor
-        kept = key, config.model, ranks, parallel.sequence, parallel.pipeline > 1, config.max_positions, divided
+        kept = (
+            key,
+            config.model,
+            ranks,
+            parallel.sequence,
+            parallel.pipeline > 1,
+            config.max_positions,
+            divided,
+        )
         found = _MEASURED.setdefault((*kept, config.train.precision), {})
     kinds: list[Hashable] = []
     for rank, stages in enumerate(placement):
         own = (ranges[stage] for stage in stages)
-        kinds.append(rank if differ else tuple((layers.start == 0, len(layers), layers.stop > last) for layers in own))
+        kinds.append(
+            rank if differ else tuple((layers.start == 0, len(layers), layers.stop > last) for layers in own)
+        )
         if kinds[-1] not in found:
             found[kinds[-1]] = measure(rank)
     return [found[kind] for kind in kinds]
@@ -133,14 +163,24 @@ class Held:
 def held_by(config: Config, tensor_rank: int = 0) -> list[Held]:
     """What each rank of the pipeline holds."""
     ranges, placement = layer_ranges(partitioned(config)), placement_of(partitioned(config))
-    return of_each_rank(config, lambda rank: _held(config, [ranges[stage] for stage in placement[rank]], tensor_rank), "held", tensor_rank)
+    return of_each_rank(
+        config,
+        lambda rank: _held(config, [ranges[stage] for stage in placement[rank]], tensor_rank),
+        "held",
+        tensor_rank,
+    )
 
 
 def _held(config: Config, ranges: Iterable[range], tensor_rank: int = 0) -> Held:
     """What stages with these layers hold on one rank. A parameter that two of them share counts once."""
     layers = [layer for own in ranges for layer in own]
     alike = sum(_is_alike(config, layer) for layer in layers)
-    others = {p.name: p for layer in layers if not _is_alike(config, layer) for p in _layer(config, layer, tensor_rank)}
+    others = {
+        p.name: p
+        for layer in layers
+        if not _is_alike(config, layer)
+        for p in _layer(config, layer, tensor_rank)
+    }
     frozen = elements(p for p in others.values() if p.frozen)
     of_alike = alike * elements(_layer(config, 1, tensor_rank)) if alike else 0
     blocks = sum(0 < layer <= config.model.num_layers for layer in layers)
@@ -161,7 +201,15 @@ def block_parameters(config: Config) -> int:
 def parameters(config: Config) -> int:
     """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
     alone: dict[str, Any] = {"expert": 1, "expert_tensor": None}
-    alone |= {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
+    alone |= {
+        "tensor": 1,
+        "pipeline": 1,
+        "context": 1,
+        "data": 1,
+        "sequence": False,
+        "schedule": "1f1b",
+        "chunks": 1,
+    }
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update=alone)})
     return _held(whole, [range(config.model.num_layers + 2)]).elements
 

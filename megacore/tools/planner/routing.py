@@ -1,4 +1,6 @@
-"""How unevenly a run's router spread tokens over experts: the loads that it logged say how many rows the busiest rank has."""
+"""How unevenly a run's router spread tokens over experts: the loads that it logged say how
+many rows the busiest rank has.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -15,7 +17,8 @@ from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.layer_cost import BALANCED, BlockLoad, Loads
 from megacore.tools.choices.partition import partitioned
 
-LOAD = "expert_load/"  # a block's figures of single experts (`monitoring.expert_load`): tokens as a part of the mean
+# a block's figures of single experts (`monitoring.expert_load`): tokens as a part of the mean
+LOAD = "expert_load/"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +28,9 @@ class Routing:
     steps: tuple[tuple[BlockLoad, ...], ...]
 
     def busiest(self, ranks: int, most: float = inf) -> float:
-        """Rows of the rank that has most, of `ranks` that divide the experts, as a part of the mean: the mean of steps and blocks.
-        `most`: that an expert takes."""
+        """Rows of the rank that has most, of `ranks` that divide the experts, as a part of the mean: the mean
+        of steps and blocks. `most`: that an expert takes.
+        """
         found = [max(loads) for step in _of_ranks(self, ranks, most) for loads in step]
         return sum(found) / len(found)
 
@@ -41,19 +45,28 @@ def _of_ranks(routing: Routing, ranks: int, most: float) -> list[list[list[float
 def _fullest(routing: Routing, ranks: int, most: float, blocks: tuple[int, ...]) -> tuple[int, int]:
     """The step and the rank with most rows of all `blocks` together."""
     every = _of_ranks(routing, ranks, most)
-    return max(product(range(len(every)), range(ranks)), key=lambda at: sum(every[at[0]][block][at[1]] for block in blocks))
+    return max(
+        product(range(len(every)), range(ranks)),
+        key=lambda at: sum(every[at[0]][block][at[1]] for block in blocks),
+    )
 
 
 def loads_of(config: Config, routing: Routing | None, expert_rank: int | None = None) -> Loads:
-    """The loads of a model's blocks, as the fullest of the ranks that divide experts sees them, or this one. Each rank of the pipeline has
-    those of the step in which a rank of its stages has most rows: a plan must fit then too.
+    """The loads of a model's blocks, as the fullest of the ranks that divide experts sees them, or this one.
+
+    Each rank of the pipeline has those of the step in which a rank of its stages has most rows: a plan must
+    fit then too.
 
     A model with other blocks than the run's takes those that stand at the same height.
     """
     config, sizes = partitioned(config), config.expert_sizes
     if routing is None or sizes["ep"] * sizes["etp"] == 1:  # else no row travels
         return BALANCED
-    layers, most, measured = stage_layers(config), config.model.capacity_factor or inf, min(map(len, routing.steps))
+    layers, most, measured = (
+        stage_layers(config),
+        config.model.capacity_factor or inf,
+        min(map(len, routing.steps)),
+    )
     mixed = list(filter(config.model.has_experts, range(config.model.num_layers)))
     at, found = {block: i * measured // len(mixed) for i, block in enumerate(mixed)}, dict[int, BlockLoad]()
     for stages in placement_of(config):
@@ -65,7 +78,9 @@ def loads_of(config: Config, routing: Routing | None, expert_rank: int | None = 
 
 
 def _are_loads(loads: Any) -> bool:
-    known = isinstance(loads, list) and all(isinstance(load, int | float) and 0 <= load < inf for load in loads)
+    known = isinstance(loads, list) and all(
+        isinstance(load, int | float) and 0 <= load < inf for load in loads
+    )
     return known and 0 < sum(loads) < inf
 
 
@@ -83,9 +98,15 @@ def read_routing(path: str, experts: int | None) -> Routing:
     for record in records[len(records) // 2 :]:
         blocks = [loads for name, loads in record.items() if name.startswith(LOAD) and _are_loads(loads)]
         if blocks:
-            steps.append(tuple(BlockLoad(tuple(load * len(loads) / sum(loads) for load in loads)) for loads in blocks))
+            steps.append(
+                tuple(BlockLoad(tuple(load * len(loads) / sum(loads) for load in loads)) for loads in blocks)
+            )
     counts = {len(block.loads) for step in steps for block in step}
     if counts != {experts}:
-        has = "no list of experts' loads" if not counts else f"loads of {', '.join(map(str, sorted(counts)))} experts"
+        has = (
+            "no list of experts' loads"
+            if not counts
+            else f"loads of {', '.join(map(str, sorted(counts)))} experts"
+        )
         raise ConfigError("--routing", f"{path} has {has}", f"loads of model.num_experts {experts}")
     return Routing(tuple(steps))

@@ -44,10 +44,12 @@ def cost(
     power_watts: float | None,
     less: float = 0.0,
 ) -> RunCost:
-    """The cost of a run. `price` is that of a device and hour. `less`: seconds that steps with smaller batches take less.
+    """The cost of a run.
 
-    The interval between checkpoints is Daly's (2006), whose first term is Young's (1974), sqrt(2·δ·M), for checkpoints of δ seconds and
-    M seconds between failures.
+    `price` is that of a device and hour. `less`: seconds that steps with smaller batches take less.
+
+    The interval between checkpoints is Daly's (2006), whose first term is Young's (1974), sqrt(2·δ·M), for
+    checkpoints of δ seconds and M seconds between failures.
     """
     samples = math.ceil(tokens / config.train.seq_len)
     steps = config.train.batches_in(samples - 1) + 1
@@ -72,7 +74,13 @@ def cost(
 
 
 def cost_lines(
-    config: Config, step_seconds: float, tokens: float, host_ranks: int, price: float | None, power_watts: float | None, less: float = 0.0
+    config: Config,
+    step_seconds: float,
+    tokens: float,
+    host_ranks: int,
+    price: float | None,
+    power_watts: float | None,
+    less: float = 0.0,
 ) -> list[str]:
     """What a run over some tokens costs, in words. `less`: see `cost`."""
     world = config.world_size
@@ -90,7 +98,10 @@ def cost_lines(
     rate = f"at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)"
     lines.append(f"failures  {found.failures:,.3g} expected, {rate}")
     takes = f"a checkpoint takes {found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
-    lines.append(f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), if {takes}")
+    lines.append(
+        f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), "
+        f"if {takes}"
+    )
     return lines
 
 
@@ -108,7 +119,9 @@ def best_interval(delta: float, between: float) -> float:
 
 
 def loss(interval: float, delta: float, between: float) -> float:
-    """The time lost for each second of work: to checkpoints, and at each failure half an interval and a restart."""
+    """The time lost for each second of work: to checkpoints, and at each failure
+    half an interval and a restart.
+    """
     return delta / interval + ((interval + delta) / 2 + RESTART_SECONDS) / between
 
 

@@ -37,7 +37,9 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8
 MOST_STAGES = 64
-MOST_SPLIT = 32  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
+MOST_SPLIT = (
+    32  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
+)
 SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
 HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
 SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
@@ -70,9 +72,20 @@ class Candidate:
         """GiB that parameters, gradients and optimizer state take at least."""
         if self.config.engine.kind != "native":
             return 0.0
-        element, gradient = ELEMENT_BYTES[self.config.train.precision], GRADIENT_BYTES[self.config.train.precision]
-        state = optimizer_bytes(self.config) / (self.config.token_ranks if self.config.engine.shard_optimizer else 1)
-        return max(held.elements * element + (held.elements - held.frozen) * (gradient + state) for held in held_by(self.config)) / 2**30
+        element, gradient = (
+            ELEMENT_BYTES[self.config.train.precision],
+            GRADIENT_BYTES[self.config.train.precision],
+        )
+        state = optimizer_bytes(self.config) / (
+            self.config.token_ranks if self.config.engine.shard_optimizer else 1
+        )
+        return (
+            max(
+                held.elements * element + (held.elements - held.frozen) * (gradient + state)
+                for held in held_by(self.config)
+            )
+            / 2**30
+        )
 
     @property
     def seconds(self) -> float:
@@ -100,12 +113,23 @@ class Candidate:
     def overrides(self) -> list[str]:
         """The settings that make this layout of any config with the same model and batch."""
         train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
-        found = {f"parallel.{key}": getattr(parallel, key) for key in KEYS if parallel.context > 1 or key != "context_method"}
-        found |= {f"parallel.{key}": getattr(parallel, key) for key in OF_EXPERTS if self.config.model.num_experts is not None}
+        found = {
+            f"parallel.{key}": getattr(parallel, key)
+            for key in KEYS
+            if parallel.context > 1 or key != "context_method"
+        }
+        found |= {
+            f"parallel.{key}": getattr(parallel, key)
+            for key in OF_EXPERTS
+            if self.config.model.num_experts is not None
+        }
         found |= {"train.micro_batch_size": train.micro_batch_size, "train.recompute": train.recompute}
         found |= {"train.offload_activations": train.offload_activations, "engine.kind": engine.kind}
         found |= {"engine.shard_optimizer": engine.shard_optimizer}
-        return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in found.items()]
+        return [
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in found.items()
+        ]
 
     def describe(self) -> str:
         """The layout in words."""
@@ -115,9 +139,17 @@ class Candidate:
         state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
         recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
         offload = ", offload" if train.offload_activations else ""
-        context = f" × context {parallel.context} ({context_method_of(self.config)})" if parallel.context > 1 else ""
+        context = (
+            f" × context {parallel.context} ({context_method_of(self.config)})"
+            if parallel.context > 1
+            else ""
+        )
         sizes = self.config.expert_sizes
-        experts = f", expert {sizes['ep']} × expert_tensor {sizes['etp']}" if self.config.model.num_experts is not None else ""
+        experts = (
+            f", expert {sizes['ep']} × expert_tensor {sizes['etp']}"
+            if self.config.model.num_experts is not None
+            else ""
+        )
         experts += " in halves" if parallel.expert_halves else ""
         axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}{experts}"
         return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
@@ -158,15 +190,25 @@ def search(
             if halves.step < whole.seconds:
                 yield Candidate(replace_config(layout, "parallel", expert_halves=True), halves, peak)
 
-    every = [found for layout in map(partitioned, layouts(config, world, cluster)) for found in predicted(layout)]
+    every = [
+        found for layout in map(partitioned, layouts(config, world, cluster)) for found in predicted(layout)
+    ]
     found = fitting(every, memory_gib, routing)
     if found.fit:
         return found
     # Activations go to host memory where nothing else helps.
     none = (c.config for c in every if c.config.train.recompute == "none")
     away = (partitioned(replace_config(layout, "train", offload_activations=True)) for layout in none)
-    other = fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib, routing)
-    return other if other.fit else replace(other, least=least_of(c for c in (found.least, other.least) if c is not None))
+    other = fitting(
+        [Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away],
+        memory_gib,
+        routing,
+    )
+    return (
+        other
+        if other.fit
+        else replace(other, least=least_of(c for c in (found.least, other.least) if c is not None))
+    )
 
 
 def fitting(candidates: list[Candidate], memory_gib: float, routing: Routing | None = None) -> Found:
@@ -184,7 +226,9 @@ def fitting(candidates: list[Candidate], memory_gib: float, routing: Routing | N
         if candidate.holds_gib > memory_gib:
             hopeless.append(candidate)
         else:
-            if routing is not None and (candidate.config.model.capacity_factor or candidate.needs_gib <= memory_gib):
+            if routing is not None and (
+                candidate.config.model.capacity_factor or candidate.needs_gib <= memory_gib
+            ):
                 candidate = replace(candidate, routing=routing)
             (fit if candidate.needs_gib <= memory_gib else large).append(candidate)
     best = fit[0].seconds if fit else 1.0
@@ -210,7 +254,9 @@ def least_of(candidates: Iterable[Candidate]) -> Candidate | None:
 def offloaded(config: Config, prediction: Prediction) -> Prediction:
     """With the time in which a device waits for activations on their way to host memory or back, as far as it does not compute then."""
     kept = replace_config(config, "train", offload_activations=False)
-    away = max(memory.activations for memory in rank_memory(kept)) / max(1, min(config.num_microbatches, config.parallel.pipeline))
+    away = max(memory.activations for memory in rank_memory(kept)) / max(
+        1, min(config.num_microbatches, config.parallel.pipeline)
+    )
     copies = 2 * config.num_microbatches * away / HOST_BYTES_PER_SECOND
     computes = sum(prediction.terms[name] for name in ("products", "attention", "passes"))
     return replace(prediction, terms=prediction.terms | {"offload": max(0.0, copies - computes)})
@@ -220,7 +266,9 @@ def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
     """Every setting of the config's model and global batch that divides on `world` devices."""
     model, train = config.model, config.train
     for tensor in divisors(world):
-        if tensor > cluster.node_ranks or any(size % tensor for size in (model.num_heads, config.kv_heads, resolved(model.ffn_size))):
+        if tensor > cluster.node_ranks or any(
+            size % tensor for size in (model.num_heads, config.kv_heads, resolved(model.ffn_size))
+        ):
             continue
         for pipeline in divisors(world // tensor):
             if pipeline > min(MOST_STAGES, model.num_layers):
@@ -229,7 +277,9 @@ def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
                 data = world // tensor // pipeline // context
                 sequence = tensor > 1 and train.seq_len // context % tensor == 0
                 axes = tensor, pipeline, context, method, data, sequence
-                every = product(schedules(pipeline, model.num_layers), expert_ranks(config, tensor, context * data))
+                every = product(
+                    schedules(pipeline, model.num_layers), expert_ranks(config, tensor, context * data)
+                )
                 for (schedule, chunks), experts in every:
                     parallel = dict(zip(KEYS, (*axes, schedule, chunks), strict=True)) | experts
                     for micro in MICROBATCHES:
@@ -239,10 +289,14 @@ def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
                             yield from _variants(config, parallel, micro, engine)
 
 
-def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict[str, Any]) -> Iterator[Config]:
+def _variants(
+    config: Config, parallel: dict[str, Any], micro: int, engine: dict[str, Any]
+) -> Iterator[Config]:
     token_ranks = parallel["data"] * parallel["context"]
     bucket = max(BUCKET_MIB, PART_MIB * token_ranks)
-    laid_out = replace_config(replace_config(config, "parallel", **parallel), "engine", bucket_mib=bucket, **engine)
+    laid_out = replace_config(
+        replace_config(config, "parallel", **parallel), "engine", bucket_mib=bucket, **engine
+    )
     laid_out = replace_config(laid_out, "train", micro_batch_size=micro, offload_activations=False)
     try:
         check(laid_out, parallel["tensor"] * parallel["pipeline"] * token_ranks)
@@ -285,7 +339,11 @@ def expert_ranks(config: Config, tensor: int, token_ranks: int) -> list[dict[str
     if config.model.num_experts is None:
         return [{}]
     sizes = product(divisors(config.model.num_experts), sorted({1, tensor}))
-    return [dict(zip(OF_EXPERTS, (*pair, False), strict=True)) for pair in sizes if token_ranks * tensor % prod(pair) == 0]
+    return [
+        dict(zip(OF_EXPERTS, (*pair, False), strict=True))
+        for pair in sizes
+        if token_ranks * tensor % prod(pair) == 0
+    ]
 
 
 def engines(token_ranks: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Draws what a search found: the best layouts' memory, the best one's pipeline, and the time and memory of all that were compared."""
+"""Draws what a search found: the best layouts' memory, the best one's pipeline, and the time and
+memory of all that were compared.
+"""
 
 from typing import Any
 
@@ -12,13 +14,22 @@ from megacore.tools.planner.search import Candidate, Found
 BARS = 5
 MOST_SHOWN = 24  # microbatches of the timeline
 # What a device holds, apart from the colours of what it does in the timeline below.
-PARTS = {"parameters": "#1f4e79", "gradients": "#5b9bbf", "optimizer": "#a9cce3", "activations": "#b5651d", "gathered": "#8e7cc3"}
+PARTS = {
+    "parameters": "#1f4e79",
+    "gradients": "#5b9bbf",
+    "optimizer": "#a9cce3",
+    "activations": "#b5651d",
+    "gathered": "#8e7cc3",
+}
 BESIDES = "#b0b0b0"
 FITS, DOES_NOT = "#2a9d8f", "#c0392b"
 
 
 def draw_search(found: Found, limit: float, path: str) -> None:
-    """Writes the picture to `path`, of the format that its ending names. Raises `OSError` if it cannot be written."""
+    """Writes the picture to `path`, of the format that its ending names.
+
+    Raises `OSError` if it cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,7 +40,11 @@ def draw_search(found: Found, limit: float, path: str) -> None:
     bars(memory, found.fit[:BARS], limit)
     for candidates, color, name in ((found.too_large, DOES_NOT, "do not fit"), (found.fit, FITS, "fit")):
         times.scatter(
-            [c.needs_gib for c in candidates], [c.seconds for c in candidates], s=8, color=color, label=f"{len(candidates):,} {name}"
+            [c.needs_gib for c in candidates],
+            [c.seconds for c in candidates],
+            s=8,
+            color=color,
+            label=f"{len(candidates):,} {name}",
         )
     times.axvline(limit, color="black", linewidth=1, linestyle="--")
     times.set(
@@ -51,7 +66,9 @@ def bars(axes: Any, best: list[Candidate], limit: float) -> None:
         amounts = {name: getattr(memory, name) / 2**30 for name in PARTS}
         amounts["besides tensors"] = needs - sum(amounts.values())
         for name, amount in amounts.items():
-            axes.barh(row, amount, left=left, color=PARTS.get(name, BESIDES), label=name if row == 0 else None)
+            axes.barh(
+                row, amount, left=left, color=PARTS.get(name, BESIDES), label=name if row == 0 else None
+            )
             left += amount
     axes.axvline(limit, color="black", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(best)), [f"{label_of(c)}\n{c.seconds:.3g} s" for c in best], fontsize=8)
@@ -70,20 +87,27 @@ def label_of(candidate: Candidate) -> str:
     schedule = f" @{parallel.schedule}" if parallel.pipeline > 1 else ""
     state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
     recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
-    return f"{axes}{' sp' * parallel.sequence}{schedule}\nmicrobatch {train.micro_batch_size}, {state}{recompute}"
+    return (
+        f"{axes}{' sp' * parallel.sequence}{schedule}\nmicrobatch {train.micro_batch_size}, "
+        f"{state}{recompute}"
+    )
 
 
 def timeline(axes: Any, best: Candidate) -> None:
     """The first microbatches of the best layout's pipeline."""
     config = best.config
     few = min(config.num_microbatches, max(MOST_SHOWN, 2 * config.parallel.pipeline))
-    train = config.train.model_copy(update={"global_batch_size": few * config.train.micro_batch_size * config.data_size})
+    train = config.train.model_copy(
+        update={"global_batch_size": few * config.train.micro_batch_size * config.data_size}
+    )
     shown = partitioned(config.model_copy(update={"train": train}))
     for rank, row in enumerate(simulated(shown, plan_of(shown)).spans):
         for op, color in FACE.items():
             spans = [(s.start, s.end - s.start) for s in row if s.action.op in COMPUTE and s.action.op is op]
             label = NAMES.get(op, op.value) if rank == 0 and spans else None
-            axes.broken_barh(spans, (rank - 0.45, 0.9), color=color, edgecolor="white", linewidth=0.3, label=label)
+            axes.broken_barh(
+                spans, (rank - 0.45, 0.9), color=color, edgecolor="white", linewidth=0.3, label=label
+            )
     axes.invert_yaxis()
     axes.legend(fontsize=8, ncols=len(FACE), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.set(

@@ -1,4 +1,6 @@
-"""`launch/plan.py --search`: prints the best layouts, why others lost, what does not fit, and what the run costs."""
+"""`launch/plan.py --search`: prints the best layouts, why others lost, what does
+not fit, and what the run costs.
+"""
 
 import sys
 
@@ -20,16 +22,28 @@ MOST_DEVICES = 2**20
 
 
 def report(
-    config: Config, command: str, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float | None,
-    tokens: float | None, price: float | None, routing: Routing | None = None,
-) -> tuple[Found, float]:  # fmt: skip
-    """Searches, and prints what it finds, behind `command`: the config's path and overrides. Returns it with the GiB of a device.
-    Raises `ConfigError` if nothing fits."""
+    config: Config,
+    command: str,
+    world: int,
+    device: DeviceSpec,
+    cluster: Cluster,
+    profile: Profile,
+    memory_gib: float | None,
+    tokens: float | None,
+    price: float | None,
+    routing: Routing | None = None,
+) -> tuple[Found, float]:
+    """Searches, and prints what it finds, behind `command`: the config's path and overrides.
+
+    Returns it with the GiB of a device. Raises `ConfigError` if nothing fits.
+    """
     limit = memory_gib if memory_gib is not None else device.memory_gib
     if limit is None:
         raise ConfigError("--memory-gib", f"the memory of {device.name} is not known", "its GiB")
     if world > MOST_DEVICES:
-        raise ConfigError("--world", f"{world:,} devices are more than any run has", f"at most {MOST_DEVICES:,}")
+        raise ConfigError(
+            "--world", f"{world:,} devices are more than any run has", f"at most {MOST_DEVICES:,}"
+        )
     if config.train.precision not in device.peak_flops:
         wrong = f"the {config.train.precision} peak of {device.name} is not known"
         raise ConfigError("--device", wrong, f"train.precision one of {', '.join(device.peak_flops)}")
@@ -37,26 +51,48 @@ def report(
     if not found.fit:
         batch = config.train.global_batch_size
         if not found.counted:
-            raise ConfigError("train.global_batch_size", f"{batch} divides in no layout of {world} devices", "a multiple of their number")
+            raise ConfigError(
+                "train.global_batch_size",
+                f"{batch} divides in no layout of {world} devices",
+                "a multiple of their number",
+            )
         raise too_small(config, found, world, device, cluster, profile, limit, routing)
     print(f"{world:,} × {device.name} over {cluster.name}")
     table(found, limit, cluster.node_ranks)
     best = found.fit[0]
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
-        print(f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
+        print(
+            f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} "
+            f"{' '.join(candidate.overrides())}"
+        )
     if tokens is not None:
-        print(*cost_lines(best.config, best.seconds, tokens, cluster.node_ranks, price, device.power_watts), sep="\n")
+        print(
+            *cost_lines(best.config, best.seconds, tokens, cluster.node_ranks, price, device.power_watts),
+            sep="\n",
+        )
     return found, limit
 
 
 def too_small(
-    config: Config, found: Found, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, limit: float, routing: Routing | None
-) -> ConfigError:  # fmt: skip
-    """How much memory lacks for the layout that needs least, and what would hold the run: a larger device, or more of them."""
+    config: Config,
+    found: Found,
+    world: int,
+    device: DeviceSpec,
+    cluster: Cluster,
+    profile: Profile,
+    limit: float,
+    routing: Routing | None,
+) -> ConfigError:
+    """How much memory lacks for the layout that needs least, and what would hold the run: a
+    larger device, or more of them.
+    """
     least = found.least
     assert least is not None
     needs = least.needs_gib
-    lacks = f"{needs - limit:,.1f} lack for the one that needs least, {needs:,.1f}, most of it {largest_part(least.memory[1])}"
+    lacks = (
+        f"{needs - limit:,.1f} lack for the one that needs least, {needs:,.1f}, most of it "
+        f"{largest_part(least.memory[1])}"
+    )
     wrong = f"none of {found.counted:,} layouts fits in {limit:g} GiB: {lacks}: {least.describe()}"
     known = ((read_device(name).memory_gib or 0.0, name) for name in device_names())
     larger = [f"{name} {gib:g}" for gib, name in sorted(known) if gib >= needs][:SHOWN]
@@ -67,8 +103,14 @@ def too_small(
     more = [n * world for n in MORE if n * world <= MOST_DEVICES] if room > 0 else []  # else no number helps
     for devices in (n for n in more if state / n < room):
         if fit := search(config, devices, device, cluster, profile, limit, routing).fit:
-            return ConfigError("--memory-gib", wrong, f"{right}; or --world {devices}: {fit[0].describe()}, {fit[0].needs_gib:,.1f} GiB")
-    return ConfigError("--memory-gib", wrong, f"{right}{f'; {more[-1]:,} devices are too few as well' if more else ''}")
+            return ConfigError(
+                "--memory-gib",
+                wrong,
+                f"{right}; or --world {devices}: {fit[0].describe()}, {fit[0].needs_gib:,.1f} GiB",
+            )
+    return ConfigError(
+        "--memory-gib", wrong, f"{right}{f'; {more[-1]:,} devices are too few as well' if more else ''}"
+    )
 
 
 def launcher(world: int, host_ranks: int) -> str:
@@ -84,14 +126,19 @@ def table(found: Found, limit: float, host_ranks: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console = Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
+    )
     console.print(
-        f"{found.counted:,} layouts; the fastest {len(found.fit):,} that fit in {limit:g} GiB were compared with "
+        f"{found.counted:,} layouts; the fastest {len(found.fit):,} that fit in {limit:g} GiB were "
+        "compared with "
         f"{len(found.too_large):,} as fast that do not, and {found.hopeless:,} whose state alone does not"
     )
     rows = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("", "step s", "tokens/s", "MFU", "causal", "GiB", "layout", "why not"):
-        rows.add_column(name, justify="left" if name in ("layout", "why not") else "right", no_wrap=name != "why not")
+        rows.add_column(
+            name, justify="left" if name in ("layout", "why not") else "right", no_wrap=name != "why not"
+        )
     best = found.fit[0]
     error = bar(best.config.world_size, best.config.parallel.pipeline, host_ranks)
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
@@ -105,10 +152,15 @@ def table(found: Found, limit: float, host_ranks: int) -> None:
         rows.add_row("–", *figures(candidate), candidate.describe(), why)
     console.print(rows)
     terms = sorted(best.prediction.terms.items(), key=lambda term: -term[1])
-    shares = ", ".join(f"{name} {value / best.seconds:.0%}" for name, value in terms if value > 0.005 * best.seconds)
+    shares = ", ".join(
+        f"{name} {value / best.seconds:.0%}" for name, value in terms if value > 0.005 * best.seconds
+    )
     console.print(f"The best layout's step: {shares}.")
     ties = sum(error.ties(best.seconds, candidate.seconds) for candidate in found.fit) - 1
-    console.print(f"It takes {error.around(best.seconds)} s: {error}. {ties:,} others that fit tie with it within that error.")
+    console.print(
+        f"It takes {error.around(best.seconds)} s: {error}. {ties:,} others that fit tie with it within "
+        "that error."
+    )
 
 
 def figures(candidate: Candidate) -> list[str]:

@@ -19,8 +19,9 @@ class StageWork:
 def cut(s: Setting, rule: str) -> tuple[StageWork, ...]:
     """The stages of the model, in order, by a framework's rule.
 
-    `cost`: megacore's, the most expensive stage is cheapest. `even`: as many blocks in each, the ends on top. `nanotron`: each stage
-    takes blocks until the sum passes its share, so the head and the loss may stand alone.
+    `cost`: megacore's, the most expensive stage is cheapest. `even`: as many blocks in each, the ends on top.
+    `nanotron`: each stage takes blocks until the sum passes its share, so the head and the loss may stand
+    alone.
     """
     block = s.attention_weights + s.active_weights
     if rule == "nanotron":
@@ -41,7 +42,9 @@ def _cut(layers: int, count: int, block: float, head: float, rule: str) -> tuple
 
 
 def _nanotron(layers: int, count: int, block: float, head: float) -> list[StageWork]:
-    """Each block goes to the current stage, which ends when the cost so far is above its share of the whole."""
+    """Each block goes to the current stage, which ends when the cost so far is above
+    its share of the whole.
+    """
     total, done, at = layers * block + head, 0.0, 0
     blocks, heads = [0] * count, [False] * count
     for _ in range(layers):
@@ -53,7 +56,12 @@ def _nanotron(layers: int, count: int, block: float, head: float) -> list[StageW
 
 
 @lru_cache(maxsize=1024)
-def held_by_ranks(stages: tuple[StageWork, ...], ranks: int, v_shaped: bool) -> tuple[tuple[int, int, int], ...]:
+def held_by_ranks(
+    stages: tuple[StageWork, ...], ranks: int, v_shaped: bool
+) -> tuple[tuple[int, int, int], ...]:
     """What each rank of the pipeline holds: blocks, embeddings and heads."""
     held = [[stages[rank], stages[-1 - rank]] if v_shaped else stages[rank::ranks] for rank in range(ranks)]
-    return tuple((sum(st.blocks for st in own), sum(st.embedding for st in own), sum(st.head for st in own)) for own in held)
+    return tuple(
+        (sum(st.blocks for st in own), sum(st.embedding for st in own), sum(st.head for st in own))
+        for own in held
+    )

@@ -32,11 +32,23 @@ from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.stages import cut, held_by_ranks
 from megacore.tools.planner.workload import OwnRank, Setting
 
-# The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
-# gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
+# The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long
+# as an input's, and fills gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as
+# many microbatches as ranks.
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
 # What the time of a layer does not depend on, but for whether a pipeline crosses machines.
-OF_THE_STEP = {"layers", "pipeline", "data", "chunks", "global_batch", "schedule", "tied", "zero", "shard_size", "gradient_bytes"}
+OF_THE_STEP = {
+    "layers",
+    "pipeline",
+    "data",
+    "chunks",
+    "global_batch",
+    "schedule",
+    "tied",
+    "zero",
+    "shard_size",
+    "gradient_bytes",
+}
 OF_THE_STEP |= {"own", "own_message"}
 _of_layers = attrgetter(*(field.name for field in fields(Setting) if field.name not in OF_THE_STEP))
 
@@ -63,7 +75,9 @@ class Predictor:
 
     def __init__(self, device: DeviceSpec, cluster: Cluster, profile: Profile) -> None:
         if not device.overlaps:
-            none: dict[str, Any] = dict.fromkeys(("tensor_hidden", "data_hidden", "gather_hidden", "ring_hidden", "pipeline_hidden"), 0.0)
+            none: dict[str, Any] = dict.fromkeys(
+                ("tensor_hidden", "data_hidden", "gather_hidden", "ring_hidden", "pipeline_hidden"), 0.0
+            )
             profile = replace(profile, sharded_hidden=None, **none)
         self.machine = Machine(device, cluster, profile)
         self.works: dict[tuple[object, ...], tuple[MicrobatchTime, MicrobatchTime]] = {}
@@ -77,7 +91,9 @@ class Predictor:
         return self.works[key]
 
     def own(self, rank: OwnRank, s: Setting) -> MicrobatchTime:
-        """The work of a rank of the pipeline with layers of the user's own, of which many layouts have the same."""
+        """The work of a rank of the pipeline with layers of the user's own, of
+        which many layouts have the same.
+        """
         found = MicrobatchTime({}, {})
         for cost, count in rank.layers:
             key = cost, s.tensor, s.compiled
@@ -87,7 +103,9 @@ class Predictor:
         return found
 
     def ranks(self, s: Setting) -> tuple[Sequence[Any], dict[Any, MicrobatchTime], float]:
-        """For each rank of the pipeline what it holds, the work of whoever holds that, and the parameters of the fullest."""
+        """For each rank of the pipeline what it holds, the work of whoever holds that, and
+        the parameters of the fullest.
+        """
         if s.own:
             works = {rank: self.own(own, s) for rank, own in enumerate(s.own)}
             return range(s.pipeline), works, max(own.parameters for own in s.own)
@@ -110,13 +128,21 @@ class Predictor:
         terms["launch"] = m * totals[slowest] - sum(terms.values())
         terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
         sums = _sums(s, parameters, list(works))
-        gather, reduce = (sum(seconds) for seconds in zip(*(_data(s, machine, *own) for own in sums), strict=True))
+        gather, reduce = (
+            sum(seconds) for seconds in zip(*(_data(s, machine, *own) for own in sums), strict=True)
+        )
         forward, backward = times[held[slowest]]
-        # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
+        # Chunks that take turns have their gradients one after the other, each a round of the pipeline's
+        # microbatches before the next.
         rounds = 1.0 if s.schedule in V_SHAPED else ((s.chunks - 1) * min(s.pipeline, m) + 1) / s.chunks
-        behind = profile.data_hidden if s.zero not in (1, 2) or profile.sharded_hidden is None else profile.sharded_hidden
+        behind = (
+            profile.data_hidden
+            if s.zero not in (1, 2) or profile.sharded_hidden is None
+            else profile.sharded_hidden
+        )
         hidden_gather, hidden_reduce = profile.gather_hidden * rounds * forward, behind * rounds * backward
-        if s.zero == 3:  # each microbatch gathers, twice if it does not keep; each but the last of a no-sync run scatters
+        # each microbatch gathers, twice if it does not keep; each but the last of a no-sync run scatters
+        if s.zero == 3:
             terms["data"] = m * (max(0.0, gather - hidden_gather) + max(0.0, gather + reduce - hidden_reduce))
         else:
             terms["data"] = max(0.0, gather - hidden_gather) + max(0.0, reduce - hidden_reduce)
@@ -141,28 +167,42 @@ def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -
     whole = s.element * s.tokens * s.hidden
     parts = s.tensor if s.sequence or p.scatters else 1
     gathered = machine.collective(1.0, whole, s.tensor) if p.scatters and not s.sequence else 0.0
-    one = machine.transfer(s.own_message or whole / parts, distance) * (1 - p.pipeline_hidden) + gathered + p.transfer_host
+    one = (
+        machine.transfer(s.own_message or whole / parts, distance) * (1 - p.pipeline_hidden)
+        + gathered
+        + p.transfer_host
+    )
     # A microbatch crosses two boundaries of a rank and chunk, there and back.
     sides = 2 if s.pipeline == 2 and s.chunks == 1 else 4
     exposed = s.microbatches * s.chunks * sides * one
-    fill = (sum(totals) - totals[slowest]) * BUBBLES.get(s.schedule, 1 / s.chunks) + 2 * (s.pipeline - 1) * one
+    fill = (sum(totals) - totals[slowest]) * BUBBLES.get(s.schedule, 1 / s.chunks) + 2 * (
+        s.pipeline - 1
+    ) * one
     return exposed, fill
 
 
 def _matrices(s: Setting, machine: Machine) -> float:
     """Seconds of an optimizer's work on whole matrices: what travels is beside what is computed."""
-    sent = sum(t.calls * machine.operation(t.operation, t.elements * t.element_bytes / t.calls, t.size) for t in s.matrix_transfers)
+    sent = sum(
+        t.calls * machine.operation(t.operation, t.elements * t.element_bytes / t.calls, t.size)
+        for t in s.matrix_transfers
+    )
     return max(sent, s.matrix_operations / machine.rate(s.precision))
 
 
 def _rank_parameters(s: Setting, held: Sequence[tuple[int, int, int]]) -> list[float]:
     """Of ranks with so many blocks, embeddings and heads."""
     ends = [embeddings + heads * (not (s.tied and s.pipeline == 1)) for _, embeddings, heads in held]
-    return [s.block_parameters * blocks + n * s.vocabulary_parameters for (blocks, _, _), n in zip(held, ends, strict=True)]
+    return [
+        s.block_parameters * blocks + n * s.vocabulary_parameters
+        for (blocks, _, _), n in zip(held, ends, strict=True)
+    ]
 
 
 def _sums(s: Setting, parameters: float, held: Sequence[Any]) -> list[tuple[float, int, int]]:
-    """The fullest rank's parameters by whom gradients are summed with: how many, over how many ranks that are so far apart."""
+    """The fullest rank's parameters by whom gradients are summed with: how many, over how
+    many ranks that are so far apart.
+    """
     size = s.data * s.context
     if s.mixture is None:
         return [(parameters, size, s.tensor)]
@@ -172,7 +212,9 @@ def _sums(s: Setting, parameters: float, held: Sequence[Any]) -> list[tuple[floa
 
 
 def _data(s: Setting, machine: Machine, parameters: float, size: int, stride: int) -> tuple[float, float]:
-    """Seconds to gather the fullest rank's parameters over ranks with other tokens, and to sum its gradients."""
+    """Seconds to gather the fullest rank's parameters over ranks with other tokens, and
+    to sum its gradients.
+    """
     if size == 1:
         return 0.0, 0.0
     gradients, weights = parameters * s.gradient_bytes, parameters * s.element

@@ -60,12 +60,18 @@ class Transfer:
     elements: int
     element_bytes: int
     calls: int
-    stays: bool = False  # of an exchange, the rank's own part, which is as large as the others', is among the elements
+    stays: bool = (
+        False  # of an exchange, the rank's own part, which is as large as the others', is among the elements
+    )
 
     @property
     def sent_bytes(self) -> float:
         """The bytes that this rank sends in a ring."""
-        return self.elements * self.element_bytes * ring_share("all_to_all" if self.stays else self.operation, self.size)
+        return (
+            self.elements
+            * self.element_bytes
+            * ring_share("all_to_all" if self.stays else self.operation, self.size)
+        )
 
 
 def ring_share(operation: str, size: int) -> float:
@@ -75,7 +81,12 @@ def ring_share(operation: str, size: int) -> float:
 
 
 def rank_traffic(
-    config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None, loads: Loads = BALANCED
+    config: Config,
+    host_size: int = 8,
+    tensor_rank: int = 0,
+    shard_rank: int = 0,
+    data_rank: int | None = None,
+    loads: Loads = BALANCED,
 ) -> list[list[Transfer]]:
     """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
     shards, the first being the fullest.
@@ -97,7 +108,11 @@ def rank_traffic(
         from megacore.tools.planner.on_meta import counts_of
 
         summed = counts_of(config, rank, tensor_rank, host_size)
-        return [Transfer(name, "all_reduce", size, numbers, each, 1) for groups, numbers, each in summed for name, size in groups]
+        return [
+            Transfer(name, "all_reduce", size, numbers, each, 1)
+            for groups, numbers, each in summed
+            for name, size in groups
+        ]
 
     def matrices(rank: int) -> list[Transfer]:
         from megacore.tools.planner.whole_updates import Place, whole_updates
@@ -110,8 +125,13 @@ def rank_traffic(
     of_matrices = of_each_rank(config, matrices) if whole else [[] for _ in placement]
     plain = config.model.source is None and config.model.num_experts is None  # such layers have no buffers
     of_counts = [[] for _ in placement] if plain else of_each_rank(config, counts)
-    for stages, of_state, updates, sums in zip(placement, of_each_rank(config, state), of_matrices, of_counts, strict=True):
-        found = [*_layers(config, [layers[stage] for stage in stages], loads), *_pipeline(config, stages, final, flow)]
+    for stages, of_state, updates, sums in zip(
+        placement, of_each_rank(config, state), of_matrices, of_counts, strict=True
+    ):
+        found = [
+            *_layers(config, [layers[stage] for stage in stages], loads),
+            *_pipeline(config, stages, final, flow),
+        ]
         found += [*of_state, *updates, *sums, *_figures(config, flow)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
@@ -124,7 +144,15 @@ def _layers(config: Config, stages: Iterable[range], loads: Loads) -> list[Trans
         for cost, count in layer_costs(config, own, loads):
             calls.update({sent: count * config.num_microbatches * times for sent, times in cost.sent.items()})
     return [
-        Transfer(s.group, s.operation, s.size, times * s.elements, s.element_bytes, times, stays=s.operation == "exchange")
+        Transfer(
+            s.group,
+            s.operation,
+            s.size,
+            times * s.elements,
+            s.element_bytes,
+            times,
+            stays=s.operation == "exchange",
+        )
         for s, times in calls.items()
     ]
 
@@ -132,14 +160,20 @@ def _layers(config: Config, stages: Iterable[range], loads: Loads) -> list[Trans
 def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow) -> list[Transfer]:
     """What crosses a cut, sent to the next stage, and its gradients, sent to the one before, if another rank holds it: each of them
     once for every microbatch, under any schedule."""
-    count, sent = config.num_microbatches, dict[int, tuple[int, int]]()  # elements and calls, by the bytes of an element
+    count, sent = (
+        config.num_microbatches,
+        dict[int, tuple[int, int]](),
+    )  # elements and calls, by the bytes of an element
     ahead = [(stage, False) for stage in sorted(stages) if stage < final and stage + 1 not in stages]
     back = [(stage - 1, True) for stage in sorted(stages) if stage > 0 and stage - 1 not in stages]
     for boundary, gradients in ahead + back:
         for one in flow.crossing(boundary, gradients=gradients):
             elements, calls = sent.get(each := ELEMENT_BYTES[one.precision(config)], (0, 0))
             sent[each] = elements + count * prod(one.shape(config)), calls + count
-    return [Transfer("pp", "send", config.parallel.pipeline, elements, each, calls) for each, (elements, calls) in sent.items()]
+    return [
+        Transfer("pp", "send", config.parallel.pipeline, elements, each, calls)
+        for each, (elements, calls) in sent.items()
+    ]
 
 
 def _over_data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
@@ -151,20 +185,30 @@ def _over_data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
     travels, gathered = (2, 2) if narrow else (gradient, gradient)
     if config.engine.shard_optimizer:
         gathered = parameter
-    (host, within), (name, between), compression = buffers[0].within, buffers[0].between, config.engine.compression
+    (host, within), (name, between), compression = (
+        buffers[0].within,
+        buffers[0].between,
+        config.engine.compression,
+    )
     part = parameters // within
     if isinstance(compression, LowRankCompression):
         summed, gathers = sum(messages), calls if config.engine.shard_optimizer else 0
         return [
             Transfer(name, "all_reduce", between, summed // within, gradient, len(messages)),
-            *(Transfer(host, operation, within, summed, gradient, len(messages)) for operation in ("reduce_scatter", "all_gather")),
+            *(
+                Transfer(host, operation, within, summed, gradient, len(messages))
+                for operation in ("reduce_scatter", "all_gather")
+            ),
             Transfer(name, "all_gather", between, part if gathers else 0, parameter, gathers),
             Transfer(host, "all_gather", within, parameters if gathers else 0, parameter, gathers),
         ]
     if compression is not None:
         sent = compression.sent_bytes(part, gradient)
         gather = (part, gathered) if config.engine.shard_optimizer else (sent, 1)
-        found = [Transfer(name, "all_to_all", between, sent, 1, calls), Transfer(name, "all_gather", between, *gather, calls)]
+        found = [
+            Transfer(name, "all_to_all", between, sent, 1, calls),
+            Transfer(name, "all_gather", between, *gather, calls),
+        ]
     elif narrow or config.engine.shard_optimizer:
         scatter = Transfer(name, "reduce_scatter", between, part, travels, calls)
         found = [scatter, Transfer(name, "all_gather", between, part, gathered, calls)]
@@ -183,7 +227,16 @@ def _data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
     found = [transfer for own in alike.values() for transfer in _over_data(config, own)]
     for axis, size in same_tokens(config):
         partial = [buffer for buffer in buffers if axis in buffer.summed_over]
-        found.append(Transfer(axis, "all_reduce", size, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
+        found.append(
+            Transfer(
+                axis,
+                "all_reduce",
+                size,
+                sum(b.size for b in partial),
+                gradient,
+                sum(len(b.buckets) for b in partial),
+            )
+        )
     for buffer in buffers:
         if "tied" in buffer.summed_over:  # of the rank's own parts of the buckets
             sharded = config.engine.shard_optimizer and buffer.ranks > 1
@@ -196,19 +249,31 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
     """What `_data` counts, of the fsdp engine."""
     compute, gradient = ELEMENT_BYTES[config.train.precision], GRADIENT_BYTES[config.train.precision]
     m = config.num_microbatches
-    again = m if reshards(config) else 1  # times that blocks are gathered for a forward, and all gradients are summed
+    again = (
+        m if reshards(config) else 1
+    )  # times that blocks are gathered for a forward, and all gradients are summed
     found = []
     for unit in units:
         (shard, shards), (replicate, copies) = unit.shards, unit.copies
         gathers = 2 * m if unit.block and reshards(config) else 1  # the ends stay whole: the loss needs them
         found.append(Transfer(shard, "all_gather", shards, gathers * shards * unit.padded, compute, gathers))
         if unit.trained:
-            found.append(Transfer(shard, "reduce_scatter", shards, again * shards * unit.trained, gradient, again))
+            found.append(
+                Transfer(shard, "reduce_scatter", shards, again * shards * unit.trained, gradient, again)
+            )
             found.append(Transfer(replicate, "all_reduce", copies, unit.trained, gradient, 1))
-    partial: Counter[int] = Counter()  # by the number of ranks: where tensor ranks and those with an expert's parts are the same, one sum
+    partial: Counter[int] = (
+        Counter()
+    )  # by the number of ranks: where tensor ranks and those with an expert's parts are the same, one sum
     for axis, size in same_tokens(config):
-        partial[size] += sum(unit.own[name] for unit in units for name, over in unit.partial.items() if axis in over)
-    tied = [unit.own["embedding.weight"] for unit in units if "embedding.weight" in unit.own and config.model.tie_embeddings]
+        partial[size] += sum(
+            unit.own[name] for unit in units for name, over in unit.partial.items() if axis in over
+        )
+    tied = [
+        unit.own["embedding.weight"]
+        for unit in units
+        if "embedding.weight" in unit.own and config.model.tie_embeddings
+    ]
     return [
         *together(found),
         *(
@@ -239,7 +304,10 @@ def _figures(config: Config, flow: ModelFlow) -> list[Transfer]:
     masked = masks_targets(config) or flow.makes_targets  # what may be left out is counted first
     counts = sum(over != "tokens" and (over != "targets" or masked) for over in set(flow.over))
     figures = len(flow.over) + 2 + counts
-    return [Transfer("loss", "all_reduce", world, figures, 8, 1 + counts), Transfer("norm", "all_reduce", world, 1, 8, 1)]
+    return [
+        Transfer("loss", "all_reduce", world, figures, 8, 1 + counts),
+        Transfer("norm", "all_reduce", world, 1, 8, 1),
+    ]
 
 
 def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:
@@ -260,13 +328,24 @@ def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine
     # Ranks between two neighbours of a group; of two ends the distance.
     strides = {"cp": stride, "pp": stage, "ep": expert}
     for name, apart, shards in (("dp", stride, ""), ("edp", part, "×edp")):
-        strides |= {name: apart, f"{name} within a host": apart, f"{name} between hosts": apart * sizes.get(f"{name} within a host", 1)}
+        strides |= {
+            name: apart,
+            f"{name} within a host": apart,
+            f"{name} between hosts": apart * sizes.get(f"{name} within a host", 1),
+        }
         strides |= {f"shard{shards}": apart, f"replicate{shards}": apart * sizes.get(f"shard{shards}", 1)}
     strides["tied"] = stage * (parallel.pipeline - 1)
     seconds: dict[str, float] = {}
     for transfer in transfers:
-        each, apart = transfer.elements * transfer.element_bytes / transfer.calls, strides.get(transfer.group, 1)
+        each, apart = (
+            transfer.elements * transfer.element_bytes / transfer.calls,
+            strides.get(transfer.group, 1),
+        )
         to_neighbour = transfer.operation == "send" and transfer.group != "cp"
-        time = machine.transfer(each, apart) if to_neighbour else machine.operation(transfer.operation, each, transfer.size, apart)
+        time = (
+            machine.transfer(each, apart)
+            if to_neighbour
+            else machine.operation(transfer.operation, each, transfer.size, apart)
+        )
         seconds[transfer.group] = seconds.get(transfer.group, 0.0) + transfer.calls * time
     return seconds

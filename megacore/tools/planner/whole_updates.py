@@ -1,5 +1,6 @@
-"""What the update of whole matrices costs a rank: the exchange with owners, the room for it, and the operations. The engine's own dealing
-says it, from placements on `meta`."""
+"""What the update of whole matrices costs a rank: the exchange with owners, the room for it, and the
+operations. The engine's own dealing says it, from placements on `meta`.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +11,15 @@ from megacore.config.schema import Config
 from megacore.distributed.axes import called
 from megacore.distributed.shard import Shard, shard_of
 from megacore.engine.flat_buffer import PartsOfBuffers
-from megacore.engine.owners import Dealing, Part, cost_of, dealings_of, divided_holders, native_holders, part_of_rows
+from megacore.engine.owners import (
+    Dealing,
+    Part,
+    cost_of,
+    dealings_of,
+    divided_holders,
+    native_holders,
+    part_of_rows,
+)
 from megacore.engine.whole_matrices import own_state_shapes
 from megacore.pipeline.partition import placement_of
 from megacore.tools.choices.partition import partitioned
@@ -39,13 +48,21 @@ class WholeUpdates:
     @property
     def own_numbers(self) -> int:
         """The numbers of state of the matrices that the rank owns, beside those for each element."""
-        every = ((group, task.name) for group, d in self.each for tasks in d.rounds for task in d.owned(tasks))
-        return sum(prod(shape) for group, name in every for shape in own_state_shapes(group.rule, self.shards[name]).values())
+        every = (
+            (group, task.name) for group, d in self.each for tasks in d.rounds for task in d.owned(tasks)
+        )
+        return sum(
+            prod(shape)
+            for group, name in every
+            for shape in own_state_shapes(group.rule, self.shards[name]).values()
+        )
 
     @property
     def operations(self) -> float:
         """What the rank computes of directions."""
-        owned = ((group, task.name) for group, d in self.each for tasks in d.rounds for task in d.owned(tasks))
+        owned = (
+            (group, task.name) for group, d in self.each for tasks in d.rounds for task in d.owned(tasks)
+        )
         return sum(cost_of(group.rule, self.shards[name]) for group, name in owned)
 
     @property
@@ -54,12 +71,19 @@ class WholeUpdates:
         return [(group, dealing) for group, dealings in self.dealings.items() for dealing in dealings]
 
     def room(self) -> int:
-        """About how many elements an update needs for itself at its fullest: of one round what came, went, and is computed from it, and of
-        its neighbours what travels."""
+        """About how many elements an update needs for itself at its fullest: of one round what came, went,
+        and is computed from it, and of its neighbours what travels.
+        """
         most = 0
         for _, dealing in self.each:
-            own = [sum(dealing.part(task.name, dealing.within.rank).size for task in tasks) for tasks in dealing.rounds]
-            owned = [sum(prod(self.shards[task.name].global_shape) for task in dealing.owned(tasks)) for tasks in dealing.rounds]
+            own = [
+                sum(dealing.part(task.name, dealing.within.rank).size for task in tasks)
+                for tasks in dealing.rounds
+            ]
+            owned = [
+                sum(prod(self.shards[task.name].global_shape) for task in dealing.owned(tasks))
+                for tasks in dealing.rounds
+            ]
             most = max(most, *(4 * a + 12 * b for a, b in zip(own, owned, strict=True)))
         return most
 
@@ -73,10 +97,21 @@ class WholeUpdates:
                 here, owned = dealing.here(tasks), dealing.owned(tasks)
                 own = {task.name: dealing.part(task.name, me).size for task in tasks}
                 if here:
-                    came = sum(part.size for task in owned for place, part in dealing.senders(task) if place != me)
-                    went = sum(own[task.name] for task in here if task.owner != me and dealing.sends(task, me))
-                    back = sum(dealing.part(task.name, place).size for task in owned for place in range(within.size) if place != me)
-                    exchanged += max(came, went) + max(back, sum(own[task.name] for task in here if task.owner != me))
+                    came = sum(
+                        part.size for task in owned for place, part in dealing.senders(task) if place != me
+                    )
+                    went = sum(
+                        own[task.name] for task in here if task.owner != me and dealing.sends(task, me)
+                    )
+                    back = sum(
+                        dealing.part(task.name, place).size
+                        for task in owned
+                        for place in range(within.size)
+                        if place != me
+                    )
+                    exchanged += max(came, went) + max(
+                        back, sum(own[task.name] for task in here if task.owner != me)
+                    )
                     calls += 2
                 copied += sum(own.values())
                 copies += len({task.copy for task in tasks})
@@ -108,7 +143,12 @@ def whole_updates(config: Config, place: Place, host_size: int = 8) -> WholeUpda
             number = where.owner_index(rank, over.tokens) % shards_of_a_copy
             return part_of_rows(where.shard_at(shard, rank), owned[name].dim(), shards_of_a_copy, number)
 
-        return WholeUpdates(shards, dealings_of(shards, groups, lambda shard: divided_holders(where, shard), part_at))
+        return WholeUpdates(
+            shards, dealings_of(shards, groups, lambda shard: divided_holders(where, shard), part_at)
+        )
     laid_out = buffers(config, where, [(name, tensor, (0,)) for name, tensor in owned.items()])
     parts = PartsOfBuffers(laid_out, where, shards)
-    return WholeUpdates(shards, dealings_of(shards, groups, lambda s: native_holders(where, s, config.engine.shard_optimizer), parts))
+    return WholeUpdates(
+        shards,
+        dealings_of(shards, groups, lambda s: native_holders(where, s, config.engine.shard_optimizer), parts),
+    )

@@ -83,7 +83,9 @@ class Setting:
     data: int = 1
     chunks: int = 1  # of the model, a rank of the pipeline
     sequence: bool = False  # tokens are divided between tensor-parallel regions
-    async_tensor: bool = False  # collectives of tensor ranks run in pieces, beside the products before or behind them
+    async_tensor: bool = (
+        False  # collectives of tensor ranks run in pieces, beside the products before or behind them
+    )
     micro_batch: int = 1
     global_batch: int = 1
     precision: str = "bf16"
@@ -99,7 +101,9 @@ class Setting:
     own: tuple[OwnRank, ...] = ()
     own_message: int = 0
     mixture: Mixture | None = None  # of some blocks in place of the feed-forward layer
-    latent: Latent | None = None  # that attention has; then `head_size` is what its kernels take, in the mean of keys and values
+    latent: Latent | None = (
+        None  # that attention has; then `head_size` is what its kernels take, in the mean of keys and values
+    )
     # Of whole matrices that an optimizer updates: the operations of the rank that has most, and what it sends and receives.
     matrix_operations: float = 0.0
     matrix_transfers: tuple[Transfer, ...] = ()
@@ -138,16 +142,30 @@ class Setting:
     def divided(self) -> Divided:
         """Attention of a block, as context and tensor ranks divide it."""
         heads, kv_heads = self.heads / self.tensor, self.kv_heads / self.tensor
-        return Divided(self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.element)
+        return Divided(
+            self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.element
+        )
 
     @property
     def projections(self) -> tuple[tuple[float, float, bool], ...]:
         """Attention's products: what goes in, what comes out, and whether tensor ranks divide them (not what latents are made by)."""
         if (m := self.latent) is None:
-            return (self.hidden, self.attention_size + 2 * self.kv_size, True), (self.attention_size, self.hidden, True)
+            return (self.hidden, self.attention_size + 2 * self.kv_size, True), (
+                self.attention_size,
+                self.hidden,
+                True,
+            )
         queries = (m.queries or self.hidden, self.heads * (m.plain + m.turned), True)
-        latents = ((self.hidden, m.keys + m.turned, False), *([(self.hidden, m.queries, False)] if m.queries else []))
-        return (*latents, queries, (m.keys, self.heads * (m.plain + m.value), True), (self.heads * m.value, self.hidden, True))
+        latents = (
+            (self.hidden, m.keys + m.turned, False),
+            *([(self.hidden, m.queries, False)] if m.queries else []),
+        )
+        return (
+            *latents,
+            queries,
+            (m.keys, self.heads * (m.plain + m.value), True),
+            (self.heads * m.value, self.hidden, True),
+        )
 
     @property
     def attention_weights(self) -> float:
@@ -172,7 +190,11 @@ class Setting:
     def expert_parameters(self) -> float:
         """Parameters of the experts of a block that has some, on a rank."""
         m = self.mixture
-        return 0.0 if m is None else (3 if self.gated else 2) * self.hidden * m.ffn * m.experts / (m.ranks * m.parts)
+        return (
+            0.0
+            if m is None
+            else (3 if self.gated else 2) * self.hidden * m.ffn * m.experts / (m.ranks * m.parts)
+        )
 
     @property
     def block_parameters(self) -> float:
@@ -193,7 +215,9 @@ class Setting:
 def own_ranks(config: Config) -> tuple[OwnRank, ...]:
     """What was measured of each rank of the pipeline, given a model of the user's own."""
     layers, placement = stage_layers(config), placement_of(config)
-    runs = (tuple(run for stage in stages for run in layer_costs(config, layers[stage])) for stages in placement)
+    runs = (
+        tuple(run for stage in stages for run in layer_costs(config, layers[stage])) for stages in placement
+    )
     return tuple(map(OwnRank, runs, rank_parameters(config)))
 
 
@@ -209,9 +233,16 @@ def matrices_of(config: Config) -> dict[str, Any]:
         return {}
     from megacore.tools.planner.whole_updates import Place, whole_updates
 
-    ranks = [updates for rank in range(config.parallel.pipeline) if (updates := whole_updates(config, Place(rank))) is not None]
+    ranks = [
+        updates
+        for rank in range(config.parallel.pipeline)
+        if (updates := whole_updates(config, Place(rank))) is not None
+    ]
     most = max(ranks, key=lambda updates: updates.operations)
-    return {"matrix_operations": most.operations, "matrix_transfers": tuple(t for t in most.transfers(config) if t.size > 1 and t.calls)}
+    return {
+        "matrix_operations": most.operations,
+        "matrix_transfers": tuple(t for t in most.transfers(config) if t.size > 1 and t.calls),
+    }
 
 
 def setting_of(config: Config) -> Setting:
@@ -220,8 +251,15 @@ def setting_of(config: Config) -> Setting:
     config = partitioned(config)
     own = config.model.source is not None
     model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
-    kind_zero = {"native": int(engine.shard_optimizer), "fsdp": (3 if reshards(config) else 2) if config.token_ranks > 1 else 0}
-    zero = int(ds_settings(config)["zero_optimization"]["stage"]) if engine.kind == "deepspeed" else kind_zero[engine.kind]
+    kind_zero = {
+        "native": int(engine.shard_optimizer),
+        "fsdp": (3 if reshards(config) else 2) if config.token_ranks > 1 else 0,
+    }
+    zero = (
+        int(ds_settings(config)["zero_optimization"]["stage"])
+        if engine.kind == "deepspeed"
+        else kind_zero[engine.kind]
+    )
     return Setting(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -262,7 +300,9 @@ def refuse_experts(config: Config) -> None:
     """Raises `ConfigError` for what is not predicted of a user's own model with experts: a step's time."""
     if config.model.num_experts is not None and config.model.source is not None:
         wrong = "how long a step with experts takes is not predicted of a model of your own"
-        raise ConfigError("model.source", wrong, "launch/plan.py without --search or --device with --cluster, or null")
+        raise ConfigError(
+            "model.source", wrong, "launch/plan.py without --search or --device with --cluster, or null"
+        )
 
 
 def mixture_of(config: Config) -> Mixture | None:
@@ -270,12 +310,25 @@ def mixture_of(config: Config) -> Mixture | None:
     model, sizes = config.model, config.expert_sizes
     if model.num_experts is None:
         return None
-    ffn, share = resolved(model.expert_ffn_size), sum(map(model.has_experts, range(model.num_layers))) / model.num_layers
+    ffn, share = (
+        resolved(model.expert_ffn_size),
+        sum(map(model.has_experts, range(model.num_layers))) / model.num_layers,
+    )
     chosen, shared = model.experts_per_token, model.shared_experts * ffn
     most = model.capacity_factor or inf
     halves = config.parallel.expert_halves and sizes["ep"] * sizes["etp"] > 1  # else no row travels
     ranks = sizes["ep"], sizes["etp"]
-    return Mixture(model.num_experts, chosen, ffn, shared, share, *ranks, busiest=min(1.0, most), most=most, halves=halves)
+    return Mixture(
+        model.num_experts,
+        chosen,
+        ffn,
+        shared,
+        share,
+        *ranks,
+        busiest=min(1.0, most),
+        most=most,
+        halves=halves,
+    )
 
 
 def latent_of(config: Config) -> Latent | None:
@@ -296,6 +349,10 @@ def routed(s: Setting, routing: Routing | None) -> Setting:
 def gradient_bytes(config: Config) -> float:
     """Bytes in which a gradient's number travels between data ranks; low rank sends other numbers, and is taken for none of them here."""
     engine, plain = config.engine, 8 if config.train.precision == "fp64" else 4
-    if engine.compression is not None and engine.compression.kind == "int8" and engine.compression.rounding == "nearest":
+    if (
+        engine.compression is not None
+        and engine.compression.kind == "int8"
+        and engine.compression.rounding == "nearest"
+    ):
         return 1 + plain / engine.compression.block
     return 2 if engine.reduce_dtype == "bf16" else plain

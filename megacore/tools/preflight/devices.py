@@ -1,4 +1,6 @@
-"""Times a matrix product on each GPU of this machine, or on each core where there is none, and prints the results as JSON."""
+"""Times a matrix product on each GPU of this machine, or on each core where there is none,
+and prints the results as JSON.
+"""
 
 import json
 import os
@@ -10,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 CORE_SIZE, CORE_PRODUCTS, CORE_TRIES = 192, 8, 10  # products of a try together take about a millisecond
-CORE_SECONDS, ALIKE = 1.0, 1.05  # at most for a core; when its three best tries are so much alike, they are believed
+# at most for a core; when its three best tries are so much alike, they are believed
+CORE_SECONDS, ALIKE = 1.0, 1.05
 GPU_SIZE, GPU_PRODUCTS, GPU_TRIES = 8192, 4, 5
 
 
 def cores() -> dict[str, float]:
-    """Products in GFLOP/s on each core, one after the other. The best of many short tries: other programs on a core interrupt some of
-    them, and a core that is slow itself is slow in all."""
+    """Products in GFLOP/s on each core, one after the other.
+
+    The best of many short tries: other programs on a core interrupt some of them, and a core that is slow
+    itself is slow in all.
+    """
     import numpy as np
 
     mine = os.sched_getaffinity(0)
@@ -39,12 +45,19 @@ def cores() -> dict[str, float]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Of each GPU: name, memory in bytes, TFLOP/s of a bf16 product, and whether a product with a known result was right."""
+    """Of each GPU: name, memory in bytes, TFLOP/s of a bf16 product, and whether a product
+    with a known result was right.
+    """
     import torch
 
     found: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
-        about: dict[str, Any] = {"name": torch.cuda.get_device_name(index), "tflops": 0.0, "right": False, "error": ""}
+        about: dict[str, Any] = {
+            "name": torch.cuda.get_device_name(index),
+            "tflops": 0.0,
+            "right": False,
+            "error": "",
+        }
         found.append(about)
         try:
             about["free"], about["memory"] = torch.cuda.mem_get_info(index)
@@ -55,8 +68,9 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def product(device: Any) -> tuple[float, bool]:
-    """TFLOP/s of a bf16 product, and whether a product with a permutation gave the matrix with its columns in that order: exactly,
-    because every sum has one term that is not zero."""
+    """TFLOP/s of a bf16 product, and whether a product with a permutation gave the matrix with its columns in
+    that order: exactly, because every sum has one term that is not zero.
+    """
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
@@ -79,7 +93,9 @@ def product(device: Any) -> tuple[float, bool]:
 def model() -> str:
     """The processor's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def main() -> None:

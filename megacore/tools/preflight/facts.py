@@ -1,7 +1,8 @@
 """What a machine says about itself, as one JSON object. `judge.py` decides what is wrong; nothing here does.
 
-A machine needs no other one for this. It prints the time at once, so that a reader can compare clocks, and the facts when it has them.
-Standard library only, but for the devices, which another process tries: a broken GPU or torch must not hide the rest.
+A machine needs no other one for this. It prints the time at once, so that a reader can compare clocks, and
+the facts when it has them. Standard library only, but for the devices, which another process tries: a broken
+GPU or torch must not hide the rest.
 """
 
 import contextlib
@@ -34,7 +35,11 @@ SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "CUDA_", "OMP_", "MKL_", 
 LONGEST_SECONDS = 50.0  # for all of it; a dead file system would hold it for ever
 DEVICE_SECONDS = 40.0
 WRITTEN_BYTES, WRITING_TRIES, WRITING_SECONDS = 32 << 20, 5, 3.0  # of a try; for all
-LIMITS = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK, "processes": resource.RLIMIT_NPROC}
+LIMITS = {
+    "open files": resource.RLIMIT_NOFILE,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+    "processes": resource.RLIMIT_NPROC,
+}
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,27 @@ class Question:
 
 def facts(question: Question, host: str, slots: int) -> dict[str, Any]:
     """All facts of this machine, which the hostfile calls `host`."""
-    found: dict[str, Any] = {"name": socket.gethostname(), "code": code(), "versions": versions(), "limits": limits()}
+    found: dict[str, Any] = {
+        "name": socket.gethostname(),
+        "code": code(),
+        "versions": versions(),
+        "limits": limits(),
+    }
     found |= {"memory": memory(), "network": network(question.first), "settings": settings()}
     ports, device, log_dir = [question.port], "auto", None
     try:
         config = load(question.config, question.overrides, question.world_size).config
-        found["config"] = {"digest": digest(json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True).encode())}
+        found["config"] = {
+            "digest": digest(
+                json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True).encode()
+            )
+        }
         ports += [config.log.prometheus_port] if config.log.prometheus_port else []
         device, log_dir = config.train.device, Path(resolved(config.log.dir))
-        found["needs"] = {"disk": saved_bytes(config), "memory": slots * max(rank.total for rank in rank_memory(config))}
+        found["needs"] = {
+            "disk": saved_bytes(config),
+            "memory": slots * max(rank.total for rank in rank_memory(config)),
+        }
     except UserError as error:
         found["config"] = {"error": str(error)}
     found["ports"] = {str(port): taken(port) for port in ports}
@@ -87,7 +104,9 @@ def code() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of packages, by their metadata: nothing is imported, so that a broken package has one too."""
+    """The versions of Python and of packages, by their metadata: nothing is imported, so
+    that a broken package has one too.
+    """
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -98,8 +117,16 @@ def versions() -> dict[str, str]:
 
 
 def disk(folder: Path, name: str, host: str) -> dict[str, Any]:
-    """Free bytes of a folder, bytes a second that a new file in it takes, and the machines whose files are seen there."""
-    found: dict[str, Any] = {"path": str(folder.absolute()), "free": 0, "write": None, "seen": [], "error": ""}
+    """Free bytes of a folder, bytes a second that a new file in it takes, and the
+    machines whose files are seen there.
+    """
+    found: dict[str, Any] = {
+        "path": str(folder.absolute()),
+        "free": 0,
+        "write": None,
+        "seen": [],
+        "error": "",
+    }
     file = folder / name / f"{host}.speed"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +141,9 @@ def disk(folder: Path, name: str, host: str) -> dict[str, Any]:
 
 
 def write_speed(file: Path, size: int) -> float | None:
-    """Bytes a second of the best of some tries: other programs hold up some of them, and a disk that is slow itself is slow in all."""
+    """Bytes a second of the best of some tries: other programs hold up some of them, and a disk that
+    is slow itself is slow in all.
+    """
     block, best = os.urandom(1 << 20), 0.0  # what is all alike, some file systems do not write
     end = time.monotonic() + WRITING_SECONDS
     for _ in range(WRITING_TRIES):
@@ -132,7 +161,10 @@ def write_speed(file: Path, size: int) -> float | None:
 def memory() -> dict[str, int]:
     """Bytes of memory, of those that are free, and of shared memory, which NCCL and the loader use."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    found = {name: int(lines[key].split()[0]) << 10 for name, key in (("total", "MemTotal"), ("available", "MemAvailable"))}
+    found = {
+        name: int(lines[key].split()[0]) << 10
+        for name, key in (("total", "MemTotal"), ("available", "MemAvailable"))
+    }
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return found | {"shared": shared.f_blocks * shared.f_frsize if shared else 0}
 
@@ -155,10 +187,14 @@ def taken(port: int) -> bool:
 
 
 def network(first: str) -> dict[str, Any]:
-    """The interfaces with their speeds in Mbit/s, InfiniBand devices, and the addresses of this machine's name and of the first host."""
+    """The interfaces with their speeds in Mbit/s, InfiniBand devices, and the addresses of this
+    machine's name and of the first host.
+    """
     folder, infiniband = Path("/sys/class/net"), Path("/sys/class/infiniband")
     names = [name for _, name in socket.if_nameindex()]
-    found: dict[str, Any] = {"interfaces": {name: speed(folder / name / "speed") for name in names if name != "lo"}}
+    found: dict[str, Any] = {
+        "interfaces": {name: speed(folder / name / "speed") for name in names if name != "lo"}
+    }
     found["infiniband"] = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
     for key, name in (("own", socket.gethostname()), ("first", first)):
         try:
@@ -186,8 +222,14 @@ def devices(device: str) -> dict[str, Any]:
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megacore.tools.preflight.devices", device]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, timeout=DEVICE_SECONDS)
-        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": last_line(done.stderr)}
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, timeout=DEVICE_SECONDS
+        )
+        return (
+            json.loads(done.stdout.splitlines()[-1])
+            if done.returncode == 0
+            else {"error": last_line(done.stderr)}
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {DEVICE_SECONDS:.0f} s"}
     except (OSError, ValueError, IndexError) as error:
@@ -196,7 +238,9 @@ def devices(device: str) -> dict[str, Any]:
 
 def last_line(text: str) -> str:
     """The last line that says anything."""
-    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "nothing was said")
+    return next(
+        (line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "nothing was said"
+    )
 
 
 def saved_bytes(config: Config) -> int:

@@ -55,7 +55,11 @@ def figure(about: Facts, check: str) -> str:
         return f"{about['ahead']:+.1f} s"
     if check == "disk":
         disk = about.get("log_dir")
-        return f"{size_text(disk['free'])}{', ' + size_text(int(disk['write'])) + '/s' if disk['write'] else ''}" if disk else ""
+        return (
+            f"{size_text(disk['free'])}{', ' + size_text(int(disk['write'])) + '/s' if disk['write'] else ''}"
+            if disk
+            else ""
+        )
     if check == "memory":
         return size_text(about["memory"]["available"])
     if check == "devices" and devices.get("gpus"):
@@ -66,7 +70,9 @@ def figure(about: Facts, check: str) -> str:
 
 
 def readable(about: Facts, slots: int) -> dict[str, Any]:
-    """A host's facts; or, where they cannot be judged or shown, why not: those of another version must not hide all other hosts."""
+    """A host's facts; or, where they cannot be judged or shown, why not: those of another version
+    must not hide all other hosts.
+    """
     if about.get("unreached"):
         return dict(about)
     two = {"host": about, "other": about}
@@ -74,7 +80,10 @@ def readable(about: Facts, slots: int) -> dict[str, Any]:
         judge(two, dict.fromkeys(two, slots), need_sharing=True)
         "".join([*(figure(about, check) for check in COLUMNS), network_text(about)])
     except Exception as error:
-        return {"unreached": f"answers, but its answer cannot be judged: {type(error).__name__}: {str(error)[:200]}"}
+        return {
+            "unreached": f"answers, but its answer cannot be judged: {type(error).__name__}: "
+            f"{str(error)[:200]}"
+        }
     return dict(about)
 
 
@@ -91,13 +100,25 @@ def settings_lines(hosts: Mapping[str, Facts]) -> list[str]:
 def network_text(about: Facts) -> str:
     """The variables that are set, and what is chosen where none is."""
     net, env = about["network"], about["settings"]
-    interfaces = ", ".join(f"{name} ({speed / 1000:g} Gbit/s)" if speed else name for name, speed in net["interfaces"].items())
+    interfaces = ", ".join(
+        f"{name} ({speed / 1000:g} Gbit/s)" if speed else name for name, speed in net["interfaces"].items()
+    )
     devices = ", ".join(net["infiniband"])
-    own = "the address of the host's own name" if net["own"] and not net["own"].startswith("127.") else net["own"] or "nothing"
+    own = (
+        "the address of the host's own name"
+        if net["own"] and not net["own"].startswith("127.")
+        else net["own"] or "nothing"
+    )
     parts = [f"gloo takes {env.get('GLOO_SOCKET_IFNAME') or own}"]
     parts.append(f"interfaces {env.get('NCCL_SOCKET_IFNAME') or interfaces or 'none'}")
     parts.append(f"InfiniBand {env.get('NCCL_IB_HCA') or devices or 'none'}")
-    return "; ".join([*parts, " ".join(f"{name}={value}" for name, value in env.items()) or "no setting of NCCL, gloo or threads"])
+    return "; ".join(
+        [
+            *parts,
+            " ".join(f"{name}={value}" for name, value in env.items())
+            or "no setting of NCCL, gloo or threads",
+        ]
+    )
 
 
 def names(hosts: Sequence[str], most: int = 4) -> str:
@@ -127,21 +148,42 @@ def together_lines(result: Mapping[str, Any], names: Sequence[str]) -> list[str]
     """What the groups and links have, a line for each kind."""
     found = [f"mesh: {result['mesh']}"]
     for axis in dict.fromkeys(group["axis"] for group in result["groups"]):
-        own = sorted((group for group in result["groups"] if group["axis"] == axis), key=lambda group: group["seconds"])
+        own = sorted(
+            (group for group in result["groups"] if group["axis"] == axis), key=lambda group: group["seconds"]
+        )
         usual, last = own[len(own) // 2], own[-1]
-        text = f"{axis}: {len(own)} groups of {len(last['ranks'])} ranks sum 1 MiB in {usual['seconds'] * 1e3:.2f} ms (median)"
-        slowest = f"; the slowest, ranks {', '.join(map(str, last['ranks'][:8]))}, in {last['seconds'] * 1e3:.2f} ms"
+        text = (
+            f"{axis}: {len(own)} groups of {len(last['ranks'])} ranks sum 1 MiB in "
+            f"{usual['seconds'] * 1e3:.2f} ms (median)"
+        )
+        slowest = (
+            f"; the slowest, ranks {', '.join(map(str, last['ranks'][:8]))}, in "
+            f"{last['seconds'] * 1e3:.2f} ms"
+        )
         found.append(text + (slowest if len(own) > 1 else ""))
     if result["links"]:
-        rates = sorted((link["bytes_per_second"], names[link["from"]], names[link["to"]]) for link in result["links"])
+        rates = sorted(
+            (link["bytes_per_second"], names[link["from"]], names[link["to"]]) for link in result["links"]
+        )
         least, usual_rate = rates[0], rates[len(rates) // 2][0]
         text = f"{len(rates)} links between machines: {size_text(int(usual_rate))}/s (median)"
         found.append(f"{text}; the slowest, {least[1]} to {least[2]}, {size_text(int(least[0]))}/s")
     return found
 
 
-def as_json(hosts: Mapping[str, Facts], findings: Sequence[HostFinding], before: str, together: Mapping[str, Any] | str) -> dict[str, Any]:
+def as_json(
+    hosts: Mapping[str, Facts],
+    findings: Sequence[HostFinding],
+    before: str,
+    together: Mapping[str, Any] | str,
+) -> dict[str, Any]:
     """All of it, for programs."""
     found = [asdict(finding) for finding in findings]
     passed = not any(finding.fatal for finding in findings)
-    return {"passed": passed, "exclude": excluded(findings, before), "findings": found, "hosts": dict(hosts), "together": together}
+    return {
+        "passed": passed,
+        "exclude": excluded(findings, before),
+        "findings": found,
+        "hosts": dict(hosts),
+        "together": together,
+    }

@@ -1,7 +1,9 @@
-"""What only shows together: a small collective in every group of the mesh, and the bandwidth of the links between machines.
+"""What only shows together: a small collective in every group of the mesh, and the bandwidth
+of the links between machines.
 
-Every rank is here, started by the run's own launcher. Links are tried in rounds: in the first every machine sends to the next one,
-then to the second next, the fourth, … N machines take log2(N) rounds and not N², and all links are busy at once, as in training.
+Every rank is here, started by the run's own launcher. Links are tried in rounds: in the first every machine
+sends to the next one, then to the second next, the fourth, … N machines take log2(N) rounds and not N², and
+all links are busy at once, as in training.
 """
 
 import socket
@@ -25,11 +27,19 @@ NAME_BYTES = 64
 
 
 def together(mesh: Mesh, mark: Callable[[str], object] = lambda done: None) -> dict[str, Any]:
-    """Everything that ranks find out together. Collective; every rank gets it. `mark` is called with each thing that was done."""
+    """Everything that ranks find out together.
+
+    Collective; every rank gets it. `mark` is called with each thing that was done.
+    """
     mark(f"the groups are made: {mesh.describe()}")
     machines = machines_of(mesh)
     mark(f"{mesh.place.world_size} ranks on {len(machines)} machines hear each other")
-    return {"machines": machines, "groups": groups(mesh, mark), "links": links(mesh, machines, mark), "mesh": mesh.describe()}
+    return {
+        "machines": machines,
+        "groups": groups(mesh, mark),
+        "links": links(mesh, machines, mark),
+        "mesh": mesh.describe(),
+    }
 
 
 def machines_of(mesh: Mesh) -> list[list[int]]:
@@ -44,14 +54,20 @@ def machines_of(mesh: Mesh) -> list[list[int]]:
 
 
 def groups(mesh: Mesh, mark: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Every group along an axis: its ranks, the median seconds of an all-reduce of 1 MiB, and whether the sum was right."""
+    """Every group along an axis: its ranks, the median seconds of an all-reduce of 1 MiB,
+    and whether the sum was right.
+    """
     found: list[dict[str, Any]] = []
     for axis in (axis.name for axis in mesh.axes):
         group = mesh.group(axis)
         if mesh.sizes[axis] == 1 or isinstance(group.communicator, Unconnected):
             continue
-        of_all = all_gather(torch.tensor([timed_sum(group, mesh)], dtype=torch.float64, device=mesh.device), mesh.world).tolist()
-        for ranks in dict.fromkeys(ranks_along((axis,), rank, mesh.sizes) for rank in range(mesh.place.world_size)):
+        of_all = all_gather(
+            torch.tensor([timed_sum(group, mesh)], dtype=torch.float64, device=mesh.device), mesh.world
+        ).tolist()
+        for ranks in dict.fromkeys(
+            ranks_along((axis,), rank, mesh.sizes) for rank in range(mesh.place.world_size)
+        ):
             seconds, right = max(of_all[rank][0] for rank in ranks), all(of_all[rank][1] for rank in ranks)
             found.append({"axis": axis, "ranks": list(ranks), "seconds": seconds, "right": right})
         mark(f"the {axis} groups have summed")
@@ -59,7 +75,9 @@ def groups(mesh: Mesh, mark: Callable[[str], object]) -> list[dict[str, Any]]:
 
 
 def timed_sum(group: Group, mesh: Mesh) -> tuple[float, bool]:
-    """Median seconds of an all-reduce, and whether it gave the sum of what the ranks had: whole numbers, so it is exact."""
+    """Median seconds of an all-reduce, and whether it gave the sum of what the ranks had:
+    whole numbers, so it is exact.
+    """
     times, right = [], True
     for _ in range(1 + TRIES):  # the first sets up connections
         x = torch.full((REDUCED,), float(group.rank + 1), device=mesh.device)
@@ -72,7 +90,9 @@ def timed_sum(group: Group, mesh: Mesh) -> tuple[float, bool]:
 
 
 def links(mesh: Mesh, machines: list[list[int]], mark: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Bytes a second over each link that was tried, by the numbers of its machines: those of all ranks of a machine together."""
+    """Bytes a second over each link that was tried, by the numbers of its machines: those of
+    all ranks of a machine together.
+    """
     rank, count, found = mesh.place.rank, len(machines), []
     mine = next(number for number, ranks in enumerate(machines) if rank in ranks)
     at, step = machines[mine].index(rank), 1
@@ -85,7 +105,13 @@ def links(mesh: Mesh, machines: list[list[int]], mark: Callable[[str], object]) 
             other = (number + step) % count
             pairs = list(zip(ranks, machines[other], strict=False))
             seconds = max(link_seconds(of_all[a], of_all[b], mesh) for a, b in pairs)
-            found.append({"from": number, "to": other, "bytes_per_second": len(pairs) * SENT_BYTES[mesh.device.type] / seconds})
+            found.append(
+                {
+                    "from": number,
+                    "to": other,
+                    "bytes_per_second": len(pairs) * SENT_BYTES[mesh.device.type] / seconds,
+                }
+            )
         mark(f"every machine has sent to the one {step} further")
         step *= 2
     return found
@@ -113,8 +139,11 @@ def exchange(mesh: Mesh, to: int | None, source: int | None) -> tuple[float, flo
 
 
 def link_seconds(sender: list[float], receiver: list[float], mesh: Mesh) -> float:
-    """The seconds that a link took, by what its two ends have measured. NCCL tells only when a rank's whole batch is done, so the end
-    whose other link is faster is right. gloo's sender is done when the kernel has the bytes, so the receiver is right."""
+    """The seconds that a link took, by what its two ends have measured.
+
+    NCCL tells only when a rank's whole batch is done, so the end whose other link is faster is right. gloo's
+    sender is done when the kernel has the bytes, so the receiver is right.
+    """
     return receiver[1] if mesh.device.type == "cpu" else min(sender[0], receiver[1])
 
 

@@ -1,8 +1,10 @@
 """How long preflight waits for ranks, and what it says meanwhile.
 
-Nobody knows how long a cold start takes, so each thing that is done is told, and a limit holds from one to the next. It grows with
-the number of ranks: setting up all groups took PyTorch 1,047 s on 2,048 GPUs (Jiang and others, MegaScale, 2024), and gloo 46 minutes
-on 8,192 ranks (facebookincubator/gloo, pull request 408). That is half a second a rank or less, beside what a small job takes.
+Nobody knows how long a cold start takes, so each thing that is done is told, and a limit holds from one to
+the next. It grows with
+the number of ranks: setting up all groups took PyTorch 1,047 s on 2,048 GPUs (Jiang and others, MegaScale,
+2024), and gloo 46 minutes on 8,192 ranks (facebookincubator/gloo, pull request 408). That is half a second a
+rank or less, beside what a small job takes.
 """
 
 import sys
@@ -16,7 +18,9 @@ Say = Callable[[str], None]
 
 
 def patience(world: int) -> float:
-    """Seconds in which one thing more is done by all ranks, the slowest of which may be a verdict on those that hang."""
+    """Seconds in which one thing more is done by all ranks, the slowest of which may
+    be a verdict on those that hang.
+    """
     return SMALL_SECONDS + RANK_SECONDS * world
 
 

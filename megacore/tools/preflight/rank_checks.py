@@ -1,7 +1,8 @@
-"""Preflight's part in ranks that a launcher has started: one rank of every machine tells rank 0 its facts, then all try the links.
+"""Preflight's part in ranks that a launcher has started: one rank of every machine tells rank 0 its
+facts, then all try the links.
 
-The facts go through the store in which ranks meet. Nobody waits there for anybody but rank 0: a machine that does not come, or that is
-broken, is named and does not hide the others.
+The facts go through the store in which ranks meet. Nobody waits there for anybody but rank 0: a machine that
+does not come, or that is broken, is named and does not hide the others.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ from megacore.tools.settings.load import load
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-FACTS_SECONDS, LOOK_SECONDS = 10.0, 10.0  # for a machine to look at itself once its rank has come, and to look who else has
+# for a machine to look at itself once its rank has come, and to look who else has
+FACTS_SECONDS, LOOK_SECONDS = 10.0, 10.0
 VERDICT_SECONDS = 30.0  # for the hang doctor to judge, after which a rank ends, whatever holds it
 
 
@@ -41,10 +43,14 @@ class Meeting:
         self.place, come = place, patience(place.world_size)
         self.facts_seconds = come + FACTS_SECONDS  # from when rank 0 has come
         try:
-            store = meet(place, timedelta(seconds=come + self.facts_seconds + LOOK_SECONDS), timedelta(seconds=come))
+            store = meet(
+                place, timedelta(seconds=come + self.facts_seconds + LOOK_SECONDS), timedelta(seconds=come)
+            )
         except TimeoutError as error:
             raise ConfigError(
-                "preflight", f"rank {place.rank} on {socket.gethostname()}: {error}", "the first host's name and port"
+                "preflight",
+                f"rank {place.rank} on {socket.gethostname()}: {error}",
+                "the first host's name and port",
             ) from None
         assert store is not None
         self.store: Store = store
@@ -73,7 +79,9 @@ class Meeting:
             store.set("preflight/look", "now")  # every machine has left its file
         if place.local_rank == 0:
             store.wait(["preflight/look"])
-            store.set(f"preflight/seen/{place.rank}", json.dumps(sorted(path.stem for path in mine.glob("*.here"))))
+            store.set(
+                f"preflight/seen/{place.rank}", json.dumps(sorted(path.stem for path in mine.glob("*.here")))
+            )
         seen = self._gather("seen", leaders, LOOK_SECONDS)
         if place.rank != 0:
             return {}, {}
@@ -86,7 +94,9 @@ class Meeting:
             name = about["name"] if about["name"] not in hosts else f"{about['name']}({rank})"
             hosts[name], slots[name] = readable(about | {"ahead": ahead}, about["slots"]), about["slots"]
         if missing := [rank for rank in range(place.world_size) if rank not in told]:
-            hosts[words(missing)] = {"unreached": f"did not come to where ranks meet within {self.facts_seconds:.0f} s"}
+            hosts[words(missing)] = {
+                "unreached": f"did not come to where ranks meet within {self.facts_seconds:.0f} s"
+            }
         return hosts, slots
 
     def agree(self, go_on: bool, folder: Path, name: str) -> bool:
@@ -123,7 +133,9 @@ class Meeting:
 
 def words(ranks: list[int]) -> str:
     """Ranks as text."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
+    return (
+        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
+    )
 
 
 def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, Any]:
@@ -140,7 +152,9 @@ def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, A
         if place.rank == 0:
             say(done)
 
-    mark(f"{place.world_size} ranks meet; each thing that they do may take {patience(place.world_size):.0f} s")
+    mark(
+        f"{place.world_size} ranks meet; each thing that they do may take {patience(place.world_size):.0f} s"
+    )
     loaded = load(config, [*overrides, *short(place.world_size)], place.world_size).config
     with own_mistakes():
         device, loaded = take_device(loaded, place), partitioned(loaded)
@@ -151,7 +165,10 @@ def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, A
 
 
 def short(world: int) -> list[str]:
-    """Overrides for a run that tries links alone: nobody wants to wait longer for a verdict. The doctor judges after `patience`."""
+    """Overrides for a run that tries links alone: nobody wants to wait longer for a verdict.
+
+    The doctor judges after `patience`.
+    """
     return [f"parallel.timeout_seconds={patience(world) / 2}", f"parallel.hang_seconds={patience(world) / 4}"]
 
 

@@ -1,4 +1,6 @@
-"""Asks every host of a hostfile over ssh, as pdsh would reach it: the same folder, the same Python, the same variables."""
+"""Asks every host of a hostfile over ssh, as pdsh would reach it: the same folder, the
+same Python, the same variables.
+"""
 
 import json
 import os
@@ -21,12 +23,16 @@ from megacore.tools.relaunch.hosts import SSH
 
 AT_ONCE = 64  # connections
 REACH_SECONDS, FACTS_SECONDS = 15.0, 60.0
-FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")  # variables that the deepspeed launcher takes along (NCCL: where it sees GPUs)
+# variables that the deepspeed launcher takes along (NCCL: where it sees GPUs)
+FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")
 SETTINGS_FILE = ".deepspeed_env"  # holds those that it sets on every host
 
 
 def forwarded(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that ranks on other hosts get from the deepspeed launcher. Raises `ConfigError` for a bad line of its file."""
+    """The variables that ranks on other hosts get from the deepspeed launcher.
+
+    Raises `ConfigError` for a bad line of its file.
+    """
     found = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
     found["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *filter(None, [env.get("PYTHONPATH")])])
     for folder in (Path.home(), Path.cwd()):
@@ -67,7 +73,9 @@ class Hosts:
         here, go = shlex.quote(f"{log_dir}/{question.name}"), f"cd {shlex.quote(os.getcwd())} && "
         say(f"reaching {len(self.slots)} hosts")
         # Every host leaves a file in log.dir before any host looks there.
-        leave = {host: f"{go} mkdir -p {here} && : > {here}/{shlex.quote(host)}.here; true" for host in self.slots}
+        leave = {
+            host: f"{go} mkdir -p {here} && : > {here}/{shlex.quote(host)}.here; true" for host in self.slots
+        }
         found: dict[str, dict[str, Any]] = {}
         try:
             first = self._all(leave, REACH_SECONDS, say)
@@ -75,21 +83,36 @@ class Hosts:
             there = [host for host in self.slots if host not in found]
             say(f"{len(there)} answer; each looks at itself")
             ask = f"{self.exports}{go}PYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH "
-            ask += f"{shlex.quote(sys.executable)} -m megacore.tools.preflight.facts {shlex.quote(asked(question))}"
+            ask += (
+                f"{shlex.quote(sys.executable)} -m megacore.tools.preflight.facts "
+                f"{shlex.quote(asked(question))}"
+            )
             asking = {host: f"{ask} {shlex.quote(host)} {self.slots[host]}" for host in there}
             for host, (status, lines, said) in self._all(asking, FACTS_SECONDS, say).items():
                 about = facts_in(lines, said if status else "its answer cannot be read")
                 found[host] = readable(about, self.slots[host])
         finally:
             self._all(
-                {host: f"{go}rm -rf {here}" for host in self.slots if host not in found or "devices" in found[host]}, REACH_SECONDS, say
+                {
+                    host: f"{go}rm -rf {here}"
+                    for host in self.slots
+                    if host not in found or "devices" in found[host]
+                },
+                REACH_SECONDS,
+                say,
             )
         return {host: found[host] for host in self.slots}
 
-    def _all(self, commands: Mapping[str, str], seconds: float, say: Say) -> dict[str, tuple[int, list[tuple[float, str]], str]]:
+    def _all(
+        self, commands: Mapping[str, str], seconds: float, say: Say
+    ) -> dict[str, tuple[int, list[tuple[float, str]], str]]:
         count, found = Count(len(commands), "hosts have answered or are too late", say), {}
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for host, answer in zip(commands, pool.map(lambda host: self._run(host, commands[host], seconds), commands), strict=True):
+            for host, answer in zip(
+                commands,
+                pool.map(lambda host: self._run(host, commands[host], seconds), commands),
+                strict=True,
+            ):
                 found[host] = answer
                 count(len(found))
         return found
@@ -97,9 +120,15 @@ class Hosts:
     def _run(self, host: str, command: str, seconds: float) -> tuple[int, list[tuple[float, str]], str]:
         """The status, the lines of output with the time at which each came, and what else was said."""
         words = [word.replace("{host}", host) for word in self.shell]
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         try:
-            process = subprocess.Popen([*words, command], text=True, errors="replace", start_new_session=True, **pipes)
+            process = subprocess.Popen(
+                [*words, command], text=True, errors="replace", start_new_session=True, **pipes
+            )
         except OSError as error:
             raise ConfigError("--ssh", f"{words[0]} cannot be started: {error.strerror}", SSH) from None
         assert process.stdout is not None and process.stderr is not None
@@ -121,7 +150,10 @@ class Hosts:
 
 
 def facts_in(lines: Iterable[tuple[float, str]], said: str) -> dict[str, Any]:
-    """The facts in a host's answer, or why there are none. The first line has the host's time, and came without delay."""
+    """The facts in a host's answer, or why there are none.
+
+    The first line has the host's time, and came without delay.
+    """
     ahead, about = None, None
     for came, line in lines:
         try:

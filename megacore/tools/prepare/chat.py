@@ -1,10 +1,12 @@
-"""Conversations as training text: a Jinja chat template writes them out, and the tokens of the assistant's answers are learned.
+"""Conversations as training text: a Jinja chat template writes them out, and the tokens of the
+assistant's answers are learned.
 
-A template that marks answers with ``{% generation %}``, as transformers has it, says itself what is learned. With any other template an
-answer is what the text of the conversation up to it gains: from the text before it, which ends with the words that ask for an answer, to
-the text with it, its end-of-turn token included.
+A template that marks answers with ``{% generation %}``, as transformers has it, says itself what is learned.
+With any other template an answer is what the text of the conversation up to it gains: from the text before
+it, which ends with the words that ask for an answer, to the text with it, its end-of-turn token included.
 
-Templates run in the sandbox of `tools.text.sandbox`, and there in Jinja's, which lets them reach nothing but what they are given.
+Templates run in the sandbox of `tools.text.sandbox`, and there in Jinja's, which lets them reach nothing but
+what they are given.
 """
 
 import functools
@@ -32,14 +34,19 @@ from megacore.tools.text.tokenizer import Tokenizer
 
 ANSWERS = "assistant"
 ROLES = ("system", "developer", "user", ANSWERS, "tool")
-BEGIN, END = "\ufdd0", "\ufdd1"  # around an answer in what a template writes: code points that no text has (Unicode, noncharacters)
+# around an answer in what a template writes: code points that no text has (Unicode, noncharacters)
+BEGIN, END = "\ufdd0", "\ufdd1"
 MARKING = re.compile(r"\{%[-+]?\s*generation\b")
-LINE = 'one conversation a line, such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+LINE = (
+    'one conversation a line, such as {"messages": [{"role": "user", "content": "…"}, {"role": '
+    '"assistant", "content": "…"}]}'
+)
 MARKED = "a template with {% generation %} … {% endgeneration %} around its answers"
 TEMPLATE = "a file with a Jinja template that goes through `messages`"
 
 Span = tuple[int, int]
-Encoded = tuple[np.ndarray, np.ndarray, int]  # a conversation's tokens, which are learned (bool), both [tokens], and its text's bytes
+# a conversation's tokens, which are learned (bool), both [tokens], and its text's bytes
+Encoded = tuple[np.ndarray, np.ndarray, int]
 
 
 class WrongConversation(ValueError):
@@ -48,7 +55,9 @@ class WrongConversation(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations are written: the template, where it comes from, and the day it is told, as 2026-01-31."""
+    """How conversations are written: the template, where it comes from, and the
+    day it is told, as 2026-01-31.
+    """
 
     template: str
     path: str
@@ -88,9 +97,9 @@ def chat_of(tokenizer: str, template: str | None) -> Chat:
 def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encoded]:
     """The tokens of conversations, each a line of JSON.
 
-    The text is cut where an answer begins or ends, and its parts are encoded on their own. So a token is of an answer or it is not,
-    and an answer's tokens are those that a model finds when it is given the prompt before them. As in transformers, words that spell a
-    special token are that token.
+    The text is cut where an answer begins or ends, and its parts are encoded on their own. So a token is of
+    an answer or it is not, and an answer's tokens are those that a model finds when it is given the prompt
+    before them. As in transformers, words that spell a special token are that token.
 
     Raises:
         WrongConversation: the next line is none, has no answer, or the template fails, or takes too much.
@@ -107,10 +116,16 @@ def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encod
 
 def _asked(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encoded]:
     """The sandbox's answer. Raises `Failure` before the first, or `WrongConversation` in the place of one."""
-    (sizes, wrong), body = call(_encoded, *astuple(chat), tokenizer.name, tokenizer.serial, body="\n".join(lines).encode("utf-8"))
+    (sizes, wrong), body = call(
+        _encoded, *astuple(chat), tokenizer.name, tokenizer.serial, body="\n".join(lines).encode("utf-8")
+    )
     at = 0
     for count, size in sizes:
-        yield np.frombuffer(body, "<i4", count, at), np.frombuffer(body, np.bool_, count, at + 4 * count), size
+        yield (
+            np.frombuffer(body, "<i4", count, at),
+            np.frombuffer(body, np.bool_, count, at + 4 * count),
+            size,
+        )
         at += 5 * count
     if wrong:
         raise WrongConversation(*wrong)
@@ -147,14 +162,20 @@ def _tokens(chat: Chat, tokenizer: Tokenizer, record: Any) -> Encoded:
     """The tokens of a conversation. Raises `WrongConversation`."""
     messages = _checked(record)
     render = functools.partial(_render, chat, tokenizer, record)
-    text, spans = _marked_spans(render(messages)) if MARKING.search(chat.template) else _spans_by_prefix(render, messages)
+    text, spans = (
+        _marked_spans(render(messages))
+        if MARKING.search(chat.template)
+        else _spans_by_prefix(render, messages)
+    )
     try:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         raise WrongConversation("holds half a surrogate pair, which is no text", LINE) from None
     if not any(start < stop for start, stop in spans):
         raise WrongConversation(f"{chat.path} writes none of its answers", MARKED)
-    parts = [(tokenizer.encode_chat(text[start:stop]), learned) for start, stop, learned in _cut(spans, len(text))]
+    parts = [
+        (tokenizer.encode_chat(text[start:stop]), learned) for start, stop, learned in _cut(spans, len(text))
+    ]
     learned = np.concatenate([np.full(len(tokens), learned) for tokens, learned in parts])
     if not learned.any():
         raise WrongConversation("has answers without a token", LINE)
@@ -170,28 +191,45 @@ def _checked(record: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
             raise WrongConversation(f"has no role in message {number}", LINE)
         if role not in ROLES:
-            raise WrongConversation(f"has the unknown role {role!r:.40} in message {number}", f"one of {', '.join(ROLES)}")
+            raise WrongConversation(
+                f"has the unknown role {role!r:.40} in message {number}", f"one of {', '.join(ROLES)}"
+            )
         content, calls = message.get("content"), role == ANSWERS and message.get("tool_calls")
         if not isinstance(content, str) and not (content is None and calls):
             raise WrongConversation(f"has no text as the content of message {number}", LINE)
         if role == ANSWERS and not calls and not str(content).strip():
-            raise WrongConversation(f"has an empty answer, message {number}", "an answer of at least one word, or no such conversation")
+            raise WrongConversation(
+                f"has an empty answer, message {number}",
+                "an answer of at least one word, or no such conversation",
+            )
         if any(mark in str(content) for mark in (BEGIN, END)):
-            raise WrongConversation(f"holds U+FDD0 or U+FDD1 in message {number}", "text; these two stand for no character")
+            raise WrongConversation(
+                f"holds U+FDD0 or U+FDD1 in message {number}", "text; these two stand for no character"
+            )
     if not any(message["role"] == ANSWERS for message in messages):
         raise WrongConversation(f"has no answer: no message is of the role {ANSWERS}", LINE)
     return messages
 
 
-def _render(chat: Chat, tokenizer: Tokenizer, record: dict[str, Any], messages: list[dict[str, Any]], ask: bool = False) -> str:
+def _render(
+    chat: Chat,
+    tokenizer: Tokenizer,
+    record: dict[str, Any],
+    messages: list[dict[str, Any]],
+    ask: bool = False,
+) -> str:
     """What the template writes for some messages; with `ask`, also the words that ask for an answer."""
     given: dict[str, Any] = {"tools": record.get("tools"), "documents": record.get("documents")}
     try:
-        return _compiled(chat).render(messages=messages, add_generation_prompt=ask, **given, **tokenizer.chat_tokens)
+        return _compiled(chat).render(
+            messages=messages, add_generation_prompt=ask, **given, **tokenizer.chat_tokens
+        )
     except MemoryError:
         raise
     except Exception as error:  # a template raises whatever its expressions lead to
-        raise WrongConversation(f"makes {chat.path} fail: {one_line(error)}", "messages that the template takes") from None
+        raise WrongConversation(
+            f"makes {chat.path} fail: {one_line(error)}", "messages that the template takes"
+        ) from None
 
 
 def _marked_spans(marked: str) -> tuple[str, list[Span]]:
@@ -218,8 +256,15 @@ def _spans_by_prefix(render: Callable[..., str], messages: list[dict[str, Any]])
     for i, message in enumerate(messages):
         if message["role"] == ANSWERS:
             before, behind = render(messages[:i], ask=True), render(messages[: i + 1])
-            if not behind.startswith(before) or not text.startswith(behind) or (spans and len(before) < spans[-1][1]):
-                wrong = f"is written otherwise up to message {i + 1} than as a whole, so the answer cannot be found"
+            if (
+                not behind.startswith(before)
+                or not text.startswith(behind)
+                or (spans and len(before) < spans[-1][1])
+            ):
+                wrong = (
+                    f"is written otherwise up to message {i + 1} than as a whole, so the answer "
+                    "cannot be found"
+                )
                 raise WrongConversation(wrong, MARKED)
             spans.append((len(before), len(behind)))
     return text, spans
@@ -235,22 +280,29 @@ def _cut(spans: list[Span], length: int) -> Iterator[tuple[int, int, bool]]:
 
 @functools.lru_cache(maxsize=1)
 def _compiled(chat: Chat) -> Any:
-    """The template, with what transformers gives templates, in an environment that lets them reach nothing else."""
+    """The template, with what transformers gives templates, in an environment
+    that lets them reach nothing else.
+    """
 
     def fail(message: str) -> NoReturn:
         raise TemplateError(message)
 
     def dumped(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own writes "<" for HTML
+        # jinja2's own writes "<" for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = dumped
     environment.globals |= {"raise_exception": fail, "strftime_now": date.fromisoformat(chat.today).strftime}
     return environment.from_string(chat.template)
 
 
 def _beside(tokenizer: Path) -> tuple[str, str]:
-    """The model's own template and the file that it is in: ``chat_template.jinja``, or an entry of ``tokenizer_config.json``."""
+    """The model's own template and the file that it is in: ``chat_template.jinja``, or an
+    entry of ``tokenizer_config.json``.
+    """
     if (file := tokenizer.with_name("chat_template.jinja")).is_file():
         return _read(file), str(file)
     settings = tokenizer.with_name("tokenizer_config.json")
@@ -258,10 +310,14 @@ def _beside(tokenizer: Path) -> tuple[str, str]:
         try:
             found = json.loads(_read(settings))
         except (ValueError, RecursionError) as error:
-            raise DataError(str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it") from None
+            raise DataError(
+                str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it"
+            ) from None
         template = found.get("chat_template") if isinstance(found, dict) else None
         if isinstance(template, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            named = {
+                entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+            }
             template = named.get("default")
         if isinstance(template, str):
             return template, str(settings)

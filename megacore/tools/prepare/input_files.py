@@ -19,7 +19,8 @@ HEAD_BYTES = 8000  # of a file, by which it is known
 RECORD_BYTES = 1 << 20  # of a file that may hold an object a line
 
 UNPACKED = "its text, unpacked first: {} {}"
-FORMATS: list[tuple[int, bytes, str, str]] = [  # where a file has which bytes, what it then is, and what could be read in its place
+# where a file has which bytes, what it then is, and what could be read in its place
+FORMATS: list[tuple[int, bytes, str, str]] = [
     (0, b"BZh", "compressed by bzip2", UNPACKED.format("bunzip2 -k", "{}")),
     (0, b"\xfd7zXZ\0", "compressed by xz", UNPACKED.format("unxz -k", "{}")),
     (0, b"\x04\x22\x4d\x18", "compressed by lz4", UNPACKED.format("unlz4", "{}")),
@@ -32,12 +33,14 @@ FORMATS: list[tuple[int, bytes, str, str]] = [  # where a file has which bytes, 
     (0, b"\x93NUMPY", "a NumPy array", "UTF-8 text"),
     (0, b"SQLite format 3\0", "an SQLite database", "UTF-8 text"),
     (0, b"MMIDIDX\0\0", "the index of a corpus that is prepared already", "UTF-8 text"),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What an input holds and is not read: its path, what it is, its bytes, and what could be read in its place."""
+    """What an input holds and is not read: its path, what it is, its bytes, and
+    what could be read in its place.
+    """
 
     path: str
     what: str
@@ -48,8 +51,8 @@ class LeftOut:
 def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
     """The files that the inputs name, each once; and what of folders among them is not read.
 
-    Folders are read recursively in the order of their paths, without hidden entries. A data set of the hub is not looked for: its name
-    is the path.
+    Folders are read recursively in the order of their paths, without hidden entries. A data set of the hub is
+    not looked for: its name is the path.
 
     Raises:
         DataError: an input is missing, or no text; or it is or holds a data set that is not read.
@@ -63,7 +66,9 @@ def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
         if not found and left:
             raise DataError(name, f"holds no text, but {left[0].path}: {left[0].what}", left[0].right)
         if not found:
-            raise DataError(name, "names no text file", f"a file, a folder with text files, a glob or {STDLIB}")
+            raise DataError(
+                name, "names no text file", f"a file, a folder with text files, a glob or {STDLIB}"
+            )
         paths.update(dict.fromkeys(found))
         left_out.update({entry.path: entry for entry in left})
     return list(paths), [entry for path, entry in left_out.items() if path not in paths]
@@ -75,7 +80,9 @@ def _expand(name: str, left: list[LeftOut]) -> Iterator[str]:
         yield name
     elif name == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        yield from sorted(str(p) for p in root.rglob("*.py") if NOT_STDLIB.isdisjoint(p.relative_to(root).parts))
+        yield from sorted(
+            str(p) for p in root.rglob("*.py") if NOT_STDLIB.isdisjoint(p.relative_to(root).parts)
+        )
     elif os.path.isdir(name):
         for path in sorted(_walk(name, left)):
             if (found := kind_of(str(path))) is None:
@@ -97,8 +104,11 @@ def _expand(name: str, left: list[LeftOut]) -> Iterator[str]:
 
 
 def _walk(folder: str, left: list[LeftOut]) -> Iterator[Path]:
-    """The plain files below a folder. Of a data set that was saved they are its Arrow files. Raises `DataError`, or
-    `OSError` at a folder that cannot be read."""
+    """The plain files below a folder.
+
+    Of a data set that was saved they are its Arrow files. Raises `DataError`, or `OSError` at a folder that
+    cannot be read.
+    """
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -124,7 +134,9 @@ def _walk(folder: str, left: list[LeftOut]) -> Iterator[Path]:
 
 def _size_below(path: Path) -> int:
     """The bytes of a file, or of all files below a folder."""
-    below = (Path(top, name) for top, _, files in os.walk(path) for name in files) if path.is_dir() else [path]
+    below = (
+        (Path(top, name) for top, _, files in os.walk(path) for name in files) if path.is_dir() else [path]
+    )
     return sum(file.lstat().st_size for file in below)
 
 
@@ -135,8 +147,10 @@ def head_form(path: str) -> str:
 
 
 def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
-    """What a file is, or what is compressed in it, that is no text; and what could be read in its place. None for text, and for a table.
-    With `whole` any NUL in its first bytes makes it binary, as for git."""
+    """What a file is, or what is compressed in it, that is no text; and what could be read in its place.
+
+    None for text, and for a table. With `whole` any NUL in its first bytes makes it binary, as for git.
+    """
     form = head_form(path)
     if form in TABLES:
         needed(path, "pyarrow")
@@ -153,10 +167,16 @@ def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
         if name.endswith(LINES) or not text.startswith((b"{", b"[")):
             return None
         if name.endswith(".json") and text.startswith(b"["):
-            return "a JSON list, not text", f"an object a line in a .jsonl file, as jq -c '.[]' {path} writes them"
+            return (
+                "a JSON list, not text",
+                f"an object a line in a .jsonl file, as jq -c '.[]' {path} writes them",
+            )
         lines = [line for line in (head + file.read(RECORD_BYTES)).split(b"\n") if line.strip()][:2]
     if len(lines) == 2 and all(map(_is_object, lines)):
-        return "JSON, an object a line, and not text", f"the same file under a name that ends with {LINES[0]}{path[len(name) :]}"
+        return (
+            "JSON, an object a line, and not text",
+            f"the same file under a name that ends with {LINES[0]}{path[len(name) :]}",
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""What a preparation has done so far, in a hidden folder beside its output: started again after a kill, it goes on from there."""
+"""What a preparation has done so far, in a hidden folder beside its output: started again
+after a kill, it goes on from there.
+"""
 
 import fcntl
 import json
@@ -26,14 +28,20 @@ def folder_of(prefix: str) -> Path:
 def kept(prefix: str) -> str:
     """What an error's advice ends with if something is done."""
     folder = folder_of(prefix)
-    return f"; the same command then goes on from what is done, in {folder}" if (folder / STATE).is_file() else ""
+    return (
+        f"; the same command then goes on from what is done, in {folder}"
+        if (folder / STATE).is_file()
+        else ""
+    )
 
 
 class Partial:
-    """The folder, in a `with` statement. It is empty unless an earlier start with the same `key` was killed; `tasks` were done then.
+    """The folder, in a `with` statement.
 
-    The folder is removed at the end, and by an error that the same command would meet again. After a kill, a full disk or a lost process
-    it stays, if something is done.
+    It is empty unless an earlier start with the same `key` was killed; `tasks` were done then.
+
+    The folder is removed at the end, and by an error that the same command would meet again. After a kill, a
+    full disk or a lost process it stays, if something is done.
 
     Raises:
         ConfigError: another process prepares the same output.
@@ -52,7 +60,9 @@ class Partial:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError("--output", f"another process prepares {self.prefix}", "its end, or another prefix") from None
+            raise ConfigError(
+                "--output", f"another process prepares {self.prefix}", "its end, or another prefix"
+            ) from None
         except OSError:  # a file system without locks
             pass
         try:
@@ -89,7 +99,9 @@ class Partial:
         write_whole(self.folder / STATE, json.dumps(state))
         self.tasks = tasks
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         killed = isinstance(error, OSError | BrokenProcessPool | KeyboardInterrupt | SystemExit)
         if not (killed and self.keeps and self.tasks):
             shutil.rmtree(self.folder, ignore_errors=True)

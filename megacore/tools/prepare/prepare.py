@@ -1,7 +1,7 @@
 """Turns text into token files, in parallel and in order. No half-written file is left.
 
-Workers read, check and encode about a MiB of text at a time, so only tokens pass between processes. This process writes them.
-Memory depends on the number of texts, never on their size.
+Workers read, check and encode about a MiB of text at a time, so only tokens pass between processes. This
+process writes them. Memory depends on the number of texts, never on their size.
 """
 
 import functools
@@ -37,7 +37,14 @@ from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
 from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
 from megacore.tools.prepare.split import Encoded, Split, refuse_empty, sidecar
 from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
-from megacore.tools.text.tokenizer import NAMING, TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
+from megacore.tools.text.tokenizer import (
+    NAMING,
+    TRAINED,
+    Tokenizer,
+    load_tokenizer,
+    train_sentencepiece,
+    trained_vocab_size,
+)
 
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
 SAMPLE_BYTES = 8 << 20  # of text on which a tokenizer is trained
@@ -74,13 +81,14 @@ def prepare(
     """Tokenizes `inputs` into ``prefix.bin/.idx/.json``, ``prefix_valid.*`` and, if one is trained or
     fetched, ``prefix.model`` or ``prefix.tokenizer.json``.
 
-    The result does not depend on `workers`. If this process is killed, the next call with the same arguments goes on from what is done
-    (`Partial`), and writes the same.
+    The result does not depend on `workers`. If this process is killed, the next call with the same arguments
+    goes on from what is done (`Partial`), and writes the same.
 
     Args:
         inputs: files, folders, globs, `python-stdlib` (see `sources`).
         prefix: what to write; its folder is made.
-        tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE``, a model's path, or an encoding's name (`tools.text.encodings`).
+        tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE``, a model's path, or an encoding's name
+            (`tools.text.encodings`).
         text_key: the key of the text in ``.jsonl`` files, or the column of tables.
         chat: the inputs are conversations; also writes ``prefix.mask.bin`` (`tools.prepare.chat`).
         template: a file with a chat template; None: the model's own, beside its tokenizer.
@@ -99,7 +107,11 @@ def prepare(
         loaded = load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
         tokenizer = loaded.name
     elif vocab_to_train is not None and chat:
-        raise ConfigError("--tokenizer", f"{tokenizer} would be trained on conversations", "one that exists, such as the model's")
+        raise ConfigError(
+            "--tokenizer",
+            f"{tokenizer} would be trained on conversations",
+            "one that exists, such as the model's",
+        )
     form = chat_of(tokenizer, template) if chat else None
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
     texts = opened(inputs, prefixes, tokenizer, valid_fraction, written=written, chat=form)
@@ -107,18 +119,29 @@ def prepare(
         texts.divide(None if chat else text_key)
         with ExitStack() as stack:
             stack.enter_context(made_folder(Path(prefix).parent))
-            partial = stack.enter_context(Partial(prefix, key_of(texts, tokenizer, text_key, form), texts.in_files))
+            partial = stack.enter_context(
+                Partial(prefix, key_of(texts, tokenizer, text_key, form), texts.in_files)
+            )
             name = tokenizer
             if written:
                 name = str(partial.folder / f"{Path(prefix).name}{written}")
                 if not partial.tasks:
                     lines = sample_lines(texts, text_key)
-                    content = encoding_json(tokenizer) if vocab_to_train is None else train_sentencepiece(lines, vocab_to_train)
+                    content = (
+                        encoding_json(tokenizer)
+                        if vocab_to_train is None
+                        else train_sentencepiece(lines, vocab_to_train)
+                    )
                     Path(name).write_bytes(content)
                 loaded = load_tokenizer(name)
             vocab_size = loaded.vocab_size
-            dtype = np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32)
-            writers = [stack.enter_context(IndexedWriter(p, dtype, chat, f"{partial.folder}/{i}")) for i, p in enumerate(prefixes)]
+            dtype = np.dtype(
+                np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
+            )
+            writers = [
+                stack.enter_context(IndexedWriter(p, dtype, chat, f"{partial.folder}/{i}"))
+                for i, p in enumerate(prefixes)
+            ]
             splits = [Split(writer, vocab_size) for writer in writers]
             partial.resume(splits)
             on_start(texts.num_bytes)
@@ -148,43 +171,80 @@ def prepare(
             described.save(p)
     except BrokenProcessPool:
         raise DataError(
-            prefix, "cannot be prepared: one of its processes was ended", "enough memory, or fewer --workers" + kept(prefix)
+            prefix,
+            "cannot be prepared: one of its processes was ended",
+            "enough memory, or fewer --workers" + kept(prefix),
         ) from None
     except OSError as error:
         right = "a prefix in a writable folder with space left" + kept(prefix)
         raise DataError(prefix, f"cannot be written: {error.strerror}", right) from None
-    end = None if loaded.end_of_document is None else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()
+    end = (
+        None
+        if loaded.end_of_document is None
+        else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()
+    )
     return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end, resumed)
 
 
 def key_of(texts: Texts, tokenizer: str, text_key: str, chat: Chat | None) -> list[Any]:
     """Whatever decides what is written: work of a start with another key is of no use."""
-    files = [(os.path.abspath(source.path), source, os.stat(source.path).st_mtime_ns) for source in texts.sources if texts.in_files]
-    beside = [file for file in (Path(tokenizer), *(Path(tokenizer).with_name(name) for name in NAMING)) if file.is_file()]
+    files = [
+        (os.path.abspath(source.path), source, os.stat(source.path).st_mtime_ns)
+        for source in texts.sources
+        if texts.in_files
+    ]
+    beside = [
+        file
+        for file in (Path(tokenizer), *(Path(tokenizer).with_name(name) for name in NAMING))
+        if file.is_file()
+    ]
     digests = [sha256(file.read_bytes()).hexdigest() for file in beside]
     return [sources.SIZES, TASK_BYTES, SAMPLE_BYTES, files, tokenizer, digests, text_key, chat]
 
 
-def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, written: str, chat: Chat | None) -> Texts:
-    """The texts to read. Refuses outputs that would overwrite one of them. `written`: the ending of a tokenizer that is written too."""
+def opened(
+    inputs: list[str],
+    prefixes: list[str],
+    tokenizer: str,
+    valid_fraction: float,
+    *,
+    written: str,
+    chat: Chat | None,
+) -> Texts:
+    """The texts to read.
+
+    Refuses outputs that would overwrite one of them. `written`: the ending of a tokenizer that is written
+    too.
+    """
     if Path(prefixes[0]).name in ("", "..") or prefixes[0].endswith(("/", "/.")):
         wrong = f"`{prefixes[0]}` names no file"
-        raise ConfigError("--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx")
+        raise ConfigError(
+            "--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx"
+        )
     texts = Texts(inputs, valid_fraction)
     if chat and (others := [source.path for source in texts.sources if source.one_document]):
-        raise DataError(others[0], "holds no conversations", f"tables, or files whose names end with .jsonl, with {LINE}")
-    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [f"{prefixes[0]}{written}"] * bool(written)
+        raise DataError(
+            others[0], "holds no conversations", f"tables, or files whose names end with .jsonl, with {LINE}"
+        )
+    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [
+        f"{prefixes[0]}{written}"
+    ] * bool(written)
     read = [*inputs, *(source.path for source in texts.sources), tokenizer, *([chat.path] if chat else [])]
     refuse_overwriting([prefixes[0], *outputs], read)
     return texts
 
 
 def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:
-    """Yields training text for a tokenizer, line by line: whole blocks in a fixed random order, up to `SAMPLE_BYTES`."""
+    """Yields training text for a tokenizer, line by line: whole blocks in a fixed
+    random order, up to `SAMPLE_BYTES`.
+    """
     left = SAMPLE_BYTES
     for number in permute(np.arange(len(texts)), len(texts), derive_key(0)).tolist():
-        most = max(SAMPLE_BYTES // len(texts.sources), TASK_BYTES)  # of what can only be read in order: from its beginning
-        for piece in (piece for part in parts(texts[number], text_key) for piece in read_block(part, text_key)):
+        # of what can only be read in order: from its beginning
+        most = max(SAMPLE_BYTES // len(texts.sources), TASK_BYTES)
+        for piece in (
+            piece for part in parts(texts[number], text_key) for piece in read_block(part, text_key)
+        ):
             if not piece.valid:
                 yield from piece.text.split("\n")
                 left -= len(piece.text)
@@ -216,7 +276,9 @@ def encode_task(
     train, valid = Encoded(), Encoded()
     for block in task:
         pieces = list(read_block(block, None if chat else text_key))
-        for piece, tokens, learned, size in texts_of(tokenizer, pieces) if chat is None else conversations(tokenizer, block, pieces, chat):
+        for piece, tokens, learned, size in (
+            texts_of(tokenizer, pieces) if chat is None else conversations(tokenizer, block, pieces, chat)
+        ):
             split = valid if piece.valid else train
             split.sequences.append(tokens.astype(dtype, copy=False))
             split.learned.append(learned)
@@ -225,7 +287,9 @@ def encode_task(
     return sum(block.size for block in task), [train, valid]
 
 
-def texts_of(tokenizer: Tokenizer, pieces: list[Piece]) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
+def texts_of(
+    tokenizer: Tokenizer, pieces: list[Piece]
+) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
     """Pieces of text, each with its tokens, which of them are learned (None: all), and its bytes."""
     for piece in pieces:
         tokens = tokenizer.encode(piece.text)
@@ -248,7 +312,10 @@ def conversations(
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
-    """`map` over processes, with results in order. Unlike `Pool.imap` it has at most four items a worker under way."""
+    """`map` over processes, with results in order.
+
+    Unlike `Pool.imap` it has at most four items a worker under way.
+    """
     if workers == 1:
         yield from map(function, items)
         return
@@ -267,7 +334,9 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
 
 
 def begin_worker() -> None:
-    """Leaves Ctrl-C to the process that started this one, and ends when that one does, however it does: killed, it ends nobody."""
+    """Leaves Ctrl-C to the process that started this one, and ends when that one does,
+    however it does: killed, it ends nobody.
+    """
 
     def end_with(parent: BaseProcess) -> None:
         parent.join()
@@ -281,11 +350,17 @@ def begin_worker() -> None:
 
 def refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
     """Raises `ConfigError` if an output is the same file as an input, under whatever name."""
-    found: dict[object, str] = {identity: path for path in outputs if (identity := identity_of(path)) is not None}
+    found: dict[object, str] = {
+        identity: path for path in outputs if (identity := identity_of(path)) is not None
+    }
     for path in inputs if found else ():
         if (output := found.get(identity_of(path))) is not None:
             what = "is" if output == outputs[0] else f"would overwrite {output}, which is"
-            raise ConfigError("--output", f"{outputs[0]} {what} an input", "a prefix apart from the inputs and the tokenizer")
+            raise ConfigError(
+                "--output",
+                f"{outputs[0]} {what} an input",
+                "a prefix apart from the inputs and the tokenizer",
+            )
 
 
 def identity_of(path: str) -> tuple[int, int] | None:

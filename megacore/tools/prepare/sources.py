@@ -1,7 +1,8 @@
 """Reads text from files, folders, globs and the standard library, in blocks that any process can read.
 
-A block of a plain file is a span of bytes with a number. Its reader moves both ends to the next line, so readers of neighbouring blocks
-agree without communicating, and no process passes text to another. Of what can only be read in order (`streams`), a block holds the text.
+A block of a plain file is a span of bytes with a number. Its reader moves both ends to the next line, so
+readers of neighbouring blocks agree without communicating, and no process passes text to another. Of what can
+only be read in order (`streams`), a block holds the text.
 """
 
 import json
@@ -59,7 +60,9 @@ class Source:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Bytes `start` to `stop` of a source, before the ends are moved; of one that can only be read in order, all of it."""
+    """Bytes `start` to `stop` of a source, before the ends are moved; of one that can
+    only be read in order, all of it.
+    """
 
     source: Source
     start: int
@@ -73,9 +76,11 @@ class TextBlock:
 
 @dataclass(frozen=True)
 class ReadBlock:
-    """What was read of a source that can only be read in order: its lines, the texts of its rows, or a part of its text.
+    """What was read of a source that can only be read in order: its lines, the texts of
+    its rows, or a part of its text.
 
-    `size` is what it took of the file. `start` is the number, from 1, of the first line or row. `ends`: the text ends with it.
+    `size` is what it took of the file. `start` is the number, from 1, of the first line or row. `ends`: the
+    text ends with it.
     """
 
     source: Source
@@ -88,21 +93,26 @@ class ReadBlock:
 
 @dataclass(frozen=True)
 class Piece:
-    """A document's text, or a part of it; `ends` marks the last part. Of a line it is the text under the key, or the line itself."""
+    """A document's text, or a part of it; `ends` marks the last part.
+
+    Of a line it is the text under the key, or the line itself.
+    """
 
     text: str
     drawn: int  # the hash of the document's beginning
     valid: bool
     ends: bool
-    start: int = 0  # the byte of the file at which the line begins; the number of the line or row in a `ReadBlock`
+    # the byte of the file at which the line begins; the number of the line or row in a `ReadBlock`
+    start: int = 0
 
 
 class Texts:
     """The text of a corpus, in a fixed order, as ``len(texts)`` blocks.
 
-    Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction is, chosen by a hash of each
-    document's beginning. This choice needs no count of documents, does not depend on their order, and puts exact copies of a document
-    on the same side. Where it would leave one side empty, the document that is nearest to it goes there (`divide`).
+    Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction
+    is, chosen by a hash of each document's beginning. This choice needs no count of documents, does not
+    depend on their order, and puts exact copies of a document on the same side. Where it would leave one side
+    empty, the document that is nearest to it goes there (`divide`).
 
     Raises:
         DataError: an input is missing, cannot be read or names no text file, or all text is empty.
@@ -116,11 +126,16 @@ class Texts:
             if len(paths) == 1 and self.sources[0].one_document:
                 self.sources = _split(self.sources[0], valid_fraction)
         except OSError as error:
-            raise DataError(str(error.filename), f"cannot be read: {error.strerror}", "text that this user may read") from None
+            raise DataError(
+                str(error.filename), f"cannot be read: {error.strerror}", "text that this user may read"
+            ) from None
         self.num_bytes = sum(s.stop - s.start for s in self.sources)
         if self.num_bytes == 0 and not any(source.form for source in self.sources):
             raise DataError(", ".join(inputs), "the text is empty", "at least one character")
-        self._first = [0, *accumulate(1 if s.form else -(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
+        self._first = [
+            0,
+            *accumulate(1 if s.form else -(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources),
+        ]
 
     @property
     def in_files(self) -> bool:
@@ -128,9 +143,11 @@ class Texts:
         return all(source.form != HUB for source in self.sources)
 
     def divide(self, text_key: str | None) -> None:
-        """Moves the bound between training and validation, if all documents are on one side of it and not all are alike.
+        """Moves the bound between training and validation, if all documents are on one
+        side of it and not all are alike.
 
-        It reads until it has met a document of each side: of a large corpus a little, of a small one all. Raises `DataError`.
+        It reads until it has met a document of each side: of a large corpus a little, of a small one all.
+        Raises `DataError`.
         """
         below = self.sources[0].valid_below
         if len({source.valid_below for source in self.sources}) > 1 or not 0 < below < ALL:
@@ -153,7 +170,9 @@ class Texts:
         else:
             for number in range(len(self)):
                 if (block := self[number]).source == source:
-                    drawn = (piece.drawn for part in parts(block, text_key) for piece in read_block(part, text_key))
+                    drawn = (
+                        piece.drawn for part in parts(block, text_key) for piece in read_block(part, text_key)
+                    )
                     yield from islice(drawn, 1) if source.one_document else drawn
 
     def __len__(self) -> int:
@@ -169,7 +188,10 @@ class Texts:
 
 
 def parts(block: TextBlock, text_key: str | None) -> Iterator[TextBlock | ReadBlock]:
-    """A block that any process can read; of a source that can only be read in order, what is read here. Raises `DataError`."""
+    """A block that any process can read; of a source that can only be read in order, what is read here.
+
+    Raises `DataError`.
+    """
     source, number = block.source, 1
     if not source.form:
         yield block
@@ -178,7 +200,10 @@ def parts(block: TextBlock, text_key: str | None) -> Iterator[TextBlock | ReadBl
     else:
         found: Iterator[tuple[Sequence[bytes | str], int]]
         if source.form in PACKED:
-            found = ((raw.removesuffix(b"\n").split(b"\n"), size) for raw, size in packed_parts(source.path, source.form, lines=True))
+            found = (
+                (raw.removesuffix(b"\n").split(b"\n"), size)
+                for raw, size in packed_parts(source.path, source.form, lines=True)
+            )
         elif source.form == HUB:
             found = hub_parts(source.path, text_key)
         else:
@@ -215,9 +240,16 @@ def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[P
             elif raw:
                 file.seek(source.start)
                 drawn = _hash(file.read(HEAD_BYTES))
-                yield Piece(_decode(raw, source.path, start), drawn, drawn < source.valid_below, ends=stop == source.stop)
+                yield Piece(
+                    _decode(raw, source.path, start),
+                    drawn,
+                    drawn < source.valid_below,
+                    ends=stop == source.stop,
+                )
     except OSError as error:
-        raise DataError(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
+        raise DataError(
+            source.path, f"cannot be read: {error.strerror}", "text that this user may read"
+        ) from None
 
 
 def _read_texts(block: ReadBlock, text_key: str | None) -> Iterator[Piece]:
@@ -228,14 +260,24 @@ def _read_texts(block: ReadBlock, text_key: str | None) -> Iterator[Piece]:
             if source.jsonl:
                 yield from _read_line(source, text, text_key, number, None)
             else:
-                yield Piece(_decode(text, source.path, None), block.drawn, block.drawn < source.valid_below, block.ends)
+                yield Piece(
+                    _decode(text, source.path, None),
+                    block.drawn,
+                    block.drawn < source.valid_below,
+                    block.ends,
+                )
         elif text:
             drawn = _hash(text.encode("utf-8")[:HEAD_BYTES])
             yield Piece(text, drawn, drawn < source.valid_below, True, number)
 
 
-def _read_line(source: Source, line: bytes, text_key: str | None, start: int, offset: int | None) -> Iterator[Piece]:
-    """The document of a line, or nothing. `start` is the piece's, and `offset` the line's in the file, if it can be told."""
+def _read_line(
+    source: Source, line: bytes, text_key: str | None, start: int, offset: int | None
+) -> Iterator[Piece]:
+    """The document of a line, or nothing.
+
+    `start` is the piece's, and `offset` the line's in the file, if it can be told.
+    """
     if not line.strip():
         return
     text = record = _decode(line, source.path, offset)
@@ -244,7 +286,8 @@ def _read_line(source: Source, line: bytes, text_key: str | None, start: int, of
             record = json.loads(text)
             text = record[text_key]
         head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # ValueError: also of thousands of digits
         wrong, right = _why(error, record, text_key)
         raise DataError(source.path, f"{place(source, start)} {wrong}", right) from None
     if text:
@@ -269,14 +312,21 @@ def _source(path: str, below: int) -> Source:
     if path.startswith(HUB_NAME):
         return Source(path, 0, 0, False, below, HUB)
     form = head_form(path)
-    return Source(path, 0, os.stat(path).st_size, bare(path, form).endswith(LINES) and form not in TABLES, below, form)
+    return Source(
+        path, 0, os.stat(path).st_size, bare(path, form).endswith(LINES) and form not in TABLES, below, form
+    )
 
 
 def _split(source: Source, valid_fraction: float) -> list[Source]:
-    """Cuts a text file into its first and last part, between two characters. Of a compressed one that place is not known."""
+    """Cuts a text file into its first and last part, between two characters.
+
+    Of a compressed one that place is not known.
+    """
     if source.form:
         if valid_fraction:
-            wrong = f"the last part of a single compressed text, {source.path}, cannot be told before it is read"
+            wrong = (
+                f"the last part of a single compressed text, {source.path}, cannot be told before it is read"
+            )
             raise ConfigError("--valid-fraction", wrong, "the text unpacked, or several documents")
         return [source]
     with open(source.path, "rb") as file:
@@ -285,7 +335,9 @@ def _split(source: Source, valid_fraction: float) -> list[Source]:
 
 
 def _cut(file: BinaryIO, offset: int, source: Source) -> int:
-    """The real position of a block boundary that is nominally at `offset`: after a newline, if one is close enough."""
+    """The real position of a block boundary that is nominally at `offset`: after a
+    newline, if one is close enough.
+    """
     if offset <= source.start or offset >= source.stop:
         return min(max(offset, source.start), source.stop)
     file.seek(offset - 1)
@@ -327,8 +379,14 @@ def _why(error: Exception, record: Any, text_key: str | None) -> tuple[str, str]
     if isinstance(error, ValueError | RecursionError):
         return why_not_json(error), right
     wrong = f"has no text under the key {text_key}"
-    if isinstance(record, dict) and (keys := [key for key, value in record.items() if isinstance(value, str)]):
-        return wrong, f"--text-key with the key of its text; there {'are' if len(keys) > 1 else 'is'} {', '.join(keys)[:200]}"
+    if isinstance(record, dict) and (
+        keys := [key for key, value in record.items() if isinstance(value, str)]
+    ):
+        return (
+            wrong,
+            f"--text-key with the key of its text; there {'are' if len(keys) > 1 else 'is'} "
+            f"{', '.join(keys)[:200]}",
+        )
     return wrong, right
 
 
@@ -336,4 +394,8 @@ def why_not_json(error: ValueError | RecursionError) -> str:
     """Why a line cannot be read as JSON, from what json raised."""
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg})"
-    return "has brackets nested too deep" if isinstance(error, RecursionError) else "holds a number of too many digits"
+    return (
+        "has brackets nested too deep"
+        if isinstance(error, RecursionError)
+        else "holds a number of too many digits"
+    )

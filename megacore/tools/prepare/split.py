@@ -1,4 +1,6 @@
-"""The training or the validation tokens of a preparation, while they are written, and what is said of them afterwards."""
+"""The training or the validation tokens of a preparation, while they are written, and
+what is said of them afterwards.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +13,9 @@ from megacore.tools.prepare.indexed_writer import IndexedWriter
 
 @dataclass
 class Encoded:
-    """A task's part of one split: its sequences, which of them end a document, and the bytes of text they came from."""
+    """A task's part of one split: its sequences, which of them end a document, and
+    the bytes of text they came from.
+    """
 
     sequences: list[np.ndarray] = field(default_factory=list)
     learned: list[np.ndarray | None] = field(default_factory=list)  # which tokens of each, bool; None: all
@@ -80,6 +84,8 @@ def sidecar(split: Split, train: Split, tokenizer: str) -> Sidecar:
 
 
 def cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
-    """The loss, in nats a token, on tokens with `counts` ``[vocab]`` of a model that predicts frequencies `model` ``[vocab]``."""
+    """The loss, in nats a token, on tokens with `counts` ``[vocab]`` of a model that predicts
+    frequencies `model` ``[vocab]``.
+    """
     seen = counts > 0
     return float(-(counts[seen] * np.log(model[seen] / model.sum())).sum() / counts.sum())

@@ -1,7 +1,9 @@
-"""Texts that are no plain files: compressed by gzip or Zstandard, in tables (Parquet, Arrow), or in a data set of the Hugging Face hub.
+"""Texts that are no plain files: compressed by gzip or Zstandard, in tables (Parquet, Arrow), or in a
+data set of the Hugging Face hub.
 
-None of them can be read from any place, as a plain file can. So one process unpacks them in order, and hands their documents to those
-that tokenize. Each part says how many bytes of its file it took, by which progress is counted.
+None of them can be read from any place, as a plain file can. So one process unpacks them in order, and hands
+their documents to those that tokenize. Each part says how many bytes of its file it took, by which progress
+is counted.
 """
 
 import gzip
@@ -17,29 +19,53 @@ from megacore.errors import ConfigError, DataError, UserError
 from megacore.files import open_plain, read_text
 from megacore.tools.text.encodings import needed
 
-GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, HUB = "gzip", "Zstandard", "Parquet", "Arrow", "an Arrow stream", "hub"
+GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, HUB = (
+    "gzip",
+    "Zstandard",
+    "Parquet",
+    "Arrow",
+    "an Arrow stream",
+    "hub",
+)
 PACKED, TABLES = (GZIP, ZSTD), (PARQUET, ARROW, ARROW_STREAM)
 MAGIC = {
-    b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD, b"PAR1": PARQUET, b"ARROW1\0\0": ARROW, b"\xff\xff\xff\xff": ARROW_STREAM,
-}  # fmt: skip
-ENDINGS = {".gz": (GZIP,), ".zst": (ZSTD,), ".parquet": (PARQUET,), ".arrow": (ARROW, ARROW_STREAM), ".feather": (ARROW,)}
+    b"\x1f\x8b": GZIP,
+    b"\x28\xb5\x2f\xfd": ZSTD,
+    b"PAR1": PARQUET,
+    b"ARROW1\0\0": ARROW,
+    b"\xff\xff\xff\xff": ARROW_STREAM,
+}
+ENDINGS = {
+    ".gz": (GZIP,),
+    ".zst": (ZSTD,),
+    ".parquet": (PARQUET,),
+    ".arrow": (ARROW, ARROW_STREAM),
+    ".feather": (ARROW,),
+}
 HUB_NAME = "hf:"  # followed by NAME[:CONFIG][:SPLIT]
 
-CHAT = ("messages", "tools", "documents")  # columns of conversations: what was said, and what templates are given besides
+# columns of conversations: what was said, and what templates are given besides
+CHAT = ("messages", "tools", "documents")
 PART_BYTES = 128 << 10  # of text, about: as much as a block of a plain file
 PART_ROWS = 256  # of a table
 MOST_LINE = 256 << 20  # bytes: more is no document, and would fill the memory
-MOST_RATIO, SUSPECT_BYTES = 500, 1 << 30  # of unpacked to packed bytes, looked at from so many unpacked ones on
+# of unpacked to packed bytes, looked at from so many unpacked ones on
+MOST_RATIO, SUSPECT_BYTES = 500, 1 << 30
 INTACT = "an intact file, such as another copy of it"
 HUB_FORM = f"{HUB_NAME}NAME, {HUB_NAME}NAME:CONFIG or {HUB_NAME}NAME:CONFIG:SPLIT, with a network"
 
 
 def form_of(path: str, head: bytes) -> str:
-    """Which of `PACKED` and `TABLES` a file is, by its first bytes; empty: none. Raises `DataError` if its name says something else."""
+    """Which of `PACKED` and `TABLES` a file is, by its first bytes; empty: none.
+
+    Raises `DataError` if its name says something else.
+    """
     form = next((form for magic, form in MAGIC.items() if head.startswith(magic)), "")
     for ending, forms in ENDINGS.items():
         if path.endswith(ending) and form not in forms:
-            raise DataError(path, f"does not begin as a file of {forms[0]} does, whatever its name says", INTACT)
+            raise DataError(
+                path, f"does not begin as a file of {forms[0]} does, whatever its name says", INTACT
+            )
     return form
 
 
@@ -53,15 +79,21 @@ def _damage(path: str) -> Iterator[None]:
     """Turns what readers raise for a damaged file into a `DataError`."""
     try:
         yield
-    except (EOFError, zlib.error, OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are OSError and ValueError
+    except (EOFError, zlib.error, OSError, ValueError, NotImplementedError) as error:
+        # pyarrow's own are OSError and ValueError
         if isinstance(error, UserError) or (isinstance(error, OSError) and error.strerror):
             raise
-        raise DataError(path, f"cannot be read to its end: {' '.join(str(error).split())[:200]}", INTACT) from None
+        raise DataError(
+            path, f"cannot be read to its end: {' '.join(str(error).split())[:200]}", INTACT
+        ) from None
 
 
 @contextmanager
 def unpacked(path: str, form: str) -> Iterator[tuple[Any, BinaryIO]]:
-    """What a file holds, to be read in order, and the file itself. Raises `DataError`, also while it is read."""
+    """What a file holds, to be read in order, and the file itself.
+
+    Raises `DataError`, also while it is read.
+    """
     with open_plain(path) as file, _damage(path):
         if form == GZIP:
             yield gzip.GzipFile(fileobj=file), file
@@ -72,18 +104,23 @@ def unpacked(path: str, form: str) -> Iterator[tuple[Any, BinaryIO]]:
 
 
 def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int]]:
-    """The bytes of a compressed file in parts that end behind a newline, and what each took of the file. Only `lines` may be long: a
-    text without newlines is cut between two characters."""
+    """The bytes of a compressed file in parts that end behind a newline, and what each took of the file.
+
+    Only `lines` may be long: a text without newlines is cut between two characters.
+    """
     rest, taken, unpacked_bytes = b"", 0, 0
     with unpacked(path, form) as (text, file):
         while chunk := text.read(PART_BYTES):
             unpacked_bytes += len(chunk)
             if unpacked_bytes > SUSPECT_BYTES and unpacked_bytes > MOST_RATIO * file.tell():
-                raise DataError(path, f"unpacks to more than {MOST_RATIO} times its size, as no text does", INTACT)
+                raise DataError(
+                    path, f"unpacks to more than {MOST_RATIO} times its size, as no text does", INTACT
+                )
             rest += chunk
             cut = rest.rfind(b"\n") + 1
             if not cut and not lines and len(rest) > PART_BYTES:
-                cut = len(rest) - next((i for i in range(1, 4) if rest[-i] & 0xC0 == 0xC0), 0)  # before a character that goes on
+                # before a character that goes on
+                cut = len(rest) - next((i for i in range(1, 4) if rest[-i] & 0xC0 == 0xC0), 0)
             if not cut and len(rest) > MOST_LINE:
                 raise DataError(path, f"has a line of more than {MOST_LINE:,} bytes", "a document a line")
             if cut:
@@ -93,7 +130,9 @@ def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int
 
 
 def table_parts(path: str, form: str, key: str | None) -> Iterator[tuple[list[str], int]]:
-    """The texts of a table's column `key`, or without one its conversations as JSON, and what each part took of the file."""
+    """The texts of a table's column `key`, or without one its conversations as JSON, and
+    what each part took of the file.
+    """
     with open_plain(path) as file, _damage(path):
         size = file.seek(0, 2)
         file.seek(0)
@@ -111,10 +150,16 @@ def table_parts(path: str, form: str, key: str | None) -> Iterator[tuple[list[st
 
 
 def _opened(path: str, form: str, file: BinaryIO) -> tuple[Any, int, Callable[[list[str]], Iterator[Any]]]:
-    """A table's schema, its rows (0: not known), and a function that reads some of its columns, as record batches."""
+    """A table's schema, its rows (0: not known), and a function that reads some of
+    its columns, as record batches.
+    """
     if form == PARQUET:
         table = needed(path, "pyarrow.parquet").ParquetFile(file)
-        return table.schema_arrow, table.metadata.num_rows, lambda columns: table.iter_batches(PART_ROWS, columns=columns)
+        return (
+            table.schema_arrow,
+            table.metadata.num_rows,
+            lambda columns: table.iter_batches(PART_ROWS, columns=columns),
+        )
     ipc = needed(path, "pyarrow").ipc
     if form == ARROW_STREAM:
         stream = ipc.open_stream(file)
@@ -132,7 +177,10 @@ def _checked(path: str, schema: Any, key: str) -> str:
         return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
     named = [field.name for field in schema if is_text(field.type)]
-    right = f"--text-key with the column of its text; there {'are' if len(named) > 1 else 'is'} {', '.join(named)[:200] or 'none'}"
+    right = (
+        f"--text-key with the column of its text; there {'are' if len(named) > 1 else 'is'} "
+        f"{', '.join(named)[:200] or 'none'}"
+    )
     found = schema.get_all_field_indices(key)
     if len(found) != 1:
         raise DataError(path, f"has {len(found) or 'no'} column{'s' * (len(found) > 1)} {key}", right)
@@ -144,7 +192,9 @@ def _checked(path: str, schema: Any, key: str) -> str:
 def _chat_columns(path: str, schema: Any) -> list[str]:
     """The columns of conversations: their messages, and what templates are given besides."""
     if CHAT[0] not in schema.names:
-        raise DataError(path, "has no column messages", "a column of conversations, each a list of a role and a content")
+        raise DataError(
+            path, "has no column messages", "a column of conversations, each a list of a role and a content"
+        )
     return [name for name in CHAT if name in schema.names]
 
 
@@ -167,12 +217,15 @@ def _filled(value: Any) -> Any:
 
 
 def hub_parts(name: str, key: str | None) -> Iterator[tuple[list[str], int]]:
-    """The texts of a data set of the Hugging Face hub, as they come over the network; or of one that lies in a folder."""
+    """The texts of a data set of the Hugging Face hub, as they come over the network;
+    or of one that lies in a folder.
+    """
     path, config, split = ([*name.removeprefix(HUB_NAME).split(":"), "", ""])[:3]
     if not path or name.count(":") > 3:
         raise ConfigError("--input", f"{name} names no data set", HUB_FORM)
     datasets = needed(name, "datasets")
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # its tries, a line each: the last one's error is told below
+    # its tries, a line each: the last one's error is told below
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     row = 0
     try:
         rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
@@ -180,14 +233,24 @@ def hub_parts(name: str, key: str | None) -> Iterator[tuple[list[str], int]]:
             columns = [key] if key is not None else [each for each in CHAT if each in batch]
             if not columns or columns[0] not in batch:
                 wrong = f"has no column {key or CHAT[0]}"
-                raise DataError(name, wrong, f"--text-key with the column of its text; there are {', '.join(batch)}")
+                raise DataError(
+                    name, wrong, f"--text-key with the column of its text; there are {', '.join(batch)}"
+                )
             if key is None:
                 records = zip(*(batch[column] for column in columns), strict=True)
                 texts = [json.dumps(_filled(dict(zip(columns, record, strict=True)))) for record in records]
             else:
                 texts = batch[key]
-            if (wrong_row := next((i for i, text in enumerate(texts, row + 1) if not isinstance(text, str)), None)) is not None:
-                raise DataError(name, f"row {wrong_row} has no text in the column {key}", "a text in every row, perhaps an empty one")
+            if (
+                wrong_row := next(
+                    (i for i, text in enumerate(texts, row + 1) if not isinstance(text, str)), None
+                )
+            ) is not None:
+                raise DataError(
+                    name,
+                    f"row {wrong_row} has no text in the column {key}",
+                    "a text in every row, perhaps an empty one",
+                )
             row += len(texts)
             yield texts, 0
     except UserError:
@@ -203,9 +266,16 @@ def saved_files(folder: str) -> list[str]:
     if os.path.lexists(splits := os.path.join(folder, "dataset_dict.json")):
         named = _read_names(splits, "splits", right)
         if len(named) != 1:
-            raise DataError(folder, f"holds the splits {', '.join(named)}", f"one of them, such as {os.path.join(folder, named[0])}")
+            raise DataError(
+                folder,
+                f"holds the splits {', '.join(named)}",
+                f"one of them, such as {os.path.join(folder, named[0])}",
+            )
         folder = os.path.join(folder, named[0])
-    return [os.path.join(folder, name) for name in _read_names(os.path.join(folder, "state.json"), "_data_files", right)]
+    return [
+        os.path.join(folder, name)
+        for name in _read_names(os.path.join(folder, "state.json"), "_data_files", right)
+    ]
 
 
 def _read_names(path: str, key: str, right: str) -> list[str]:
@@ -215,6 +285,9 @@ def _read_names(path: str, key: str, right: str) -> list[str]:
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in found[key]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         names = []
-    if not names or not all(isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") for name in names):
+    if not names or not all(
+        isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
+        for name in names
+    ):
         raise DataError(path, f"names no files under {key}", right)
     return names

@@ -1,4 +1,6 @@
-"""Turns nanoGPT's token files into a corpus: train.bin and val.bin, two bytes a token and nothing else, as its prepare.py writes them."""
+"""Turns nanoGPT's token files into a corpus: train.bin and val.bin, two bytes a token and nothing else,
+as its prepare.py writes them.
+"""
 
 import os
 from contextlib import ExitStack
@@ -17,12 +19,15 @@ from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer
 
 TRAIN, VALID = "train.bin", "val.bin"
 BLOCK = 1 << 20  # tokens at a time
-OTHER_MAGICS = (20240520, 20240801)  # the first four bytes of what llm.c's scripts write: 256 such numbers before the tokens
+# the first four bytes of what llm.c's scripts write: 256 such numbers before the tokens
+OTHER_MAGICS = (20240520, 20240801)
 RIGHT = f"a folder with nanoGPT's {TRAIN}, and {VALID} beside it, or such a file"
 
 
 def convert_tokens(given: str, prefix: str, tokenizer: str) -> Prepared:
-    """Writes ``prefix.bin/.idx/.json``, and ``prefix_valid.*`` if there is a ``val.bin``. A document ends with the tokenizer's own end.
+    """Writes ``prefix.bin/.idx/.json``, and ``prefix_valid.*`` if there is a ``val.bin``.
+
+    A document ends with the tokenizer's own end.
 
     Raises:
         DataError, ConfigError: nothing has been written.
@@ -56,9 +61,17 @@ def convert_tokens(given: str, prefix: str, tokenizer: str) -> Prepared:
         for p, described in sidecars.items():
             described.save(p)
     except OSError as error:
-        raise DataError(prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
+        raise DataError(
+            prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left"
+        ) from None
     size = sum(os.path.getsize(path) for path in paths.values())
-    return Prepared(sidecars, name, [], size, None if loaded.end_of_document is None else f"token {loaded.end_of_document}")
+    return Prepared(
+        sidecars,
+        name,
+        [],
+        size,
+        None if loaded.end_of_document is None else f"token {loaded.end_of_document}",
+    )
 
 
 def _check(path: str) -> None:

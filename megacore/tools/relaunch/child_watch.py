@@ -1,4 +1,6 @@
-"""Watches over a supervisor from another process: if the supervisor is killed, it lets the run save and stop."""
+"""Watches over a supervisor from another process: if the supervisor is killed, it lets
+the run save and stop.
+"""
 
 import contextlib
 import os
@@ -27,7 +29,11 @@ class ChildWatch:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         # In a session of its own: what ends the supervisor's terminal or process group does not end it.
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,
         )
         assert self.process.stdin is not None
         self.stdin = self.process.stdin
@@ -51,8 +57,11 @@ class ChildWatch:
 
 
 def watch(launchers: Iterable[str], folder: Path, patience: float) -> None:
-    """Reads `launchers`, the lines that `ChildWatch.tell` writes, until the supervisor ends. Then asks a launcher that is left to stop, by
-    the file `STOP`, and ends it if it still runs after `patience` seconds."""
+    """Reads `launchers`, the lines that `ChildWatch.tell` writes, until the supervisor ends.
+
+    Then asks a launcher that is left to stop, by the file `STOP`, and ends it if it still runs after
+    `patience` seconds.
+    """
     launcher = 0
     for line in launchers:
         launcher = int(line)

@@ -1,4 +1,6 @@
-"""The machines of a run: which of them it is given at a start, and whether others should be used while it goes on."""
+"""The machines of a run: which of them it is given at a start, and whether others
+should be used while it goes on.
+"""
 
 import shlex
 import socket
@@ -73,8 +75,11 @@ class Machines(ABC):
         return f"{len(hosts)} of {len(named)} hosts"
 
     def changed(self, gained: bool) -> str:
-        """Why the run shall be started again on other machines; empty if it shall not. `gained`: the last start has got further than
-        any before. Does not wait: the machines are asked in the background. Raises what went wrong there."""
+        """Why the run shall be started again on other machines; empty if it shall not.
+
+        `gained`: the last start has got further than any before. Does not wait: the machines are asked in the
+        background. Raises what went wrong there.
+        """
         if self.looking is None and time.monotonic() - self.looked >= self.rules.look:
             self.looked, self.looking = time.monotonic(), Future()
             threading.Thread(target=self._look, args=(self.looking, gained), daemon=True).start()
@@ -90,7 +95,10 @@ class Machines(ABC):
             found.set_exception(error)
 
     def look(self, gained: bool = True) -> str:
-        """As `changed`, but asks now and waits. Hosts that are in use are not asked: heartbeats watch them."""
+        """As `changed`, but asks now and waits.
+
+        Hosts that are in use are not asked: heartbeats watch them.
+        """
         there = self.named()
         try:
             then, *_ = self._given(there, self.used)
@@ -99,7 +107,10 @@ class Machines(ABC):
         return change(self.used, there, then, gained and time.monotonic() - self.started >= self.rules.pause)
 
     def command(self, command: list[str], folder: Path) -> list[str]:
-        """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""
+        """The launcher's command for the machines that answer now.
+
+        Raises `ConfigError` if they are not enough.
+        """
         self.folder = str(folder)
         self.plans.clear()
         named = self.named()
@@ -112,28 +123,48 @@ class Machines(ABC):
         return words
 
     def ended(self, *, gained: bool, failed: bool, lost: Iterable[str] = ()) -> None:
-        """Hears whether the last start got further than any before, whether it failed, and which hosts were lost. A lost host, and one that
-        joined a run which then got no further, is left out for a while, which doubles each time."""
+        """Hears whether the last start got further than any before, whether it failed, and which hosts
+        were lost. A lost host, and one that joined a run which then got no further, is left out for a
+        while, which doubles each time.
+        """
         new = [host for host, slots in self.used.items() if self.proven.get(host, 0) < slots]
         for host in {*lost, *(new if self.proven and failed and not gained else ())}:
             self.failures[host] += 1
-            self.held[host] = time.monotonic() + self.rules.pause * 2.0 ** min(self.failures[host] - 1, HELD_MOST)
+            self.held[host] = time.monotonic() + self.rules.pause * 2.0 ** min(
+                self.failures[host] - 1, HELD_MOST
+            )
         for host in lost:
             self.proven.pop(host, None)
         if gained:
-            self.proven |= {host: max(slots, self.proven.get(host, 0)) for host, slots in self.used.items() if host not in lost}
+            self.proven |= {
+                host: max(slots, self.proven.get(host, 0))
+                for host, slots in self.used.items()
+                if host not in lost
+            }
 
     def _given(self, named: dict[str, int], trusted: Iterable[str]) -> tuple[dict[str, int], Planned, str]:
-        """Which slots of which hosts the run is given, its layout on them, and a line that says so. `trusted` hosts are not asked whether
-        they answer."""
+        """Which slots of which hosts the run is given, its layout on them, and a line that says so.
+
+        `trusted` hosts are not asked whether they answer.
+        """
         now = time.monotonic()
-        held = [host for host, slots in named.items() if now < self.held.get(host, 0.0) and self.proven.get(host, 0) < slots]
+        held = [
+            host
+            for host, slots in named.items()
+            if now < self.held.get(host, 0.0) and self.proven.get(host, 0) < slots
+        ]
         slots = named | {host: self.proven.get(host, 0) for host in held}
         if sum(slots.values()) < max(1, self.rules.least):
             held, slots = [], named
         asked = [host for host in named if slots[host]]
         with ThreadPoolExecutor(64) as pool:
-            reasons = dict(zip(asked, pool.map(lambda host: None if host in trusted else self.silence(host), asked), strict=True))
+            reasons = dict(
+                zip(
+                    asked,
+                    pool.map(lambda host: None if host in trusted else self.silence(host), asked),
+                    strict=True,
+                )
+            )
         answering = [host for host in asked if reasons[host] is None]
         # What was lost comes last, though it answers again: a spare is better.
         chosen = sorted(answering, key=self.failures.__getitem__)[: max(1, len(named) - self.spares)]
@@ -143,7 +174,11 @@ class Machines(ABC):
             raise ConfigError("--hostfile", f"no host answered: {names}", self.answers)
         wanted = self.rules.ranks(room, self.rules.asked(sum(self.used.values()), room, self.folder))
         if not wanted:
-            raise TooFew(self.size_option, f"{room} ranks have room, and there shall be {self.rules.least} at least", "more machines")
+            raise TooFew(
+                self.size_option,
+                f"{room} ranks have room, and there shall be {self.rules.least} at least",
+                "more machines",
+            )
         if wanted not in self.plans:
             self.plans[wanted] = plan(self.config, self.overrides, wanted)
         planned = self.plans[wanted]
@@ -180,8 +215,10 @@ class Fleet(Machines):
         include: str = "",
         exclude: str = "",
     ) -> None:
-        """`probe`: a command that succeeds if `{host}` answers; this machine always does. `printed_by`: the command, where there is no
-        hostfile. `include`, `exclude`: see `chosen_hosts`."""
+        """`probe`: a command that succeeds if `{host}` answers; this machine always does.
+
+        `printed_by`: the command, where there is no hostfile. `include`, `exclude`: see `chosen_hosts`.
+        """
         super().__init__(config, overrides, rules or Rules(), spares)
         self.hostfile, self.printed_by, self.filters = hostfile, printed_by, (include, exclude)
         self.words = words_of("--probe", probe, PROBE)
@@ -191,7 +228,11 @@ class Fleet(Machines):
     def _read(self) -> dict[str, int]:
         if self.hostfile is not None:
             return read_hostfile(self.hostfile)
-        said = output("--hosts-command", self.printed_by, {"MEGACORE_LOG_DIR": self.folder, "MEGACORE_HOSTS": ",".join(self.used)})
+        said = output(
+            "--hosts-command",
+            self.printed_by,
+            {"MEGACORE_LOG_DIR": self.folder, "MEGACORE_HOSTS": ",".join(self.used)},
+        )
         return hosts_in(said, "--hosts-command", f"`{shlex.join(self.printed_by)}`")
 
     def named(self) -> dict[str, int]:

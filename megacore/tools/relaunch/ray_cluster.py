@@ -12,8 +12,11 @@ NAME = "the Ray cluster"
 FREED_SECONDS = 10.0  # within which Ray knows that the workers of the last start have ended
 
 
-def room_in(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float], each: Mapping[str, float], used: int) -> tuple[int, int]:
-    """How many workers that take `each` have room: on nodes that nobody else uses, and beside what others have taken.
+def room_in(
+    nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float], each: Mapping[str, float], used: int
+) -> tuple[int, int]:
+    """How many workers that take `each` have room: on nodes that nobody else uses, and
+    beside what others have taken.
 
     Args:
         nodes: what `ray.nodes()` says.

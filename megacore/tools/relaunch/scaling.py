@@ -1,4 +1,6 @@
-"""When a healthy run is started again on more or fewer ranks, and on how many: what a user states, and commands of the user's own."""
+"""When a healthy run is started again on more or fewer ranks, and on how many: what a user states,
+and commands of the user's own.
+"""
 
 import argparse
 import math
@@ -26,26 +28,36 @@ class Rules:
     command: tuple[str, ...] = ()  # prints how many ranks there shall be
 
     def ranks(self, room: int, answer: int | None = None) -> int:
-        """How many ranks may be used where there is room for `room`, and the user's command has given this answer; 0: too few."""
+        """How many ranks may be used where there is room for `room`, and the user's command has
+        given this answer; 0: too few.
+        """
         wanted = self.most if answer is None else min(self.most, max(self.least, answer))
         return min(room, wanted) if room >= self.least else 0
 
     def asked(self, ranks: int, room: int, folder: str) -> int | None:
-        """What the user's command says; None without one. Raises `ConfigError` if it fails, or prints no number."""
+        """What the user's command says; None without one.
+
+        Raises `ConfigError` if it fails, or prints no number.
+        """
         if not self.command:
             return None
         variables = {"MEGACORE_RANKS": str(ranks), "MEGACORE_ROOM": str(room), "MEGACORE_LOG_DIR": folder}
         said = output("--ranks-command", self.command, variables).strip()
         if not re.fullmatch(r"[1-9][0-9]{0,8}", said, re.ASCII):
-            raise ConfigError("--ranks-command", f"`{shlex.join(self.command)}` printed `{said:.100}`", "a number of ranks, 1 or more")
+            raise ConfigError(
+                "--ranks-command",
+                f"`{shlex.join(self.command)}` printed `{said:.100}`",
+                "a number of ranks, 1 or more",
+            )
         return int(said)
 
 
 def change(used: dict[str, int], there: dict[str, int], then: dict[str, int], due: bool) -> str:
     """Why a run shall be started again; empty if it shall not.
 
-    `used`: slots by host at its last start. `there`: those that hosts have now. `then`: those that it would be given now. `due`: whether it
-    may be stopped to use more. Machines that leave are left at once: to wait would cost the steps since the last checkpoint.
+    `used`: slots by host at its last start. `there`: those that hosts have now. `then`: those that it would
+    be given now. `due`: whether it may be stopped to use more. Machines that leave are left at once: to wait
+    would cost the steps since the last checkpoint.
     """
     left = [host for host, slots in used.items() if there.get(host, 0) < slots]
     before, after = sum(used.values()), sum(then.values())
@@ -55,18 +67,30 @@ def change(used: dict[str, int], there: dict[str, int], then: dict[str, int], du
     words = [f"{', '.join(gone)} {'leaves' if len(gone) == 1 else 'leave'}"] if gone else []
     joined = [host for host in then if host not in used]
     words += [f"{', '.join(joined)} {'joins' if len(joined) == 1 else 'join'}"] if joined else []
-    other = [host for host, slots in used.items() if there.get(host, slots) < slots or (not joined and then.get(host, 0) > slots)]
+    other = [
+        host
+        for host, slots in used.items()
+        if there.get(host, slots) < slots or (not joined and then.get(host, 0) > slots)
+    ]
     words += [f"{host} has {there[host]} slots" for host in other]
     return f"{'; '.join(words) or 'another size is wanted'}: {before} ranks become {after}"
 
 
 def output(option: str, words: tuple[str, ...], variables: dict[str, str]) -> str:
-    """What a command prints. Raises `ConfigError` if it cannot be started, fails, or takes too long; then all that it started is ended."""
+    """What a command prints.
+
+    Raises `ConfigError` if it cannot be started, fails, or takes too long; then all that it started is ended.
+    """
     name = f"`{shlex.join(words)}`"
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=os.environ | variables, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            env=os.environ | variables,
+            start_new_session=True,
         )
     except OSError as error:
         raise ConfigError(option, f"{name} cannot be started: {error.strerror}", "a command") from None
@@ -76,10 +100,14 @@ def output(option: str, words: tuple[str, ...], variables: dict[str, str]) -> st
         os.killpg(child.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # somebody has left the group, and holds the pipe
             child.communicate(timeout=1.0)
-        raise ConfigError(option, f"{name} has not ended within {COMMAND_SECONDS:.0f} s", "a command that does") from None
+        raise ConfigError(
+            option, f"{name} has not ended within {COMMAND_SECONDS:.0f} s", "a command that does"
+        ) from None
     if child.returncode:
         last = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
-        raise ConfigError(option, f"{name} ended with status {child.returncode}{': ' * bool(last)}{last:.200}", "status 0")
+        raise ConfigError(
+            option, f"{name} ended with status {child.returncode}{': ' * bool(last)}{last:.200}", "status 0"
+        )
     try:
         return out.decode()
     except UnicodeDecodeError:
@@ -100,13 +128,23 @@ def words_of(option: str, command: str, right: str) -> tuple[str, ...]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that both launch scripts have for the size of a run."""
     parser.add_argument(
-        "--ranks-command", metavar="COMMAND", help="prints how many ranks there shall be; it is asked at each start and look"
+        "--ranks-command",
+        metavar="COMMAND",
+        help="prints how many ranks there shall be; it is asked at each start and look",
     )
     parser.add_argument(
-        "--look", type=float, default=10.0, metavar="SECONDS", help="looks so often for machines that join or leave (10); inf: never"
+        "--look",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="looks so often for machines that join or leave (10); inf: never",
     )
     parser.add_argument(
-        "--resize-pause", type=float, default=60.0, metavar="SECONDS", help="a run is not stopped to grow sooner after a start (60)"
+        "--resize-pause",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a run is not stopped to grow sooner after a start (60)",
     )
 
 
@@ -117,8 +155,14 @@ def rules_of(args: argparse.Namespace, size: tuple[int, int] | None) -> Rules:
         ("resize-pause", not 0 <= args.resize_pause < math.inf, "seconds, 0 or more"),
     ):
         if bad:
-            raise ConfigError(f"--{option}", f"{getattr(args, option.replace('-', '_'))} is not usable", right)
-    command = () if args.ranks_command is None else words_of("--ranks-command", args.ranks_command, "a command that prints a number")
+            raise ConfigError(
+                f"--{option}", f"{getattr(args, option.replace('-', '_'))} is not usable", right
+            )
+    command = (
+        ()
+        if args.ranks_command is None
+        else words_of("--ranks-command", args.ranks_command, "a command that prints a number")
+    )
     least, most = size or (Rules.least, Rules.most)
     return Rules(least, most, args.look, args.resize_pause, command)
 
@@ -129,5 +173,7 @@ def size_of(option: str, text: str) -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if least > most:
         what = option.removeprefix("--")
-        raise ConfigError(option, f"{text} is no number of {what}", "a number such as 8, or least:most such as 8:16")
+        raise ConfigError(
+            option, f"{text} is no number of {what}", "a number such as 8, or least:most such as 8:16"
+        )
     return least, most

@@ -1,7 +1,9 @@
 """Restarts a run until it has finished. The launcher's command is a child process.
 
-A launcher that gets a signal gives its ranks little time, sometimes half a minute, and does not forward every signal. So the
-supervisor sends none: it writes a file `STOP` to the run's folder, and every rank saves and ends at the next step.
+A launcher that gets a signal gives its ranks little time, sometimes half a minute, and does not forward every
+signal. So the
+supervisor sends none: it writes a file `STOP` to the run's folder, and every rank saves and ends at the next
+step.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
 LAST_BYTES = 65536  # of a note about what was lost
 LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
-# The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network is cut.
+# The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network
+# is cut.
 NOTICE = "-o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
 
 
@@ -64,10 +67,14 @@ class Supervisor:
         steps: int = 0,
         listener: Callable[[str], None] | None = None,
     ) -> None:
-        """`command` starts the run, which has `steps` steps and the log.dir `folder`. `fleet`: the machines, if they may change.
+        """`command` starts the run, which has `steps` steps and the log.dir `folder`.
 
-        `restarts`: how many restarts in a row may bring no progress. `backoff`: seconds before the first of them, doubled with each.
-        `stall`: if nothing new is in `folder` for so many seconds, the run is restarted. `listener` gets every line of output.
+        `fleet`: the machines, if they may change.
+
+        `restarts`: how many restarts in a row may bring no progress. `backoff`: seconds before the first of
+        them, doubled with each.
+        `stall`: if nothing new is in `folder` for so many seconds, the run is restarted. `listener` gets
+        every line of output.
         """
         self.command, self.folder, self.fleet, self.listener = command, folder, fleet, listener
         self.restarts, self.backoff, self.stall, self.steps = restarts, backoff, stall, steps
@@ -84,7 +91,9 @@ class Supervisor:
         self.found: set[tuple[str, int]] = set()  # checkpoints that were there before the first start
 
     def run(self) -> int:
-        """Restarts the run until it has finished (0), stopped on request (75), is refused (2), or fails without progress (its status)."""
+        """Restarts the run until it has finished (0), stopped on request (75), is refused (2), or fails
+        without progress (its status).
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.found = self._saved()
         with self.watch:
@@ -123,7 +132,8 @@ class Supervisor:
                 except (ConfigError, OSError) as error:
                     if not self.attempts:
                         raise
-                    say(str(error), "" if isinstance(error, ConfigError) else PREFIX)  # nobody answers now: perhaps later
+                    # nobody answers now: perhaps later
+                    say(str(error), "" if isinstance(error, ConfigError) else PREFIX)
                     status = 2
                 now = self.progress()
                 gained = self._gains(now)
@@ -137,17 +147,24 @@ class Supervisor:
                     self._withdraw()
                     if gained or status == STOPPED:
                         continue
-                if status == 2 and now == initial:  # else it was going well and cannot go on, for example because of a full disk
+                # else it was going well and cannot go on, for example because of a full disk
+                if status == 2 and now == initial:
                     return 2
                 if (self.folder / STOP).exists():
                     say(f"stopped on request; remove {self.folder / STOP} to go on")
                     return STOPPED
                 fruitless = 0 if gained else fruitless + 1
                 if fruitless > self.restarts:
-                    say(f"given up: {self.restarts} restarts in a row brought no progress beyond step {max(best)} (status {status})")
+                    say(
+                        f"given up: {self.restarts} restarts in a row brought no progress beyond step "
+                        f"{max(best)} (status {status})"
+                    )
                     return status if status > 0 else 1  # a launcher that was killed may return 0
                 pause = min(MOST_BACKOFF, self.backoff * 2 ** min(max(0, fruitless - 1), 20))
-                say(f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in {pause:.0f} s")
+                say(
+                    f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in "
+                    f"{pause:.0f} s"
+                )
                 self._sleep(pause)
                 if self.asked():
                     return STOPPED
@@ -179,7 +196,10 @@ class Supervisor:
             return  # both the kernel and the shell send it when the terminal is closed
         self.requests += 1
         if self.requests == 1:
-            say(f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more ends it at once")
+            say(
+                f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more "
+                "ends it at once"
+            )
             self._ask()
         elif self.child is not None:
             end_tree(self.child.pid, signal.SIGKILL)
@@ -188,7 +208,8 @@ class Supervisor:
         file = self.folder / STOP
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8"):  # somebody's own request says the same
+            # somebody's own request says the same
+            with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8"):
                 self.request = file.stat().st_mtime_ns
         except OSError as error:
             say(f"{file} cannot be written, so the run does not hear of it: {error.strerror}")
@@ -222,7 +243,9 @@ class Supervisor:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise ConfigError(command[0], f"cannot be started: {getattr(error, 'strerror', error)}", "a launcher's command") from None
+            raise ConfigError(
+                command[0], f"cannot be started: {getattr(error, 'strerror', error)}", "a launcher's command"
+            ) from None
         self.watch.tell(self.child.pid)
         reader = threading.Thread(target=self._listen, args=(self.child.stdout,), daemon=True)
         if self.listener is not None:
@@ -235,7 +258,9 @@ class Supervisor:
                 self._look(self.child.pid, note)
             except Exception as error:  # a run that goes on unwatched is worse than a look that fails
                 if not failed:
-                    what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+                    what = (
+                        str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+                    )
                     say(f"could not look after the run, and tries on: {what}")
                 failed = True
         if self.listener is not None:
@@ -243,7 +268,11 @@ class Supervisor:
         self.watch.tell(0)
         lost = self._read_note(note)
         if self.fleet is not None:
-            self.fleet.ended(gained=self._gains(self.progress()), failed=self.child.returncode not in (0, STOPPED), lost=lost)
+            self.fleet.ended(
+                gained=self._gains(self.progress()),
+                failed=self.child.returncode not in (0, STOPPED),
+                lost=lost,
+            )
         return self.child.returncode
 
     def _look(self, launcher: int, note: Path) -> None:
@@ -272,7 +301,10 @@ class Supervisor:
         except FileNotFoundError:
             return []
         except (OSError, ValidationError) as error:
-            say(f"{note} does not tell which hosts were lost: {complaint(error) if isinstance(error, ValidationError) else error.strerror}")
+            say(
+                f"{note} does not tell which hosts were lost: "
+                f"{complaint(error) if isinstance(error, ValidationError) else error.strerror}"
+            )
             return []
         say(found.verdict)
         return found.hosts
@@ -280,7 +312,8 @@ class Supervisor:
     def _listen(self, lines: IO[str]) -> None:
         assert self.listener is not None
         for line in lines:
-            with contextlib.suppress(OSError, ValueError):  # nobody hears it any more; but a run whose pipe is full would wait for ever
+            # nobody hears it any more; but a run whose pipe is full would wait for ever
+            with contextlib.suppress(OSError, ValueError):
                 self.listener(line)
 
     def _sleep(self, seconds: float) -> None:
@@ -290,10 +323,13 @@ class Supervisor:
 
 
 def environment(*, unbuffered: bool) -> dict[str, str]:
-    """A launcher's: this process's own, with what lets ssh notice a host that is gone unless that is said already."""
+    """A launcher's: this process's own, with what lets ssh notice a host that is
+    gone unless that is said already.
+    """
     own = {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
     said = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    return os.environ | own | {"PDSH_SSH_ARGS_APPEND": f"{said} {NOTICE}".strip()}  # ssh takes the first of two settings
+    # ssh takes the first of two settings
+    return os.environ | own | {"PDSH_SSH_ARGS_APPEND": f"{said} {NOTICE}".strip()}
 
 
 def end_tree(pid: int, number: signal.Signals = signal.SIGTERM) -> None:

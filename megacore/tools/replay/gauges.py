@@ -18,7 +18,9 @@ from megacore.tools.verify.trace import GradientWatch
 
 FORWARD, LOSS, BACKWARD, WEIGHT = "output", "loss", "gradient of the output", "gradient"
 LIMIT = 10.0  # robust deviations above the median that are out of line
-LEAST = 0.1  # the least that counts as one, of logarithms: what is out of line is 2.7 times the median at least
+LEAST = (
+    0.1  # the least that counts as one, of logarithms: what is out of line is 2.7 times the median at least
+)
 FEW = 4  # fewer sizes say nothing of what is usual
 
 Tensors = tuple[str, str]  # what it is, and the name of its layer or parameter
@@ -56,7 +58,11 @@ class Gauges(Observer):
                 if module is not stage and not isinstance(module, nn.ModuleDict | nn.ModuleList):
                     module.register_forward_hook(self._hook(stage.logical_name(name), module, stage))
         parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-        self.watches = [GradientWatch(parameter, self._gradient(name)) for name, parameter in parameters.items() if parameter.requires_grad]
+        self.watches = [
+            GradientWatch(parameter, self._gradient(name))
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        ]
 
     def begin(self, targets: Sequence[Tensor | None]) -> None:
         """A step begins, with these targets of its microbatches."""
@@ -79,7 +85,10 @@ class Gauges(Observer):
                 if not self.listens or not isinstance(value, Tensor) or not value.is_floating_point():
                     continue
                 if written is not None and i >= written:
-                    self._note((LOSS, module.losses[i - written].name), value.detach() / max(1, self.targets[self.microbatch]))  # type: ignore
+                    self._note(
+                        (LOSS, module.losses[i - written].name),
+                        value.detach() / max(1, self.targets[self.microbatch]),
+                    )  # type: ignore
                     continue
                 key = f"{name}.{i}" if i else name
                 self._note((FORWARD, key), value)
@@ -103,7 +112,10 @@ class Gauges(Observer):
         for key, noted in self.found.items():
             by = scale if key[0] in (BACKWARD, WEIGHT) else 1.0
             numbers = torch.stack([pair for _, pair, _ in noted]).tolist()
-            sizes[key] = [Size(at, rms / by, most / by, n) for (at, _, n), (rms, most) in zip(noted, numbers, strict=True)]
+            sizes[key] = [
+                Size(at, rms / by, most / by, n)
+                for (at, _, n), (rms, most) in zip(noted, numbers, strict=True)
+            ]
         return sizes
 
 
@@ -133,7 +145,10 @@ def deviations(x: float, usual: Sequence[float]) -> float:
 
 def of_microbatches(step: Mapping[int, float], before: Sequence[float]) -> dict[int, float]:
     """The deviations of each microbatch's size, against those of steps before and of the others."""
-    return {at: deviations(x, [*before, *(other for i, other in step.items() if i != at)]) for at, x in step.items()}
+    return {
+        at: deviations(x, [*before, *(other for i, other in step.items() if i != at)])
+        for at, x in step.items()
+    }
 
 
 def first_out_of_line(step: Sizes, before: Sequence[Sizes]) -> Finding | None:

@@ -1,4 +1,6 @@
-"""What a run's folder says of the steps it has done: their figures, the samples they were dealt, and from which checkpoint they follow."""
+"""What a run's folder says of the steps it has done: their figures, the samples they were dealt, and
+from which checkpoint they follow.
+"""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ class Skipped(Record):
 
 @dataclass(frozen=True)
 class Deal:
-    """From step `first` on, a step reads the batch that is `ahead` of it: so many were passed over by going back."""
+    """From step `first` on, a step reads the batch that is `ahead` of it: so many
+    were passed over by going back.
+    """
 
     first: int
     ahead: int
@@ -39,7 +43,9 @@ class Deal:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The steps behind a checkpoint up to `last`, as they were done: behind each return to a checkpoint a run makes another attempt."""
+    """The steps behind a checkpoint up to `last`, as they were done: behind each return to a
+    checkpoint a run makes another attempt.
+    """
 
     deals: tuple[Deal, ...]
     last: int
@@ -50,7 +56,10 @@ class Attempt:
 
 
 class History:
-    """The records in a run's `folder`, read only. Raises `LogError` where it has none, or they are damaged."""
+    """The records in a run's `folder`, read only.
+
+    Raises `LogError` where it has none, or they are damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,15 +71,20 @@ class History:
             raise LogError(f"{folder}/metrics.jsonl", str(error), "as the run wrote it") from None
         self.skipped = list(self._skipped()) if (folder / "skipped.jsonl").exists() else []
         copies = checkpoints_in(self.mirror) if self.mirror is not None else []
-        self.checkpoints = sorted([*checkpoints_in(folder), *copies], key=step_of, reverse=True)  # of a step the run's own first
-        self.last = max([*self.logged, *(line.step for line in self.skipped), *map(step_of, self.checkpoints)], default=0)
+        # of a step the run's own first
+        self.checkpoints = sorted([*checkpoints_in(folder), *copies], key=step_of, reverse=True)
+        self.last = max(
+            [*self.logged, *(line.step for line in self.skipped), *map(step_of, self.checkpoints)], default=0
+        )
 
     def _text(self, name: str) -> str:
         try:
             return read_text(self.folder / name)
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "no text"
-            raise LogError(str(self.folder / name), f"cannot be read: {why}", "the folder of a run, its log.dir") from None
+            raise LogError(
+                str(self.folder / name), f"cannot be read: {why}", "the folder of a run, its log.dir"
+            ) from None
 
     def _skipped(self) -> Iterator[Skipped]:
         for number, line in enumerate(self._text("skipped.jsonl").rpartition("\n")[0].splitlines(), 1):
@@ -81,7 +95,9 @@ class History:
                 raise LogError(f"{self.folder}/skipped.jsonl", wrong, "as the run wrote it") from None
 
     def before(self, step: int) -> Reader:
-        """The newest whole checkpoint before `step`, all of which was read and compared with its digests. Damaged ones are warned of.
+        """The newest whole checkpoint before `step`, all of which was read and compared with its digests.
+
+        Damaged ones are warned of.
 
         Raises:
             ConfigError: the run has not done the step, or has no checkpoint before it.
@@ -89,13 +105,19 @@ class History:
         """
         if not 1 <= step <= self.last:
             raise ConfigError(
-                "--step", f"the run has done no step {step}", f"1 to {self.last}" if self.last else "a run that has logged one"
+                "--step",
+                f"the run has done no step {step}",
+                f"1 to {self.last}" if self.last else "a run that has logged one",
             )
         steps = sorted(map(step_of, self.checkpoints))
         if not steps or steps[0] >= step:
             wrong = f"there is no checkpoint before step {step} in {self.folder}"
             can = steps and steps[0] < self.last
-            right = f"a step from {steps[0] + 1} to {self.last}: its first checkpoint is of step {steps[0]}" if can else "checkpoint.every"
+            right = (
+                f"a step from {steps[0] + 1} to {self.last}: its first checkpoint is of step {steps[0]}"
+                if can
+                else "checkpoint.every"
+            )
             raise ConfigError("--step", wrong, right)
         reader, faults = newest_whole([path for path in self.checkpoints if step_of(path) < step], deep=True)
         if reader is None:
@@ -104,7 +126,9 @@ class History:
         return reader
 
     def sections(self, step: int) -> dict[str, Any]:
-        """The sections of the config that `step` was done with: of the first checkpoint that was saved behind it, or else the newest."""
+        """The sections of the config that `step` was done with: of the first checkpoint that was saved
+        behind it, or else the newest.
+        """
         for path in sorted((path for path in self.checkpoints if step_of(path) >= step), key=step_of):
             try:
                 return recorded_sections(Reader(path))
@@ -128,9 +152,15 @@ class History:
         except (json.JSONDecodeError, ValueError, RecursionError) as error:
             if isinstance(error, LogError):
                 raise
-            raise LogError(f"{self.folder}/config.json", f"is no config: {error}", "as the run wrote it") from None
-        if not isinstance(raw, dict) or not all(isinstance(raw.get(name), dict) for name in ("model", "train", "data", "optim")):
-            raise LogError(f"{self.folder}/config.json", "is no config: it lacks sections", "as the run wrote it")
+            raise LogError(
+                f"{self.folder}/config.json", f"is no config: {error}", "as the run wrote it"
+            ) from None
+        if not isinstance(raw, dict) or not all(
+            isinstance(raw.get(name), dict) for name in ("model", "train", "data", "optim")
+        ):
+            raise LogError(
+                f"{self.folder}/config.json", "is no config: it lacks sections", "as the run wrote it"
+            )
         return raw
 
     def past(self, base: Reader, sections: dict[str, Any]) -> "Past":
@@ -144,11 +174,17 @@ class Past:
     def __init__(self, history: History, base: Reader, sections: dict[str, Any]) -> None:
         self.history, self.base = history, base
         train = sections["train"]
-        self.batches = TrainConfig.model_construct(global_batch_size=train["global_batch_size"], batch_ramp=train.get("batch_ramp", ()))
+        self.batches = TrainConfig.model_construct(
+            global_batch_size=train["global_batch_size"], batch_ramp=train.get("batch_ramp", ())
+        )
         self.limits = sections["optim"].get("max_skips", 0), sections["optim"].get("max_rollbacks", 0)
         self.every = sections.get("checkpoint", {}).get("every", 0)
         self.ahead = self._ahead(base)
-        skips = [(line, self.batches.batches_in(line.first_sample) - line.step + 1) for line in history.skipped if line.step > base.step]
+        skips = [
+            (line, self.batches.batches_in(line.first_sample) - line.step + 1)
+            for line in history.skipped
+            if line.step > base.step
+        ]
         self.skips = {(line.step, ahead): line for line, ahead in skips if ahead >= self.ahead}
 
     def _ahead(self, reader: Reader) -> int:
@@ -180,7 +216,9 @@ class Past:
                     continue
 
     def _untold_return(self, aheads: list[int]) -> tuple[int, int, int] | None:
-        """The step before the last return, the one that it went back to, and the batches ahead since, where nothing came to tell of it."""
+        """The step before the last return, the one that it went back to, and the batches ahead since,
+        where nothing came to tell of it.
+        """
         limit, returns = self.limits
         in_a_row = sorted(step for step, ahead in self.skips if ahead == aheads[-1])[-limit:] if limit else []
         if len(in_a_row) < limit or not limit or in_a_row[-1] - in_a_row[0] >= limit:
@@ -192,14 +230,23 @@ class Past:
         return last, back_to, last + aheads[-1] - back_to
 
     def attempt(self, step: int, skipped: bool) -> Attempt:
-        """The last attempt that did `step`; if `skipped`, the last that skipped it. Raises `ConfigError` if none did."""
-        found = [each for each in self.attempts if each.last >= step and (not skipped or (step, each.ahead(step)) in self.skips)]
+        """The last attempt that did `step`; if `skipped`, the last that skipped it.
+
+        Raises `ConfigError` if none did.
+        """
+        found = [
+            each
+            for each in self.attempts
+            if each.last >= step and (not skipped or (step, each.ahead(step)) in self.skips)
+        ]
         if not found:
             raise ConfigError("--skipped", f"skipped.jsonl has no step {step}", "leave it out")
         return found[-1]
 
     def recorded(self, step: int, attempt: Attempt) -> tuple[float | None, float | None] | None:
-        """Loss and gradient norm of a step as recorded, None where one was not finite; None if nobody has recorded the step."""
+        """Loss and gradient norm of a step as recorded, None where one was not finite; None
+        if nobody has recorded the step.
+        """
         line = self.skips.get((step, attempt.ahead(step)))
         if line is not None:
             return line.loss, line.grad_norm

@@ -42,7 +42,9 @@ class Done:
     sizes: dict[Tensors, list[Size]]
 
 
-def config_of(base: Reader, sections: dict[str, Any], source: str | None, folder: str, overrides: list[str]) -> Config:
+def config_of(
+    base: Reader, sections: dict[str, Any], source: str | None, folder: str, overrides: list[str]
+) -> Config:
     """The run's config for one process, which reads `base` and writes in another `folder`.
 
     A microbatch is one sample, where that changes nothing that is computed. Raises `UserError`.
@@ -50,17 +52,32 @@ def config_of(base: Reader, sections: dict[str, Any], source: str | None, folder
     model, train = dict(sections["model"]), dict(sections["train"])
     if model.get("source") is not None and source is None:
         right = f"--source {base.source_copy or 'FILE'}, once you have read it"
-        raise CheckpointError(str(base.path), "its model is a source of the user's, which is executed only if you name it", right)
+        raise CheckpointError(
+            str(base.path),
+            "its model is a source of the user's, which is executed only if you name it",
+            right,
+        )
     if source is not None:
         if model.get("source") is None:
             raise CheckpointError(str(base.path), "its model has no source", "no --source")
         model["source"] = str(Path(source).absolute())
     model |= {"attention": "auto", "kernels": "auto"}
-    train |= {"device": "auto", "compile": False, "recompute": "none", "offload_activations": False, "eval_every": 0}
+    train |= {
+        "device": "auto",
+        "compile": False,
+        "recompute": "none",
+        "offload_activations": False,
+        "eval_every": 0,
+    }
     # Dropout's random numbers and an expert's capacity are a microbatch's, and a layer of the user's own may compute across samples.
     if not model.get("dropout") and model.get("capacity_factor") is None and source is None:
         train["micro_batch_size"] = 1
-    raw = {"model": model, "train": train, "data": sections["data"] | {"valid": None}, "optim": sections["optim"] | {"max_rollbacks": 0}}
+    raw = {
+        "model": model,
+        "train": train,
+        "data": sections["data"] | {"valid": None},
+        "optim": sections["optim"] | {"max_rollbacks": 0},
+    }
     raw["checkpoint"] = {"resume": str(base.path.absolute()), "every": 0, "last": False}
     raw["log"] = {"dir": folder, "tensorboard": False}
     if "cpu" in sections:
@@ -80,7 +97,9 @@ class Replay:
         self.gauges = Gauges(self.trainer.train_step.stages)
         self.mesh.observers.append(self.gauges)
 
-    def steps(self, last: int, before_update: Callable[[dict[Tensors, list[Size]], list[Microbatch]], None]) -> Iterator[Done]:
+    def steps(
+        self, last: int, before_update: Callable[[dict[Tensors, list[Size]], list[Microbatch]], None]
+    ) -> Iterator[Done]:
         """Does the steps up to `last`. When all gradients of that one are there, and before its update, `before_update` is told of it."""
         trainer = self.trainer
         for step in range(trainer.step + 1, last + 1):
@@ -91,7 +110,12 @@ class Replay:
             by = 1.0 if scale is None else float(scale.value)
             sizes: dict[Tensors, list[Size]] = {}
 
-            def look(step: int = step, by: float = by, sizes: dict[Tensors, list[Size]] = sizes, batch: list[Microbatch] = batch) -> None:
+            def look(
+                step: int = step,
+                by: float = by,
+                sizes: dict[Tensors, list[Size]] = sizes,
+                batch: list[Microbatch] = batch,
+            ) -> None:
                 sizes.update(self.gauges.read(by))
                 if step == last:
                     before_update(sizes, batch)
@@ -116,7 +140,11 @@ class Replay:
         hidden = stage.hidden(microbatch.tokens, microbatch.key, microbatch.documents, microbatch.positions)
         logits = stage.logits(hidden).float()
         targets = microbatch.targets
-        return F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED).view(targets.shape).cpu()
+        return (
+            F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
+            .view(targets.shape)
+            .cpu()
+        )
 
     def close(self) -> None:
         """Ends threads and closes files."""
@@ -127,7 +155,9 @@ class Replay:
 
 
 @contextmanager
-def replaying(base: Reader, sections: dict[str, Any], attempt: Attempt, source: str | None, overrides: list[str]) -> Iterator[Replay]:
+def replaying(
+    base: Reader, sections: dict[str, Any], attempt: Attempt, source: str | None, overrides: list[str]
+) -> Iterator[Replay]:
     """A replay that writes nothing but in a temporary folder."""
     with TemporaryDirectory() as folder:
         replay = Replay(config_of(base, sections, source, folder, overrides), attempt)

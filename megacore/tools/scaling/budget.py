@@ -1,4 +1,6 @@
-"""The compute-optimal config for a budget, of the family of the largest run's model, and its layout on a cluster."""
+"""The compute-optimal config for a budget, of the family of the largest run's
+model, and its layout on a cluster.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,13 +35,20 @@ SIZES: tuple[tuple[str, str], ...] = (
     ("train", "batch_ramp"),
 )
 SIZES += (("train", "micro_batch_size"), ("optim", "warmup_steps"), ("model", "num_kv_heads"))
-DERIVED: tuple[tuple[str, str], ...] = (("model", "ffn_size"), ("model", "attention_scale"), ("model", "max_positions"))
+DERIVED: tuple[tuple[str, str], ...] = (
+    ("model", "ffn_size"),
+    ("model", "attention_scale"),
+    ("model", "max_positions"),
+)
 DERIVED += (("optim", "decay_steps"), ("optim", "slow_warmup"))
 
 
 @dataclass(frozen=True)
 class Optimal:
-    """A model and the tokens that it is trained on. `sections` are of its config; what follows from others is left open."""
+    """A model and the tokens that it is trained on.
+
+    `sections` are of its config; what follows from others is left open.
+    """
 
     config: Config
     sections: Sections
@@ -56,10 +65,17 @@ class Optimal:
 
 
 class Family:
-    """Models that differ from the largest run's in size and steps alone: as many features a layer, heads as large."""
+    """Models that differ from the largest run's in size and steps alone: as many
+    features a layer, heads as large.
+    """
 
-    def __init__(self, largest: Config, overrides: list[str], head_size: int | None, aspect: float | None) -> None:
-        """`aspect`: features for each layer, if not the largest run's. Raises `ConfigError` for overrides that it cannot have."""
+    def __init__(
+        self, largest: Config, overrides: list[str], head_size: int | None, aspect: float | None
+    ) -> None:
+        """`aspect`: features for each layer, if not the largest run's.
+
+        Raises `ConfigError` for overrides that it cannot have.
+        """
         self.sections = open_sections(largest)
         apply(overrides, self.sections)
         self.base = resolve(copied(self.sections), [], "optimal", 1).config
@@ -81,7 +97,11 @@ class Family:
     def _sized(self, heads: int) -> tuple[Sections, int, float]:
         """Sections, parameters and FLOPs a token of the model with so many heads."""
         sections, hidden = copied(self.sections), heads * self.head_size
-        sections["model"] |= {"hidden_size": hidden, "num_layers": max(1, round(hidden / self.aspect)), "num_heads": heads}
+        sections["model"] |= {
+            "hidden_size": hidden,
+            "num_layers": max(1, round(hidden / self.aspect)),
+            "num_heads": heads,
+        }
         if self.ffn is not None:
             sections["model"]["ffn_size"] = FFN * max(1, round(self.ffn * hidden / FFN))
         if self.kv_ratio > 1:
@@ -90,8 +110,10 @@ class Family:
         return sections, counted(config), flops_per_token(config)
 
     def best(self, law: Law, flops: float) -> Optimal:
-        """The model of the least predicted loss that can be trained for so many FLOPs, and its steps. Raises `ConfigError` if that is the
-        smallest or the largest that there is."""
+        """The model of the least predicted loss that can be trained for so many FLOPs, and its steps.
+
+        Raises `ConfigError` if that is the smallest or the largest that there is.
+        """
         losses: dict[int, float] = {}
         for heads in self.candidates():
             _, parameters, rate = self.sized(heads)
@@ -100,7 +122,11 @@ class Family:
                 break
         best = min(losses, key=losses.__getitem__)
         if best == max(losses):
-            raise ConfigError("--budget", f"{flops:.3g} FLOPs are for a larger model than any here", f"up to {WIDEST:,} features")
+            raise ConfigError(
+                "--budget",
+                f"{flops:.3g} FLOPs are for a larger model than any here",
+                f"up to {WIDEST:,} features",
+            )
         sections, parameters, rate = self.sized(best)
         train = self.base.train
         steps = max(1, train.batches_in(round(flops / rate / train.seq_len + train.global_batch_size / 2)))
@@ -118,7 +144,9 @@ def copied(sections: Sections) -> Sections:
 
 
 def open_sections(config: Config) -> Sections:
-    """The sections of a run's config that a model of another size may keep: without layout and folder, and without what was derived."""
+    """The sections of a run's config that a model of another size may keep: without layout and
+    folder, and without what was derived.
+    """
     found = config.model_dump(mode="json", by_alias=True)
     sections = {name: found[name] for name in ("model", "train", "optim", "data", "checkpoint")}
     for section, key in DERIVED:
@@ -131,12 +159,16 @@ def open_sections(config: Config) -> Sections:
     return sections
 
 
-def laid_out(optimal: Optimal, world: int, device: DeviceSpec, cluster: Cluster, memory_gib: float) -> Candidate:
+def laid_out(
+    optimal: Optimal, world: int, device: DeviceSpec, cluster: Cluster, memory_gib: float
+) -> Candidate:
     """Its fastest layout on so many devices. Raises `ConfigError` if none fits."""
     train = optimal.config.train
     if train.precision not in device.peak_flops:
         raise ConfigError(
-            "--device", f"the {train.precision} peak of {device.name} is not known", "train.precision=bf16, or another device"
+            "--device",
+            f"the {train.precision} peak of {device.name} is not known",
+            "train.precision=bf16, or another device",
         )
     config = resolve(copied(optimal.sections), ["train.micro_batch_size=1"], "optimal", 1).config
     found = search(config, world, device, cluster, profile(), memory_gib)
@@ -144,18 +176,32 @@ def laid_out(optimal: Optimal, world: int, device: DeviceSpec, cluster: Cluster,
         return found.fit[0]
     if not found.counted:
         wrong = f"{train.global_batch_size} divides in no layout of {world} devices"
-        raise ConfigError("train.global_batch_size", wrong, f"a multiple of {world}, such as train.global_batch_size={8 * world}")
+        raise ConfigError(
+            "train.global_batch_size",
+            wrong,
+            f"a multiple of {world}, such as train.global_batch_size={8 * world}",
+        )
     least = "" if found.least is None else f": the least is {found.least.needs_gib:,.1f} GiB"
-    raise ConfigError("--world", f"the best model fits on {world} devices of {memory_gib:g} GiB in no layout{least}", "more devices")
+    raise ConfigError(
+        "--world",
+        f"the best model fits on {world} devices of {memory_gib:g} GiB in no layout{least}",
+        "more devices",
+    )
 
 
 def for_hours(
     family: Family, law: Law, hours: float, device: DeviceSpec, lay_out: Callable[[Optimal], Candidate]
 ) -> tuple[Optimal, Candidate]:
-    """The best model for device-hours, whose FLOPs depend on how fast that model runs: both are found in turns."""
+    """The best model for device-hours, whose FLOPs depend on how fast that model
+    runs: both are found in turns.
+    """
     precision = family.base.train.precision
     if precision not in device.peak_flops:
-        raise ConfigError("--device", f"the {precision} peak of {device.name} is not known", "train.precision=bf16, or another device")
+        raise ConfigError(
+            "--device",
+            f"the {precision} peak of {device.name} is not known",
+            "train.precision=bf16, or another device",
+        )
     peak_of_all = hours * HOUR * device.peak_flops[precision]
     rate = RATE
     for _ in range(ROUNDS):

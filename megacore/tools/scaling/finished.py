@@ -19,7 +19,14 @@ from megacore.tools.planner.parameters import parameters
 from megacore.tools.settings.load import load, smallest_world
 
 SWEEP = "sweep.json"  # a sweep's folder has it; its runs are in trials/
-ALIKE = ("data.train", "data.valid", "data.tokenizer", "data.document_mask", "train.seq_len", "model.vocab_size")  # in runs of one law
+ALIKE = (
+    "data.train",
+    "data.valid",
+    "data.tokenizer",
+    "data.document_mask",
+    "train.seq_len",
+    "model.vocab_size",
+)  # in runs of one law
 RIGHT = "finished runs' folders, log.dir, or a sweep's folder"
 
 
@@ -81,9 +88,15 @@ def read_runs(paths: Sequence[str], loss: str | None, last: int) -> list[Run]:
     for run, valid, train in every:
         value = valid if kind == "valid" else train
         if value is None:
-            raise LogError(f"{run.name}/metrics.jsonl", "has no validation behind the last step", "--loss train, or a run with data.valid")
+            raise LogError(
+                f"{run.name}/metrics.jsonl",
+                "has no validation behind the last step",
+                "--loss train, or a run with data.valid",
+            )
         if not math.isfinite(value) or value <= 0:
-            raise LogError(f"{run.name}/metrics.jsonl", f"the final loss is {value:g}", "without runs that diverged")
+            raise LogError(
+                f"{run.name}/metrics.jsonl", f"the final loss is {value:g}", "without runs that diverged"
+            )
         runs.append(Run(run.name, run.config, run.parameters, run.tokens, run.flops, value))
     check_alike(runs)
     return runs
@@ -94,8 +107,14 @@ def read_one(folder: Path, last: int) -> tuple[Run, float | None, float]:
     metrics = folder / "metrics.jsonl"
     path = str(folder / "config.json")
     try:
-        if json.loads(read_text(path)).get("model", {}).get("source") is not None:  # to be executed only if somebody names it
-            raise ConfigError("model.source", "nobody says what a model of the user's own computes", "runs of megacore's model")
+        if (
+            json.loads(read_text(path)).get("model", {}).get("source") is not None
+        ):  # to be executed only if somebody names it
+            raise ConfigError(
+                "model.source",
+                "nobody says what a model of the user's own computes",
+                "runs of megacore's model",
+            )
         config = load(path, [], smallest_world(path, [])).config
         training, validations = read_metrics(read_text(metrics))
     except UserError as error:
@@ -111,7 +130,11 @@ def read_one(folder: Path, last: int) -> tuple[Run, float | None, float]:
     losses = [math.nan if line.loss is None else line.loss for line in training[-last:]]
     ends = validations[-1] if validations and validations[-1].step == config.train.steps else None
     valid = None if ends is None else math.nan if ends.valid_loss is None else ends.valid_loss
-    return Run(str(folder), config, counted(config), tokens, flops_per_token(config) * tokens, math.nan), valid, fmean(losses)
+    return (
+        Run(str(folder), config, counted(config), tokens, flops_per_token(config) * tokens, math.nan),
+        valid,
+        fmean(losses),
+    )
 
 
 def check_alike(runs: Sequence[Run]) -> None:
@@ -130,5 +153,6 @@ def undecayed(runs: Sequence[Run]) -> list[str]:
     return [
         run.name
         for run in runs
-        if run.config.optim.schedule in ("cosine", "linear") and (run.config.optim.decay_steps or 0) > run.config.train.steps
+        if run.config.optim.schedule in ("cosine", "linear")
+        and (run.config.optim.decay_steps or 0) > run.config.train.steps
     ]

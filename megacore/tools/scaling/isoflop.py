@@ -1,5 +1,6 @@
-"""Runs of equal compute: a parabola of the loss over log N in each group, and power laws through the minima (Hoffmann et al. 2022,
-approach 2)."""
+"""Runs of equal compute: a parabola of the loss over log N in each group, and power laws through the minima
+(Hoffmann et al. 2022, approach 2).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,16 +70,22 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> IsoFlop:
-    """The power laws of these runs, and of as many resampled sets of them. Raises `ConfigError`, saying what is missing."""
+    """The power laws of these runs, and of as many resampled sets of them.
+
+    Raises `ConfigError`, saying what is missing.
+    """
     candidates = grouped(runs)
     groups = [group for own in candidates if (group := parabola(own)) is not None]
     if len(groups) < LEAST_GROUPS:
         flat = len(candidates) - len(groups)
         inside = f"; {flat} more have no minimum between their sizes" if flat else ""
         wrong = (
-            f"{len(groups)} groups of equal compute (within {WIDTH - 1:.0%}) have {LEAST_SIZES} sizes and a minimum between them{inside}"
+            f"{len(groups)} groups of equal compute (within {WIDTH - 1:.0%}) have {LEAST_SIZES} sizes "
+            f"and a minimum between them{inside}"
         )
-        raise ConfigError("arguments", wrong, f"at least {LEAST_GROUPS}, with sizes on both sides of each minimum")
+        raise ConfigError(
+            "arguments", wrong, f"at least {LEAST_GROUPS}, with sizes on both sides of each minimum"
+        )
     kept = [group.runs for group in groups]
     source = np.random.default_rng(seed)
     found = []
@@ -96,7 +103,9 @@ def redrawn(runs: list[Run], source: np.random.Generator) -> Group | None:
 
 
 def parabola(runs: list[Run], *, anywhere: bool = False) -> Group | None:
-    """A group's parabola; None if it has no minimum between the smallest and the largest size, or with `anywhere` none at all."""
+    """A group's parabola; None if it has no minimum between the smallest and the largest
+    size, or with `anywhere` none at all.
+    """
     n: Array = np.log([run.parameters for run in runs])
     middle = float(n.mean())
     a, b, c = (float(x) for x in np.polyfit(n - middle, [run.loss for run in runs], 2))
@@ -108,12 +117,29 @@ def parabola(runs: list[Run], *, anywhere: bool = False) -> Group | None:
     at = float(np.clip(at, n.min() - 1, n.max() + 1))
     flops = float(np.exp(np.mean(np.log([run.flops for run in runs]))))
     # Compute a parameter and token, which differs a little from size to size, at the minimum.
-    rate = float(np.exp(np.polyval(np.polyfit(n, np.log([run.flops / run.parameters / run.tokens for run in runs]), 1), at)))
-    return Group(flops, runs, (a, b - 2 * a * middle, c - b * middle + a * middle**2), float(np.exp(at)), flops / rate / float(np.exp(at)))
+    rate = float(
+        np.exp(
+            np.polyval(
+                np.polyfit(n, np.log([run.flops / run.parameters / run.tokens for run in runs]), 1), at
+            )
+        )
+    )
+    return Group(
+        flops,
+        runs,
+        (a, b - 2 * a * middle, c - b * middle + a * middle**2),
+        float(np.exp(at)),
+        flops / rate / float(np.exp(at)),
+    )
 
 
 def powers(groups: Sequence[Group]) -> tuple[Power, Power]:
     """Least squares in logarithms through the minima."""
     compute = np.log([group.flops for group in groups])
-    lines = [np.polyfit(compute, np.log([getattr(group, name) for group in groups]), 1) for name in ("parameters", "tokens")]
-    return Power(float(np.exp(lines[0][1])), float(lines[0][0])), Power(float(np.exp(lines[1][1])), float(lines[1][0]))
+    lines = [
+        np.polyfit(compute, np.log([getattr(group, name) for group in groups]), 1)
+        for name in ("parameters", "tokens")
+    ]
+    return Power(float(np.exp(lines[0][1])), float(lines[0][0])), Power(
+        float(np.exp(lines[1][1])), float(lines[1][0])
+    )

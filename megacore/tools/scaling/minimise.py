@@ -1,4 +1,6 @@
-"""BFGS from many starting points at once, in fp64: small smooth problems, all of whose points are one array."""
+"""BFGS from many starting points at once, in fp64: small smooth problems, all of whose
+points are one array.
+"""
 
 from collections.abc import Callable
 
@@ -7,7 +9,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
-Objective = Callable[[Array, Numbers], tuple[Array, Array]]  # points [n, dims] of these starts -> values [n], gradients [n, dims]
+# points [n, dims] of these starts -> values [n], gradients [n, dims]
+Objective = Callable[[Array, Numbers], tuple[Array, Array]]
 
 DECREASE = 1e-4  # part of what the slope promises, that a step must gain at least (Armijo)
 HALVINGS = 60  # of a step
@@ -15,8 +18,11 @@ LONGEST = 4.0  # a step
 
 
 def minimise(objective: Objective, starts: Array, tolerance: float, most: int) -> tuple[Array, Array]:
-    """Where BFGS ends from each start, and the values there. A start goes on until no component of its gradient is above `tolerance`, or no
-    step gains anything, or after `most` iterations."""
+    """Where BFGS ends from each start, and the values there.
+
+    A start goes on until no component of its gradient is above `tolerance`, or no step gains anything, or
+    after `most` iterations.
+    """
     points = starts.astype(np.float64)
     active = np.arange(len(points))
     values, gradients = objective(points, active)
@@ -40,10 +46,18 @@ def minimise(objective: Objective, starts: Array, tolerance: float, most: int) -
 
 
 def line_search(
-    objective: Objective, active: Numbers, points: Array, values: Array, gradients: Array, inverse: Array, fresh: NDArray[np.bool_],
+    objective: Objective,
+    active: Numbers,
+    points: Array,
+    values: Array,
+    gradients: Array,
+    inverse: Array,
+    fresh: NDArray[np.bool_],
     step: Array,
-) -> NDArray[np.bool_]:  # fmt: skip
-    """Moves each active point along its step, halved until it gains enough, and learns from the gradients; returns which have moved."""
+) -> NDArray[np.bool_]:
+    """Moves each active point along its step, halved until it gains enough, and learns from the
+    gradients; returns which have moved.
+    """
     slope = np.einsum("ni,ni->n", step, gradients[active])
     moved = np.zeros(len(active), dtype=bool)
     waiting = np.arange(len(active))
@@ -66,8 +80,9 @@ def line_search(
 
 
 def learn(inverse: Array, fresh: NDArray[np.bool_], rows: Numbers, s: Array, y: Array) -> None:
-    """Updates the approximations of these rows by steps `s` that changed gradients by `y` (Nocedal and Wright 2006, equations 6.17, 6.20);
-    where the curvature was not positive they stay."""
+    """Updates the approximations of these rows by steps `s` that changed gradients by `y` (Nocedal and Wright
+    2006, equations 6.17, 6.20); where the curvature was not positive they stay.
+    """
     curved = np.einsum("ni,ni->n", s, y) > 1e-14 * np.linalg.norm(s, axis=1) * np.linalg.norm(y, axis=1)
     rows, s, y = rows[curved], s[curved], y[curved]
     sy = np.einsum("ni,ni->n", s, y)
@@ -75,4 +90,6 @@ def learn(inverse: Array, fresh: NDArray[np.bool_], rows: Numbers, s: Array, y: 
     inverse[rows[first]] *= (sy[first] / np.einsum("ni,ni->n", y[first], y[first]))[:, None, None]
     fresh[rows] = False
     left = np.eye(s.shape[1]) - np.einsum("ni,nj->nij", s, y) / sy[:, None, None]
-    inverse[rows] = left @ inverse[rows] @ left.transpose(0, 2, 1) + np.einsum("ni,nj->nij", s, s) / sy[:, None, None]
+    inverse[rows] = (
+        left @ inverse[rows] @ left.transpose(0, 2, 1) + np.einsum("ni,nj->nij", s, s) / sy[:, None, None]
+    )

@@ -1,8 +1,9 @@
 """L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, approach 3), fitted as Besiroglu et al. 2024 do.
 
-The Huber loss of the residuals of log L is summed over runs, and not averaged: an average makes gradients so small that a minimiser with
-a usual tolerance ends too early, which is what went wrong in the first estimates. log L comes by log-sum-exp. The fit begins from
-Hoffmann's grid of starts. Logarithms of N and D are counted from their means, which changes nothing but the speed.
+The Huber loss of the residuals of log L is summed over runs, and not averaged: an average makes gradients so
+small that a minimiser with a usual tolerance ends too early, which is what went wrong in the first estimates.
+log L comes by log-sum-exp. The fit begins from Hoffmann's grid of starts. Logarithms of N and D are counted
+from their means, which changes nothing but the speed.
 """
 
 import math
@@ -22,7 +23,11 @@ ITERATIONS = 3000
 BEGUN = 300  # starts of the grid that are begun: those of the least loss
 FIRST = 40  # iterations of these, behind which the best go on
 BEST = 20
-GRID = {"e": (-1.0, -0.5, 0.0, 0.5, 1.0), "log": (0.0, 5.0, 10.0, 15.0, 20.0, 25.0), "exponent": (0.0, 0.5, 1.0, 1.5, 2.0)}
+GRID = {
+    "e": (-1.0, -0.5, 0.0, 0.5, 1.0),
+    "log": (0.0, 5.0, 10.0, 15.0, 20.0, 25.0),
+    "exponent": (0.0, 0.5, 1.0, 1.5, 2.0),
+}
 RESAMPLED_STARTS = 6  # of a resampled fit: the best fits of all runs
 LEAST_RUNS = 8
 LARGEST = 700.0  # logarithm, of a float
@@ -63,7 +68,9 @@ class Law:
     def best_parameters(self, compute: float, factor: float) -> float:
         """N of the least loss where compute = factor · N · D."""
         ratio = math.log(self.alpha / self.beta) + self.log_A - self.log_B
-        return math.exp(min(LARGEST, ratio / (self.alpha + self.beta) + self.exponent * math.log(compute / factor)))
+        return math.exp(
+            min(LARGEST, ratio / (self.alpha + self.beta) + self.exponent * math.log(compute / factor))
+        )
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,18 @@ class Fit:
         """Between which a constant lies in so many of the resampled fits."""
         return between([getattr(law, of) for law in self.resampled], level)
 
-    def predicted(self, parameters: float, tokens: float, level: float, seed: int = 0) -> tuple[float, float, float]:
-        """A run's loss, and the interval in which it would lie: of resampled laws, each with some run's residual."""
+    def predicted(
+        self, parameters: float, tokens: float, level: float, seed: int = 0
+    ) -> tuple[float, float, float]:
+        """A run's loss, and the interval in which it would lie: of resampled laws,
+        each with some run's residual.
+        """
         source = np.random.default_rng(seed)
         noise = source.choice(self.residuals, len(self.resampled))
-        every = [law.loss(parameters, tokens) * float(np.exp(own)) for law, own in zip(self.resampled, noise, strict=True)]
+        every = [
+            law.loss(parameters, tokens) * float(np.exp(own))
+            for law, own in zip(self.resampled, noise, strict=True)
+        ]
         return self.law.loss(parameters, tokens), *between(every, level)
 
 
@@ -97,20 +111,33 @@ def between(values: Sequence[float], level: float) -> tuple[float, float]:
 def check(runs: Sequence[Run]) -> None:
     """Raises `ConfigError`, saying what is missing, for runs from which five constants do not follow."""
     if len(runs) < LEAST_RUNS:
-        raise ConfigError("arguments", f"{len(runs)} runs do not determine five constants", f"at least {LEAST_RUNS}")
-    for what, values in (("sizes", [run.parameters for run in runs]), ("numbers of tokens", [run.tokens for run in runs])):
+        raise ConfigError(
+            "arguments", f"{len(runs)} runs do not determine five constants", f"at least {LEAST_RUNS}"
+        )
+    for what, values in (
+        ("sizes", [run.parameters for run in runs]),
+        ("numbers of tokens", [run.tokens for run in runs]),
+    ):
         if len(set(values)) < LEAST_DIFFERENT:
-            wrong = f"the runs have {len(set(values))} different {what}: their part of the loss cannot be told from the rest"
+            wrong = (
+                f"the runs have {len(set(values))} different {what}: their part of the loss cannot be "
+                "told from the rest"
+            )
             raise ConfigError("arguments", wrong, f"at least {LEAST_DIFFERENT}")
     n, d = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
     if abs(float(np.corrcoef(n, d)[0, 1])) > TOGETHER:
         raise ConfigError(
-            "arguments", "sizes and tokens grow together: nobody can tell what each does", "sizes with several numbers of tokens"
+            "arguments",
+            "sizes and tokens grow together: nobody can tell what each does",
+            "sizes with several numbers of tokens",
         )
 
 
 def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> Fit:
-    """The law of these runs, and of as many resampled sets of them. Raises `ConfigError` for runs that do not determine it."""
+    """The law of these runs, and of as many resampled sets of them.
+
+    Raises `ConfigError` for runs that do not determine it.
+    """
     check(runs)
     n, d, loss = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss"))
     means = float(n.mean()), float(d.mean())
@@ -125,7 +152,9 @@ def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> Fit:
     if not (best.alpha > 0 and best.beta > 0):
         name = "N" if best.alpha <= 0 else "D"
         raise ConfigError(
-            "arguments", f"the loss does not fall with {name} in these runs: they determine no law", "runs over a wider range"
+            "arguments",
+            f"the loss does not fall with {name} in these runs: they determine no law",
+            "runs over a wider range",
         )
     laws = []
     if samples:
@@ -145,13 +174,19 @@ def resampled(runs: Sequence[Run], samples: int, seed: int) -> Array:
     while len(found) < samples:
         counts = source.multinomial(len(runs), [1 / len(runs)] * len(runs))
         own = [run for run, count in zip(runs, counts, strict=True) if count]
-        if min(len({run.parameters for run in own}), len({run.tokens for run in own})) >= LEAST_DIFFERENT and len(own) >= 5:
+        if (
+            min(len({run.parameters for run in own}), len({run.tokens for run in own})) >= LEAST_DIFFERENT
+            and len(own) >= 5
+        ):
             found.append(counts.astype(np.float64))
     return np.array(found)
 
 
 class Problem:
-    """The sum of the Huber losses. A point is (log A, log B, log E, alpha, beta), A and B at the runs' mean log N and log D."""
+    """The sum of the Huber losses.
+
+    A point is (log A, log B, log E, alpha, beta), A and B at the runs' mean log N and log D.
+    """
 
     def __init__(self, n: Array, d: Array, loss: Array) -> None:
         self.n, self.d, self.loss = n, d, loss
@@ -159,7 +194,9 @@ class Problem:
     def starts(self, means: tuple[float, float]) -> Array:
         """Hoffmann's grid."""
         every = product(GRID["log"], GRID["log"], GRID["e"], GRID["exponent"], GRID["exponent"])
-        return np.array([(a - alpha * means[0], b - beta * means[1], e, alpha, beta) for a, b, e, alpha, beta in every])
+        return np.array(
+            [(a - alpha * means[0], b - beta * means[1], e, alpha, beta) for a, b, e, alpha, beta in every]
+        )
 
     def solve(self, starts: Array, weights: Array, iterations: int) -> tuple[Array, Array]:
         """Minima from these starts. `weights`: of the runs, a row for each start or one for all."""
@@ -172,7 +209,10 @@ class Problem:
     def evaluate(self, points: Array, weights: Array) -> tuple[Array, Array]:
         """Values and gradients at points [n, 5]."""
         a, b, e, alpha, beta = (points[:, i, None] for i in range(5))
-        terms = np.stack([a - alpha * self.n, b - beta * self.d, np.broadcast_to(e, (len(points), len(self.n)))])  # [3, points, runs]
+        # [3, points, runs]
+        terms = np.stack(
+            [a - alpha * self.n, b - beta * self.d, np.broadcast_to(e, (len(points), len(self.n)))]
+        )
         most = terms.max(axis=0)
         shares = np.exp(terms - most)
         total = shares.sum(axis=0)

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN = "#2f6fab", "#e67e22", "#2a9d5c"
 
 
-def draw(runs: Sequence[Run], held_out: Sequence[Run], fit: Fit | None, iso: IsoFlop | None, level: float, path: str) -> None:
+def draw(
+    runs: Sequence[Run],
+    held_out: Sequence[Run],
+    fit: Fit | None,
+    iso: IsoFlop | None,
+    level: float,
+    path: str,
+) -> None:
     """Writes the picture; `OSError` says why it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,15 +50,38 @@ def draw_runs(axes: "Axes", runs: Sequence[Run], iso: IsoFlop | None, fit: Fit |
 
     flops = [run.flops for run in runs]
     norm, colours = LogNorm(min(flops), max(flops) * 1.5), colormaps["viridis"]  # the map's end is too pale
-    axes.scatter([run.parameters for run in runs], [run.loss for run in runs], c=[colours(norm(c)) for c in flops], s=28, zorder=3)
+    axes.scatter(
+        [run.parameters for run in runs],
+        [run.loss for run in runs],
+        c=[colours(norm(c)) for c in flops],
+        s=28,
+        zorder=3,
+    )
     for group in iso.groups if iso is not None else ():
         colour = colours(norm(group.flops))
-        sizes = np.geomspace(min(run.parameters for run in group.runs), max(run.parameters for run in group.runs), 60)
+        sizes = np.geomspace(
+            min(run.parameters for run in group.runs), max(run.parameters for run in group.runs), 60
+        )
         axes.plot(sizes, [group.loss(n) for n in sizes], color=colour, label=f"{group.flops:.2g} FLOPs")
-        axes.plot(group.parameters, group.loss(group.parameters), "*", color=colour, markersize=14, markeredgecolor="black", zorder=4)
+        axes.plot(
+            group.parameters,
+            group.loss(group.parameters),
+            "*",
+            color=colour,
+            markersize=14,
+            markeredgecolor="black",
+            zorder=4,
+        )
         if fit is not None:
             rate = group.flops / group.parameters / group.tokens
-            axes.plot(sizes, [fit.law.loss(n, group.flops / rate / n) for n in sizes], "--", color=colour, linewidth=1, alpha=0.8)
+            axes.plot(
+                sizes,
+                [fit.law.loss(n, group.flops / rate / n) for n in sizes],
+                "--",
+                color=colour,
+                linewidth=1,
+                alpha=0.8,
+            )
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -70,20 +100,51 @@ def draw_best(axes: "Axes", runs: Sequence[Run], fit: Fit | None, iso: IsoFlop |
     factor = float(np.median([run.flops / run.parameters / run.tokens for run in runs]))
     axes.scatter(flops, [run.parameters for run in runs], s=10, color="#bbbbbb", label="runs")
     if fit is not None:
-        axes.plot(line, [fit.law.best_parameters(c, factor) for c in line], color=BLUE, label=f"law: C^{fit.law.exponent:.2f}")
+        axes.plot(
+            line,
+            [fit.law.best_parameters(c, factor) for c in line],
+            color=BLUE,
+            label=f"law: C^{fit.law.exponent:.2f}",
+        )
         if fit.resampled:
-            spans = [between([law.best_parameters(c, factor) for law in fit.resampled if law.alpha > 0 < law.beta], level) for c in line]
-            axes.fill_between(line, [low for low, _ in spans], [high for _, high in spans], color=BLUE, alpha=0.15, linewidth=0)
+            spans = [
+                between(
+                    [law.best_parameters(c, factor) for law in fit.resampled if law.alpha > 0 < law.beta],
+                    level,
+                )
+                for c in line
+            ]
+            axes.fill_between(
+                line,
+                [low for low, _ in spans],
+                [high for _, high in spans],
+                color=BLUE,
+                alpha=0.15,
+                linewidth=0,
+            )
     if iso is not None:
-        axes.plot(line, [iso.parameters.at(c) for c in line], color=ORANGE, label=f"parabolas: C^{iso.parameters.exponent:.2f}")
-        axes.plot([g.flops for g in iso.groups], [g.parameters for g in iso.groups], "*", color=ORANGE, markersize=12)
+        axes.plot(
+            line,
+            [iso.parameters.at(c) for c in line],
+            color=ORANGE,
+            label=f"parabolas: C^{iso.parameters.exponent:.2f}",
+        )
+        axes.plot(
+            [g.flops for g in iso.groups],
+            [g.parameters for g in iso.groups],
+            "*",
+            color=ORANGE,
+            markersize=12,
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     sizes = [run.parameters for run in runs]
     axes.set_ylim(min(sizes) / 4, max(sizes) * 4)
     axes.set_xlabel("compute C, FLOPs")
     axes.set_ylabel("parameters N")
-    axes.set_title(f"the best size for a compute (shaded: {level:.0%} of resampled fits)", loc="left", fontsize=10)
+    axes.set_title(
+        f"the best size for a compute (shaded: {level:.0%} of resampled fits)", loc="left", fontsize=10
+    )
     axes.legend(frameon=False, fontsize=9)
 
 
@@ -94,12 +155,23 @@ def draw_fit(axes: "Axes", runs: Sequence[Run], held_out: Sequence[Run], fit: Fi
     ends = [min(law), max(law)]
     for run in held_out:
         value, low, high = fit.predicted(run.parameters, run.tokens, level)
-        axes.errorbar(value, run.loss, xerr=[[max(0.0, value - low)], [max(0.0, high - value)]], fmt="D", color=ORANGE, capsize=3,
-                      label="not in the fit" if run is held_out[0] else None)  # fmt: skip
+        axes.errorbar(
+            value,
+            run.loss,
+            xerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
+            fmt="D",
+            color=ORANGE,
+            capsize=3,
+            label="not in the fit" if run is held_out[0] else None,
+        )
         ends = [min(ends[0], value, run.loss), max(ends[1], value, run.loss)]
     axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.set_xlabel("loss by the law")
     axes.set_ylabel("loss measured")
     rms = float(np.sqrt(np.mean(np.square(fit.residuals))))
-    axes.set_title(f"L = {fit.law.E:.3g} + A/N^{fit.law.alpha:.3g} + B/D^{fit.law.beta:.3g}, within {rms:.2%}", loc="left", fontsize=10)
+    axes.set_title(
+        f"L = {fit.law.E:.3g} + A/N^{fit.law.alpha:.3g} + B/D^{fit.law.beta:.3g}, within {rms:.2%}",
+        loc="left",
+        fontsize=10,
+    )
     axes.legend(frameon=False, fontsize=9)

@@ -1,10 +1,12 @@
 """Reads and writes plans as JSON: any order of a step's work, made by hand or by `launch/plan.py --write`.
 
-    {"version": 1, "placement": [[0, 3], [1, 2]], "actions": [["F0.0", "F0.1", "B0.1", "B0.0"], ["F0.0", "F0.1", "B0.1", "B0.0"]]}
+    {"version": 1, "placement": [[0, 3], [1, 2]], "actions": [["F0.0", "F0.1", "B0.1", "B0.0"], ["F0.0",
+    "F0.1", "B0.1", "B0.0"]]}
 
-`placement` has the stages that each rank holds, one for each of its chunks. `actions` has for each rank what it computes, in order: a
-letter, the microbatch, a dot and the chunk. F is a forward and B a backward; of a split backward I is that of the input, and W that of
-the weights. Transfers and reductions follow from these (`schedule.lower`). `validate` refuses a plan that cannot be run.
+`placement` has the stages that each rank holds, one for each of its chunks. `actions` has for each rank what
+it computes, in order: a letter, the microbatch, a dot and the chunk. F is a forward and B a backward; of a
+split backward I is that of the input, and W that of the weights. Transfers and reductions follow from these
+(`schedule.lower`). `validate` refuses a plan that cannot be run.
 """
 
 import json
@@ -25,17 +27,31 @@ RIGHT = "a plan as launch/plan.py --write writes it"
 
 
 def plan_from_file(config: Config) -> Plan:
-    """The compute actions that ``parallel.schedule=file:…`` names. Raises `ConfigError` if they cannot be run."""
-    plan = read_plan(path := config.parallel.schedule.removeprefix("file:"), config.parallel.pipeline, config.num_microbatches)
+    """The compute actions that ``parallel.schedule=file:…`` names.
+
+    Raises `ConfigError` if they cannot be run.
+    """
+    plan = read_plan(
+        path := config.parallel.schedule.removeprefix("file:"),
+        config.parallel.pipeline,
+        config.num_microbatches,
+    )
     if ends_apart(config) and any({0, plan.stages - 1} <= set(own) for own in plan.placement if len(own) > 1):
         wrong = f"{path} gives one rank both ends, and fsdp cannot divide the embedding that they share"
-        raise ConfigError("parallel.schedule", wrong, "a plan with the ends apart, model.tie_embeddings=false, or engine.kind=native")
+        raise ConfigError(
+            "parallel.schedule",
+            wrong,
+            "a plan with the ends apart, model.tie_embeddings=false, or engine.kind=native",
+        )
     return plan
 
 
 @lru_cache(maxsize=4)
 def read_plan(path: str, ranks: int, microbatches: int) -> Plan:
-    """The compute actions of a plan file, which must fit the run. Raises `ConfigError` with rank, action and reason."""
+    """The compute actions of a plan file, which must fit the run.
+
+    Raises `ConfigError` with rank, action and reason.
+    """
     try:
         content = json.loads(read_text(path))
         plan = parse(content)
@@ -44,7 +60,11 @@ def read_plan(path: str, ranks: int, microbatches: int) -> Plan:
     except (ValueError, RecursionError) as error:
         raise ConfigError("parallel.schedule", f"{path} is no plan: {error}", RIGHT) from None
     if len(plan.actions) != ranks:
-        raise ConfigError("parallel.schedule", f"{path} is for {len(plan.actions)} ranks, not {ranks}", f"{len(plan.actions)} stages")
+        raise ConfigError(
+            "parallel.schedule",
+            f"{path} is for {len(plan.actions)} ranks, not {ranks}",
+            f"{len(plan.actions)} stages",
+        )
     try:
         validate(lower(plan), microbatches)
     except ValueError as error:
@@ -61,9 +81,16 @@ def parse(content: Any) -> Plan:
     if not all(type(stage) is int for row in placement for stage in row):
         raise ValueError("placement must have stages, which are whole numbers")
     held = sorted(stage for row in placement for stage in row)
-    if not held or held != list(range(len(held))) or len({len(row) for row in placement}) != 1 or len(placement) != len(actions):
+    if (
+        not held
+        or held != list(range(len(held)))
+        or len({len(row) for row in placement}) != 1
+        or len(placement) != len(actions)
+    ):
         raise ValueError("each of the stages 0, 1, 2, … must have one place, and each rank as many")
-    rows = (tuple(_action(rank, text, len(placement[rank])) for text in row) for rank, row in enumerate(actions))
+    rows = (
+        tuple(_action(rank, text, len(placement[rank])) for text in row) for rank, row in enumerate(actions)
+    )
     return Plan(tuple(rows), tuple(map(tuple, placement)))
 
 
@@ -76,12 +103,21 @@ def _lists(name: str, rows: Any) -> list[list[Any]]:
 def _action(rank: int, text: Any, chunks: int) -> Action:
     found = re.fullmatch(r"([FBIW])(\d{1,6})\.(\d{1,6})", text, re.ASCII) if isinstance(text, str) else None
     if found is None or int(found[3]) >= chunks:
-        raise ValueError(f"pp rank {rank} has the action {json.dumps(text)}, which is none like F0.0 (F, B, I or W; microbatch; chunk)")
+        raise ValueError(
+            f"pp rank {rank} has the action {json.dumps(text)}, which is none like F0.0 (F, B, I or W; "
+            "microbatch; chunk)"
+        )
     return Action(LETTERS[found[1]], int(found[2]), int(found[3]))
 
 
 def write_plan(option: str, path: str, plan: Plan) -> None:
-    """Writes the compute actions of a plan. Raises `ConfigError`, naming the option, if the path cannot be written."""
+    """Writes the compute actions of a plan.
+
+    Raises `ConfigError`, naming the option, if the path cannot be written.
+    """
     letters = {op: letter for letter, op in LETTERS.items()}
-    rows = [[f"{letters[a.op]}{a.microbatch}.{a.chunk}" for a in actions if a.op in COMPUTE] for actions in plan.actions]
+    rows = [
+        [f"{letters[a.op]}{a.microbatch}.{a.chunk}" for a in actions if a.op in COMPUTE]
+        for actions in plan.actions
+    ]
     write_json(option, path, {"version": VERSION, "placement": plan.placement, "actions": rows})

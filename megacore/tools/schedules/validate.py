@@ -3,10 +3,22 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megacore.pipeline.schedule import BACKWARDS, COMPLETING, REDUCTIONS, SENDS, TRANSFERS, Action, Op, Plan, message, neighbours
+from megacore.pipeline.schedule import (
+    BACKWARDS,
+    COMPLETING,
+    REDUCTIONS,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Op,
+    Plan,
+    message,
+    neighbours,
+)
 from megacore.tools.schedules.simulate import describe, simulate
 
-# Ops that must come before an op of the same microbatch and chunk on the same rank, if the rank has them at all.
+# Ops that must come before an op of the same microbatch and chunk on the same rank, if the rank has them at
+# all.
 NEEDS = {
     Op.FORWARD: (Op.RECV_ACTIVATION,),
     Op.SEND_ACTIVATION: (Op.FORWARD,),
@@ -18,18 +30,24 @@ NEEDS = {
 
 
 def validate(plan: Plan, microbatches: int, forward_only: bool = False) -> None:
-    """Raises `ValueError`, naming rank and action, unless the lowered plan is complete, ordered, matched and free of deadlock.
+    """Raises `ValueError`, naming rank and action, unless the lowered plan is complete,
+    ordered, matched and free of deadlock.
 
-    Complete: one rank holds each stage, and every rank does exactly the actions that `microbatches` need in its chunks, each once; of
-    each backward the whole, or its two parts. Ordered: receive, compute, send; backward after its forward, of the input before of the
-    weights; a chunk after the chunk of the same rank whose result it takes; `last` on the action that completes a chunk's gradients;
-    reductions once, behind these. Matched: a rank receives messages from another in the order in which they are sent, as NCCL pairs
-    them. Free of deadlock under the rules of `schedule.py`: a message is under way only when both ends have posted it, and a rank
-    waits for the sends before it posts more than `IN_FLIGHT`. A plan that needs more buffers is refused, also where a backend has them.
+    Complete: one rank holds each stage, and every rank does exactly the actions that `microbatches` need in
+    its chunks, each once; of each backward the whole, or its two parts. Ordered: receive, compute, send;
+    backward after its forward, of the input before of the weights; a chunk after the chunk of the same rank
+    whose result it takes; `last` on the action that completes a chunk's gradients;
+    reductions once, behind these. Matched: a rank receives messages from another in the order in which they
+    are sent, as NCCL pairs them. Free of deadlock under the rules of `schedule.py`: a message is under way
+    only when both ends have posted it, and a rank waits for the sends before it posts more than `IN_FLIGHT`.
+    A plan that needs more buffers is refused, also where a backend has them.
     """
     held = sorted(stage for stages in plan.placement for stage in stages)
     if held != list(range(len(held))) or len(plan.placement) != len(plan.actions) or not all(plan.placement):
-        raise ValueError(f"the ranks hold stages {[list(stages) for stages in plan.placement]}: each of 0, 1, 2, … must have one place")
+        raise ValueError(
+            f"the ranks hold stages {[list(stages) for stages in plan.placement]}: each of 0, 1, 2, … "
+            "must have one place"
+        )
     for rank, actions in enumerate(plan.actions):
         _check_complete(rank, actions, _required(plan, rank, microbatches, forward_only))
         _check_order(plan, rank)
@@ -42,7 +60,9 @@ def validate(plan: Plan, microbatches: int, forward_only: bool = False) -> None:
 def _required(plan: Plan, rank: int, microbatches: int, forward_only: bool) -> set[tuple[Op, int, int, int]]:
     """(op, microbatch, chunk, peer) of everything but reductions that a rank must do."""
     required = set()
-    split = {(a.microbatch, a.chunk) for a in plan.actions[rank] if a.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
+    split = {
+        (a.microbatch, a.chunk) for a in plan.actions[rank] if a.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    }
     for chunk in range(len(plan.placement[rank])):
         before, after = neighbours(plan, rank, chunk)
         for m in range(microbatches):
@@ -75,10 +95,16 @@ def _check_order(plan: Plan, rank: int) -> None:
     seen = set()
     for i, action in enumerate(actions):
         needs = [(op, action.microbatch, action.chunk) for op in NEEDS.get(action.op, ())]
-        if action.op is Op.FORWARD or action.op in BACKWARDS:  # the chunk on this rank whose result it takes over, if there is one
+        # the chunk on this rank whose result it takes over, if there is one
+        if action.op is Op.FORWARD or action.op in BACKWARDS:
             source = stages[action.chunk] + (-1 if action.op is Op.FORWARD else 1)
             kinds = (Op.FORWARD,) if action.op is Op.FORWARD else BACKWARDS
-            needs += [(op, action.microbatch, chunk) for chunk, stage in enumerate(stages) if stage == source for op in kinds]
+            needs += [
+                (op, action.microbatch, chunk)
+                for chunk, stage in enumerate(stages)
+                if stage == source
+                for op in kinds
+            ]
         for need in needs:
             if need in has and need not in seen:
                 other = "its " if need[2] == action.chunk else f"chunk {need[2]}'s "
@@ -92,7 +118,10 @@ def _check_order(plan: Plan, rank: int) -> None:
 def _check_reductions(plan: Plan, rank: int, forward_only: bool) -> None:
     actions = plan.actions[rank]
     counts = Counter(a.op for a in actions)
-    for op, wanted in ((Op.REDUCE_GRADIENTS, not forward_only), (Op.REDUCE_TIED, not forward_only and plan.shares(rank))):
+    for op, wanted in (
+        (Op.REDUCE_GRADIENTS, not forward_only),
+        (Op.REDUCE_TIED, not forward_only and plan.shares(rank)),
+    ):
         if counts[op] != wanted:
             raise ValueError(f"pp rank {rank}, {op.value}: done {counts[op]} times, not {wanted:d}")
     backwards_left = sum(counts[op] for op in COMPLETING)

@@ -18,11 +18,20 @@ def others_entry(config: Config) -> dict[str, Any] | None:
     source, groups = source_of(config), ParameterGroups(config.optim)
     with nullcontext() if source is None else source.blamed(", layers"):
         shards = parameter_shards(config)
-    rule, left = groups.every[-1].rule, {name: shard for name, shard in shards.items() if groups.of(name).number == 0}
+    rule, left = (
+        groups.every[-1].rule,
+        {name: shard for name, shard in shards.items() if groups.of(name).number == 0},
+    )
     hidden = [name for name, shard in left.items() if shard.is_hidden]
     if not hidden:
-        none = "optim.groups gives all to others" if any(shard.is_hidden for shard in shards.values()) else "the model has none"
-        raise ConfigError("optim.kind", f"{rule.name} updates hidden matrices, and {none}", "adamw, or layers with matrices")
+        none = (
+            "optim.groups gives all to others"
+            if any(shard.is_hidden for shard in shards.values())
+            else "the model has none"
+        )
+        raise ConfigError(
+            "optim.kind", f"{rule.name} updates hidden matrices, and {none}", "adamw, or layers with matrices"
+        )
     others = [name for name in left if name not in set(hidden)]
     entry = {"match": patterns(others, hidden), "kind": "adamw"}
     lr = getattr(rule.settings, rule.others_lr) if rule.others_lr else None

@@ -23,7 +23,9 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
         derived["model.head_size"] = model.hidden_size // model.num_heads
     if model.attention_scale is None and (head_size := model.head_size or derived.get("model.head_size")):
         head_size += 0 if model.kv_rank is None else model.plain_size
-        derived["model.attention_scale"] = head_size**-0.5 * ((model.base_head_size or head_size) / head_size) ** 0.5
+        derived["model.attention_scale"] = (
+            head_size**-0.5 * ((model.base_head_size or head_size) / head_size) ** 0.5
+        )
     if model.qkv_bias is None:
         derived["model.qkv_bias"] = model.bias
     if model.max_positions is None:
@@ -40,14 +42,17 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if parallel.data == "auto":
         derived["parallel.data"] = max(1, world_size // parallel.ranks_besides_data)
     if config.engine.bucket_mib is None:
-        # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more ranks until latency rules.
+        # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more
+        # ranks until latency rules.
         others = prod(getattr(parallel, axis.title) for axis in AXES if axis.tokens and axis.title != "data")
         ranks = derived.get("parallel.data", parallel.data) * others
         derived["engine.bucket_mib"] = max(BUCKET_MIB, PART_MIB * ranks)
     if config.optim.decay_steps is None:
         # A run cut short (train.steps=20) may end within its warmup.
         steps, warmup = config.train.steps, config.optim.warmup_steps
-        derived["optim.decay_steps"] = max(1, min(steps // 10, steps - warmup)) if config.optim.schedule == "wsd" else max(steps, warmup)
+        derived["optim.decay_steps"] = (
+            max(1, min(steps // 10, steps - warmup)) if config.optim.schedule == "wsd" else max(steps, warmup)
+        )
     kinds = {config.optim.kind, *(entry.kind for entry in config.optim.groups)}
     if AdEMAMix.name in kinds and config.optim.model_dump()["slow_warmup"] is None:
         derived["optim.slow_warmup"] = config.train.steps

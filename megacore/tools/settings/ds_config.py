@@ -102,7 +102,14 @@ VALUES = {
 }
 RIGHT = {name: right for right, names in VALUES.items() for name in names.split()}
 # Where null is a value; at the top it leaves a key out.
-NULL_TOO = ("overlap_comm", "nvme_path", "grad_accum_dtype", "warmup_max_lr", "cycle_second_step_size", "number_checkpoints")
+NULL_TOO = (
+    "overlap_comm",
+    "nvme_path",
+    "grad_accum_dtype",
+    "warmup_max_lr",
+    "cycle_second_step_size",
+    "number_checkpoints",
+)
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -120,16 +127,22 @@ def check_ds_config(config: Config) -> None:
         ours = getattr(getattr(config, group), name)
         if not same(value, list(ours) if isinstance(ours, tuple) else ours):
             raise contradiction(path, value, key, ours)
-    check_optimizer(settings.get("optimizer", {}), config, takes_rates=taken.get("optim.lr", ("", 0))[0] == "scheduler")
+    check_optimizer(
+        settings.get("optimizer", {}), config, takes_rates=taken.get("optim.lr", ("", 0))[0] == "scheduler"
+    )
     for path, (key, value) in decided(config).items():
         place, _, name = path.rpartition(".")
         given = (section(settings, place) if place else settings).get(name, "auto")
         if not same(given, value):
-            raise contradiction(path, given, key, config.train.precision if key == "train.precision" else value)
+            raise contradiction(
+                path, given, key, config.train.precision if key == "train.precision" else value
+            )
     completed = ds_settings(config)
     for path, value in walk(completed):
         if value == "auto":
-            raise ConfigError(f"{KEY}: {path}", '"auto" has nothing to be filled from here', "a value, or leave it out")
+            raise ConfigError(
+                f"{KEY}: {path}", '"auto" has nothing to be filled from here', "a value, or leave it out"
+            )
     check_stage(completed, config)
 
 
@@ -175,7 +188,11 @@ def check_key(path: str, value: Any) -> None:
 def fits(value: Any, right: str) -> bool:
     """Whether a value is what `VALUES` calls `right`."""
     if "number" in right:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and ("above 0" in right) <= value <= sys.maxsize
+        number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and ("above 0" in right) <= value <= sys.maxsize
+        )
         return number and ("whole" not in right or value == int(value))
     kinds = {"true or false": bool, "an object": dict, "a text": str}
     choices = ("log", "linear") if right == "log or linear" else ("fp32", "bf16", "fp16")
@@ -185,7 +202,9 @@ def fits(value: Any, right: str) -> bool:
 def same(given: Any, ours: Any) -> bool:
     """Whether a value of the ds_config equals the run's, or is left to it."""
     if isinstance(ours, list):
-        return given == "auto" or (isinstance(given, list) and len(given) == len(ours) and all(map(same, given, ours)))
+        return given == "auto" or (
+            isinstance(given, list) and len(given) == len(ours) and all(map(same, given, ours))
+        )
     if isinstance(ours, float) and isinstance(given, int | float) and not isinstance(given, bool):
         return abs(given) <= sys.float_info.max and math.isclose(given, ours, rel_tol=1e-9)
     return given == "auto" or (given == ours and isinstance(given, bool) == isinstance(ours, bool))
@@ -196,13 +215,29 @@ def check_optimizer(given: dict[str, Any], config: Config, takes_rates: bool) ->
     kind = str(given.get("type", "auto")).lower()
     if kind in ONE_BIT:
         why = "DeepSpeed 0.19 has removed its 1-bit optimizers"
-        raise ConfigError(f"{KEY}: optimizer.type", why, "AdamW; communication_data_type=bf16 halves the traffic of fp32")
+        raise ConfigError(
+            f"{KEY}: optimizer.type", why, "AdamW; communication_data_type=bf16 halves the traffic of fp32"
+        )
     params = given.get("params", {})
     if kind not in ("auto", "adam", "adamw") or params.get("adam_w_mode", True) is not True:
-        raise ConfigError(f"{KEY}: optimizer.type", f"{given.get('type')} is not the run's optimizer", "AdamW, or leave optimizer out")
+        raise ConfigError(
+            f"{KEY}: optimizer.type",
+            f"{given.get('type')} is not the run's optimizer",
+            "AdamW, or leave optimizer out",
+        )
     optim = config.optim
-    ours = {"lr": optim.lr, "betas": [optim.beta1, optim.beta2], "eps": optim.eps, "weight_decay": optim.weight_decay}
-    names = {"lr": "optim.lr", "betas": "optim.beta1, beta2", "eps": "optim.eps", "weight_decay": "optim.weight_decay"}
+    ours = {
+        "lr": optim.lr,
+        "betas": [optim.beta1, optim.beta2],
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+    names = {
+        "lr": "optim.lr",
+        "betas": "optim.beta1, beta2",
+        "eps": "optim.eps",
+        "weight_decay": "optim.weight_decay",
+    }
     for name, value in ours.items():
         if not same(params.get(name, "auto"), value) and not (takes_rates and name == "lr"):
             raise contradiction(f"optimizer.params.{name}", params[name], names[name], value)
@@ -222,25 +257,49 @@ def check_stage(settings: dict[str, Any], config: Config) -> None:
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ConfigError(where, f"{json.dumps(stage)} is no ZeRO stage", "0, 1, 2 or 3")
     if parallel.pipeline > 1 and stage == 3:
-        raise ConfigError(where, "3 deadlocks with a pipeline: its stages gather parameters at different times", "1 or 2")
+        raise ConfigError(
+            where, "3 deadlocks with a pipeline: its stages gather parameters at different times", "1 or 2"
+        )
     if parallel.pipeline > 1 and stage == 0:
         raise ConfigError(where, "0 loses gradients with a pipeline", "1 or 2")
     if stage == 0 and train.precision != "fp32":
-        raise ConfigError(where, f"0 trains {train.precision} without fp32 sums of gradients", "1, 2 or 3; or train.precision=fp32")
+        raise ConfigError(
+            where,
+            f"0 trains {train.precision} without fp32 sums of gradients",
+            "1, 2 or 3; or train.precision=fp32",
+        )
     if train.precision == "fp64":
-        raise ConfigError("train.precision", "DeepSpeed keeps its sums and moments in fp32", "fp32, or engine.kind=native")
+        raise ConfigError(
+            "train.precision", "DeepSpeed keeps its sums and moments in fp32", "fp32, or engine.kind=native"
+        )
     if train.precision == "fp16" and train.device == "cpu":
         raise ConfigError("train.precision", "DeepSpeed has no fp16 on CPUs", "bf16, or engine.kind=native")
     if train.compile is True:
-        raise ConfigError("train.compile", "DeepSpeed's hooks in a compiled block are unproven", "false, or engine.kind=native")
-    devices = {name: (zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")}
+        raise ConfigError(
+            "train.compile",
+            "DeepSpeed's hooks in a compiled block are unproven",
+            "false, or engine.kind=native",
+        )
+    devices = {
+        name: (zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")
+    }
     for name, device in devices.items():
         needed = 3 if name == "offload_param" or device == "nvme" else 1
         if device not in ("none", "cpu", "nvme"):
-            raise ConfigError(f"{KEY}: zero_optimization.{name}.device", f"{json.dumps(device)} is no place", "none, cpu or nvme")
+            raise ConfigError(
+                f"{KEY}: zero_optimization.{name}.device",
+                f"{json.dumps(device)} is no place",
+                "none, cpu or nvme",
+            )
         if device != "none" and stage < needed:
             wrong = f"ZeRO stage {stage} would silently ignore {device}"
-            raise ConfigError(f"{KEY}: zero_optimization.{name}.device", wrong, f"stage {needed}{' or above' if needed < 3 else ''}")
+            raise ConfigError(
+                f"{KEY}: zero_optimization.{name}.device",
+                wrong,
+                f"stage {needed}{' or above' if needed < 3 else ''}",
+            )
     if zero.get("zero_hpz_partition_size", 1) > 1 and (stage < 3 or parallel.tensor > 1):
         wrong = "its groups are of neighbouring ranks, which must be data ranks of ZeRO stage 3"
-        raise ConfigError(f"{KEY}: zero_optimization.zero_hpz_partition_size", wrong, "1; or stage 3 with parallel.tensor=1")
+        raise ConfigError(
+            f"{KEY}: zero_optimization.zero_hpz_partition_size", wrong, "1; or stage 3 with parallel.tensor=1"
+        )

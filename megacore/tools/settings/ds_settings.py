@@ -1,4 +1,6 @@
-"""The ds_config that DeepSpeed gets, once `ds_config` has checked it and the run has taken over what it says of the run itself."""
+"""The ds_config that DeepSpeed gets, once `ds_config` has checked it and the run has taken over
+what it says of the run itself.
+"""
 
 import json
 from typing import Any
@@ -13,8 +15,10 @@ OWN = ("scheduler", "activation_checkpointing", "optimizer")  # what the run doe
 
 
 def ds_settings(config: Config) -> dict[str, Any]:
-    """The ds_config of a resolved config, without what the run does itself. Every "auto", and every key that the run's config decides,
-    is filled in. For sizes that are "auto" it takes the values of the Hugging Face trainer.
+    """The ds_config of a resolved config, without what the run does itself.
+
+    Every "auto", and every key that the run's config decides, is filled in. For sizes that are "auto" it
+    takes the values of the Hugging Face trainer.
     """
     settings = {name: value for name, value in read(config.engine.config).items() if name not in OWN}
     for path, (_, value) in decided(config).items():
@@ -33,9 +37,13 @@ def ds_settings(config: Config) -> dict[str, Any]:
         section = zero.get(offload) or {}
         if section.get("device") == "nvme" and section.get("nvme_path", "auto") == "auto":
             section["nvme_path"] = f"{config.log.dir}/swap"
-    # Without these DeepSpeed would accumulate and reduce in the parameters' precision, keep bf16 gradients beside their fp32 sums, and
-    # build its own AdamW.
-    defaults = {"communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32", "zero_force_ds_cpu_optimizer": False}
+    # Without these DeepSpeed would accumulate and reduce in the parameters' precision, keep bf16 gradients
+    # beside their fp32 sums, and build its own AdamW.
+    defaults = {
+        "communication_data_type": "fp32",
+        "data_types.grad_accum_dtype": "fp32",
+        "zero_force_ds_cpu_optimizer": False,
+    }
     if config.train.precision == "bf16":
         defaults["bf16.immediate_grad_update"] = True
     for path, default in defaults.items():
@@ -61,13 +69,17 @@ def decided(config: Config) -> dict[str, tuple[str, Any]]:
 def read(source: str | dict[str, Any] | None) -> dict[str, Any]:
     """Reads the ds_config, or copies it."""
     if source is None:
-        raise ConfigError(KEY, "the deepspeed engine needs a ds_config", f"an object or a file's path, such as {EXAMPLE}")
+        raise ConfigError(
+            KEY, "the deepspeed engine needs a ds_config", f"an object or a file's path, such as {EXAMPLE}"
+        )
     if isinstance(source, dict):
         return json.loads(json.dumps(source))
     try:
         settings = read_json(read_text(source))
     except OSError as error:
-        raise ConfigError(KEY, f"cannot read {source}: {error.strerror}", f"an object, or a JSON file such as {EXAMPLE}") from None
+        raise ConfigError(
+            KEY, f"cannot read {source}: {error.strerror}", f"an object, or a JSON file such as {EXAMPLE}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(KEY, f"{source} is no JSON: {error}", "a ds_config without comments") from None
     if not isinstance(settings, dict):

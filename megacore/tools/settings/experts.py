@@ -19,27 +19,47 @@ def check_experts(config: Config) -> None:
         raise ConfigError("model.experts_per_token", wrong, f"at most model.num_experts {count}")
     if not any(map(model.has_experts, range(model.num_layers))):
         key = "model.first_dense" if model.first_dense >= model.num_layers else "model.experts_every"
-        raise ConfigError(key, f"none of {model.num_layers} blocks has experts", "a smaller number, or model.num_experts=null")
+        raise ConfigError(
+            key,
+            f"none of {model.num_layers} blocks has experts",
+            "a smaller number, or model.num_experts=null",
+        )
     divides("model.num_experts", count, "model.expert_groups", groups)
     if model.groups_per_token > groups:
         right = f"at most model.expert_groups {groups}"
-        raise ConfigError("model.groups_per_token", f"a token cannot choose {model.groups_per_token} of {groups} groups", right)
+        raise ConfigError(
+            "model.groups_per_token",
+            f"a token cannot choose {model.groups_per_token} of {groups} groups",
+            right,
+        )
     if (among := count // groups * model.groups_per_token) < model.experts_per_token:
         wrong = f"{model.groups_per_token} of {groups} groups have {among} experts, and a token goes to {model.experts_per_token}"
         raise ConfigError("model.groups_per_token", wrong, "more groups a token, or fewer experts")
     usual = ExpertSettings.model_fields["balance_coefficient"].default
     if model.router_balance == "none" and model.balance_coefficient != usual:
-        raise ConfigError("model.balance_coefficient", "router_balance is none: there is no such loss", f"{usual}, or a router_balance")
+        raise ConfigError(
+            "model.balance_coefficient",
+            "router_balance is none: there is no such loss",
+            f"{usual}, or a router_balance",
+        )
     if model.router_bias_rate and not model.router_bias:
-        raise ConfigError("model.router_bias", "is false, and router_bias_rate would move a bias", "true, or model.router_bias_rate=0")
+        raise ConfigError(
+            "model.router_bias",
+            "is false, and router_bias_rate would move a bias",
+            "true, or model.router_bias_rate=0",
+        )
     check_others(config)
     divides("model.num_experts", count, "parallel.expert", parallel.expert)
     tensor = parallel.expert_tensor or parallel.tensor
     divides("model.expert_ffn_size", resolved(model.expert_ffn_size), "parallel.expert_tensor", tensor)
     if (shared := model.shared_experts * resolved(model.expert_ffn_size)) % parallel.tensor:
         wrong = f"{shared} features of the experts that all tokens share are not a multiple of parallel.tensor {parallel.tensor}"
-        raise ConfigError("model.shared_experts", wrong, "with model.expert_ffn_size a product that tensor ranks divide")
-    if isinstance(parallel.data, int) and (ranks := config.token_ranks * parallel.tensor) % (parallel.expert * tensor):
+        raise ConfigError(
+            "model.shared_experts", wrong, "with model.expert_ffn_size a product that tensor ranks divide"
+        )
+    if isinstance(parallel.data, int) and (ranks := config.token_ranks * parallel.tensor) % (
+        parallel.expert * tensor
+    ):
         key = "parallel.expert_tensor" if parallel.expert == 1 else "parallel.expert"
         wrong = f"expert {parallel.expert} × expert_tensor {tensor} do not divide the {ranks} ranks of data × context × tensor"
         raise ConfigError(key, wrong, f"sizes whose product divides {ranks}")
@@ -52,10 +72,16 @@ def check_none(config: Config) -> None:
     """Refuses settings of experts where there are none."""
     for key, field in ExpertSettings.model_fields.items():
         if getattr(config.model, key) != field.default:
-            raise ConfigError(f"model.{key}", "there are no experts", f"{field.default or 'null'}, or model.num_experts=8")
+            raise ConfigError(
+                f"model.{key}", "there are no experts", f"{field.default or 'null'}, or model.num_experts=8"
+            )
     for key, alone in (("expert", 1), ("expert_tensor", None), ("expert_halves", False)):
         if getattr(config.parallel, key) != alone:
-            raise ConfigError(f"parallel.{key}", "there are no experts to divide", f"{json.dumps(alone)}, or model.num_experts=8")
+            raise ConfigError(
+                f"parallel.{key}",
+                "there are no experts to divide",
+                f"{json.dumps(alone)}, or model.num_experts=8",
+            )
 
 
 def check_others(config: Config) -> None:
@@ -70,11 +96,19 @@ def check_others(config: Config) -> None:
     if model.parametrization == "mup":
         raise ConfigError("model.parametrization", "mup knows no rates for experts", "standard")
     if config.engine.kind == "deepspeed":
-        raise ConfigError("engine.kind", "DeepSpeed sums all gradients over the same ranks, and experts' over fewer", "native or fsdp")
+        raise ConfigError(
+            "engine.kind",
+            "DeepSpeed sums all gradients over the same ranks, and experts' over fewer",
+            "native or fsdp",
+        )
 
 
 def divides(key: str, size: int, by_key: str, by: int) -> None:
     """Refuses a `size` at `key` that is not a multiple of `by`."""
     if size % by:
         down = size - size % by
-        raise ConfigError(key, f"{size} is not a multiple of {by_key} {by}", f"{f'{down} or ' if down else ''}{down + by} would be")
+        raise ConfigError(
+            key,
+            f"{size} is not a multiple of {by_key} {by}",
+            f"{f'{down} or ' if down else ''}{down + by} would be",
+        )

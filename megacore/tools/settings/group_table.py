@@ -20,11 +20,16 @@ def group_table(config: Config) -> str:
         members.setdefault(groups.of(name, shard), []).append(name)
     lines = [f"{KEY}, as they apply (weight decay: to matrices alone):"]
     for group, own in members.items():
-        settings = "".join(f" {key}={value:g}" if isinstance(value, float) else f" {key}={value}" for key, value in group.rule.settings)
+        settings = "".join(
+            f" {key}={value:g}" if isinstance(value, float) else f" {key}={value}"
+            for key, value in group.rule.settings
+        )
         title = f"{KEY}[{group.number - 1}]" if group.number else "others"
         if group not in groups.every and group.factor:  # else its rate is 0 at every width
             title += f", rate by width × {group.factor / groups.every[group.number - 1].factor:.6g}"
-        lines.append(f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}")
+        lines.append(
+            f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}"
+        )
         lines += [f"    {text}" for text in folded(own)] or ["    no parameter"]
     return "\n".join(lines)
 
@@ -37,11 +42,19 @@ def parameter_shards(config: Config) -> dict[str, Shard]:
         kinds = [model.has_experts(i) for i in range(model.num_layers)]
         of = [kinds.index(kind) for kind in kinds]  # the first block that is alike
         built = config.model_copy(update={"model": model.model_copy(update={"num_layers": max(of) + 1})})
-    shards = {name: shard_of(parameter) for name, parameter in whole_model(built, "meta").named_parameters() if parameter.requires_grad}
+    shards = {
+        name: shard_of(parameter)
+        for name, parameter in whole_model(built, "meta").named_parameters()
+        if parameter.requires_grad
+    }
     if model.source is not None:
         return shards
     parts = {first: [name for name in shards if name.startswith(f"blocks.{first}.")] for first in {*of}}
-    blocks = {own.replace(f".{first}.", f".{i}.", 1): shards[own] for i, first in enumerate(of) for own in parts[first]}
+    blocks = {
+        own.replace(f".{first}.", f".{i}.", 1): shards[own]
+        for i, first in enumerate(of)
+        for own in parts[first]
+    }
     begin = next((i for i, name in enumerate(shards) if name.startswith("blocks.")), len(shards))
     ends = [(name, shard) for name, shard in shards.items() if not name.startswith("blocks.")]
     return dict(ends[:begin]) | blocks | dict(ends[begin:])
@@ -54,7 +67,10 @@ def folded(names: Iterable[str]) -> list[str]:
         number = re.search(r"(?<=\.)\d+(?=\.)", name)
         form = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
         found.setdefault(form, []).append(number.group() if number else "")
-    return [form if form not in found or numbers == [""] else form.replace("#", runs(numbers), 1) for form, numbers in found.items()]
+    return [
+        form if form not in found or numbers == [""] else form.replace("#", runs(numbers), 1)
+        for form, numbers in found.items()
+    ]
 
 
 def runs(numbers: list[str]) -> str:

@@ -5,9 +5,19 @@ from megacore.config.schema import Config
 from megacore.errors import ConfigError
 
 ABSENT = {
-    "position": "rope", "rotary_share": 1.0, "nope_every": None, "bias": False, "qkv_bias": False, "qk_norm": False, "norm_offset": False,
-    "window": None, "attention_cap": None, "attention_sinks": False, "attention_gate": None, "parametrization": "standard",
-}  # fmt: skip
+    "position": "rope",
+    "rotary_share": 1.0,
+    "nope_every": None,
+    "bias": False,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "norm_offset": False,
+    "window": None,
+    "attention_cap": None,
+    "attention_sinks": False,
+    "attention_gate": None,
+    "parametrization": "standard",
+}
 
 
 def check_latent(config: Config) -> None:
@@ -16,7 +26,11 @@ def check_latent(config: Config) -> None:
     if model.kv_rank is None:
         for key, field in LatentSettings.model_fields.items():
             if getattr(model, key) != field.default:
-                raise ConfigError(f"model.{key}", "keys and values have no latent", f"{field.default or 'null'}, or model.kv_rank=512")
+                raise ConfigError(
+                    f"model.{key}",
+                    "keys and values have no latent",
+                    f"{field.default or 'null'}, or model.kv_rank=512",
+                )
         return
     if config.kv_heads != model.num_heads:
         wrong = f"with model.kv_rank each of {model.num_heads} heads has a key of its own"
@@ -24,4 +38,8 @@ def check_latent(config: Config) -> None:
     for key, right in ABSENT.items():
         if (value := getattr(model, key)) != right:
             words = {None: "null", False: "false"}.get(right, str(right))  # type: ignore[call-overload]
-            raise ConfigError(f"model.{key}", f"latent attention does not go with {str(value).lower()}", f"{words}, or model.kv_rank=null")
+            raise ConfigError(
+                f"model.{key}",
+                f"latent attention does not go with {str(value).lower()}",
+                f"{words}, or model.kv_rank=null",
+            )

@@ -27,9 +27,20 @@ from megacore.tools.settings.validation import check, check_groups, check_paths,
 
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
-TYPES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false", "null": "null"}
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "null": "null",
+}
 TYPES |= {"object": "an object"}
-BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
 
 
 @dataclass(frozen=True)
@@ -75,10 +86,16 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
             config = validate(raw)
         except ConfigError as error:
             place = taken.get(error.where, (None, None))[0]
-            raise error if place is None else ConfigError(f"engine.config: {place}", error.wrong, error.right) from None
+            raise (
+                error if place is None else ConfigError(f"engine.config: {place}", error.wrong, error.right)
+            ) from None
     check_paths(config)
     if world_size > MOST_RANKS:
-        raise ConfigError("parallel", f"{str(world_size)[:LONGEST]} ranks are more than any run has", f"at most {MOST_RANKS:,}")
+        raise ConfigError(
+            "parallel",
+            f"{str(world_size)[:LONGEST]} ranks are more than any run has",
+            f"at most {MOST_RANKS:,}",
+        )
     derived = derive(config, name, world_size)
     if (source := source_of(config)) is not None and config.model.source_digest is None:
         derived[DIGEST] = source.digest
@@ -121,7 +138,9 @@ def read(path: str) -> dict[str, Any]:
     try:
         raw = read_json(read_text(path))
     except OSError as error:
-        raise ConfigError("--config", f"cannot read {path}: {error.strerror}", "a JSON file, such as configs/gpt_tiny.json") from error
+        raise ConfigError(
+            "--config", f"cannot read {path}: {error.strerror}", "a JSON file, such as configs/gpt_tiny.json"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("--config", f"{path} is not UTF-8 text", "a JSON file") from error
     except json.JSONDecodeError as error:
@@ -129,7 +148,9 @@ def read(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a key twice, thousands of digits, brackets nested as deep
         raise ConfigError("--config", f"{path} cannot be read: {error}", "a JSON object") from error
     if not isinstance(raw, dict) or not all(isinstance(section, dict) for section in raw.values()):
-        raise ConfigError("--config", f"{path} does not hold sections", 'an object of objects: {"model": {…}, "train": {…}}')
+        raise ConfigError(
+            "--config", f"{path} does not hold sections", 'an object of objects: {"model": {…}, "train": {…}}'
+        )
     if "source" in (model := raw.get("model", {})):
         model["source"] = beside(model["source"], path)
     return raw
@@ -137,7 +158,11 @@ def read(path: str) -> dict[str, Any]:
 
 def beside(source: object, config_path: str) -> object:
     """What a config's file says of its source, counted from the file's own folder."""
-    return str((Path(config_path).parent / source).absolute()) if isinstance(source, str) and source and "\0" not in source else source
+    return (
+        str((Path(config_path).parent / source).absolute())
+        if isinstance(source, str) and source and "\0" not in source
+        else source
+    )
 
 
 def apply(overrides: list[str], raw: dict[str, Any]) -> list[str]:
@@ -197,18 +222,32 @@ def validate(raw: dict[str, Any]) -> Config:
         errors = error.errors()
         same_key = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
         # If a key may have several types, the deepest error says most: it names the wrong entry of a list.
-        first = next((e for e in errors if e["type"] == "extra_forbidden"), max(same_key, key=lambda e: len(e["loc"])))
-    if not first["loc"]:  # Python accepts it as JSON and pydantic does not, for example half of a surrogate pair
-        raise ConfigError("--config", first["msg"].lower().partition(" at line")[0], "valid JSON, in the file and the overrides") from None
+        first = next(
+            (e for e in errors if e["type"] == "extra_forbidden"), max(same_key, key=lambda e: len(e["loc"]))
+        )
+    if not first[
+        "loc"
+    ]:  # Python accepts it as JSON and pydantic does not, for example half of a surrogate pair
+        raise ConfigError(
+            "--config",
+            first["msg"].lower().partition(" at line")[0],
+            "valid JSON, in the file and the overrides",
+        ) from None
     key = ".".join(str(part) for part in first["loc"][:2])
     typed = first["loc"][0] != "log"  # where a key may have several types, the type comes first
     inner = [str(part) for part in first["loc"][2 + typed :] if isinstance(part, str)]  # of an object
     if first["type"] == "extra_forbidden":
         if len(first["loc"]) == 1 and isinstance(first["input"], dict):  # an unknown section: its first key
             key = ".".join((key, *list(first["input"])[:1]))
-        raise ConfigError(key, " ".join(["unknown key", *inner]), describe(key, schema) if inner else nearest(key, schema)) from None
+        raise ConfigError(
+            key, " ".join(["unknown key", *inner]), describe(key, schema) if inner else nearest(key, schema)
+        ) from None
     if first["type"] in ("value_error", "assertion_error"):  # of a validator in a source
-        raise ConfigError(key, str(first["ctx"]["error"]) or "is not valid", f"what {SETTINGS} of {raw['model']['source']} takes") from None
+        raise ConfigError(
+            key,
+            str(first["ctx"]["error"]) or "is not valid",
+            f"what {SETTINGS} of {raw['model']['source']} takes",
+        ) from None
     why = ": ".join([*inner, first["msg"].lower()])
     entry = len(first["loc"]) == 5 and first["loc"][0] == "data"  # of the one kind of list in the schema
     part = ("weight ", "prefix ")[int(first["loc"][4])] if entry else ""
@@ -246,7 +285,11 @@ def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
         if "properties" not in (part := referred(part, schema)):
             return accepted(part, schema)
         fields = part["properties"].items()
-        return "{" + ", ".join(f"{name}: {field['const']}" if "const" in field else name for name, field in fields) + "}"
+        return (
+            "{"
+            + ", ".join(f"{name}: {field['const']}" if "const" in field else name for name, field in fields)
+            + "}"
+        )
     if "pattern" in part and "title" in part:
         return str(part["title"])
     if "prefixItems" in part:
@@ -256,7 +299,9 @@ def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
     if "const" in part or "enum" in part:
         return " or ".join(map(str, part.get("enum") or [part["const"]]))
     known = {bound: part[bound] for bound in BOUNDS if part.get(bound, LARGEST) != LARGEST}
-    bounds = [f"{BOUNDS[bound]} {value:{',' if isinstance(value, int) else 'g'}}" for bound, value in known.items()]
+    bounds = [
+        f"{BOUNDS[bound]} {value:{',' if isinstance(value, int) else 'g'}}" for bound, value in known.items()
+    ]
     return f"{TYPES.get(part.get('type', ''), 'another value')} {' and '.join(bounds)}".strip()
 
 

@@ -22,7 +22,11 @@ def check_model(config: Config) -> None:
     """Checks sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
     model, parallel, train = config.model, config.parallel, config.train
     if model.source is None and model.source_digest is not None:
-        raise ConfigError("model.source_digest", "there is no model.source of which it could be the digest", "null, or a model.source")
+        raise ConfigError(
+            "model.source_digest",
+            "there is no model.source of which it could be the digest",
+            "null, or a model.source",
+        )
     if model.head_size is None:
         divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)
@@ -34,12 +38,22 @@ def check_model(config: Config) -> None:
         wrong = "shared_norm is a norm before both branches, and model.norm_place=post has none there"
         raise ConfigError("model.branches", wrong, "parallel, or another model.norm_place")
     if model.norm_offset and model.norm == "layernorm" and model.bias:
-        raise ConfigError("model.norm_offset", "is for norms without biases", "false, model.norm=rmsnorm or model.bias=false")
+        raise ConfigError(
+            "model.norm_offset",
+            "is for norms without biases",
+            "false, model.norm=rmsnorm or model.bias=false",
+        )
     if model.global_every is not None and model.window is None:
-        raise ConfigError("model.global_every", "every block attends to all tokens: there is no window", "null, or a model.window")
+        raise ConfigError(
+            "model.global_every",
+            "every block attends to all tokens: there is no window",
+            "null, or a model.window",
+        )
     check_windows(model)
     if model.qk_norm_heads == "all" and not model.qk_norm:
-        raise ConfigError("model.qk_norm_heads", "there is no norm of queries and keys", "each, or model.qk_norm=true")
+        raise ConfigError(
+            "model.qk_norm_heads", "there is no norm of queries and keys", "each, or model.qk_norm=true"
+        )
     if model.window_rope_theta is not None and (model.window is None or model.position != "rope"):
         wrong = "no block has a window and rotary positions"
         raise ConfigError("model.window_rope_theta", wrong, "null, or a model.window and model.position=rope")
@@ -48,7 +62,9 @@ def check_model(config: Config) -> None:
         raise ConfigError("model.chunked_loss", wrong, "false, or model.logit_cap=null")
     if model.head_bias and (model.chunked_loss or config.logit_scale != 1.0):
         wrong = "head and loss in chunks, and scaled logits, have no bias"
-        raise ConfigError("model.head_bias", wrong, "false, or model.chunked_loss=false and logits with the scale 1")
+        raise ConfigError(
+            "model.head_bias", wrong, "false, or model.chunked_loss=false and logits with the scale 1"
+        )
     check_positions(config)
     check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
@@ -56,23 +72,39 @@ def check_model(config: Config) -> None:
         wrong = f"{model.vocab_size} leaves a tensor rank of {parallel.tensor} without a row"
         raise ConfigError("model.vocab_size", wrong, "a larger vocabulary or a smaller parallel.tensor")
     if model.num_layers > MOST_LAYERS:
-        raise ConfigError("model.num_layers", f"{model.num_layers:,} layers are more than any run has", f"at most {MOST_LAYERS:,}")
+        raise ConfigError(
+            "model.num_layers",
+            f"{model.num_layers:,} layers are more than any run has",
+            f"at most {MOST_LAYERS:,}",
+        )
     if model.num_layers < parallel.pipeline * config.chunks:
         chunks = f" × {config.chunks} chunks" if config.chunks > 1 else ""
         wrong = f"{parallel.pipeline} stages{chunks} cannot each have one of {model.num_layers} layers"
         right = f"{'times parallel.chunks ' if chunks else ''}at most model.num_layers {model.num_layers}"
         raise ConfigError("parallel.pipeline", wrong, right)
     if parallel.pipeline > MOST_STAGES:
-        raise ConfigError("parallel.pipeline", f"{parallel.pipeline} stages are more than any run has", f"at most {MOST_STAGES}")
+        raise ConfigError(
+            "parallel.pipeline",
+            f"{parallel.pipeline} stages are more than any run has",
+            f"at most {MOST_STAGES}",
+        )
     check_context(config)
     check_experts(config)
     check_latent(config)
     if parallel.sequence and config.rank_tokens % parallel.tensor:
         divides("train.seq_len", train.seq_len // parallel.context, "parallel.tensor", parallel.tensor)
     if model.kernels == "triton" and train.precision == "fp64":
-        raise ConfigError("model.kernels", "the Triton kernels keep their statistics in fp32, below fp64's precision", "auto or eager")
+        raise ConfigError(
+            "model.kernels",
+            "the Triton kernels keep their statistics in fp32, below fp64's precision",
+            "auto or eager",
+        )
     if model.attention == "fused" and train.precision == "fp64":
-        raise ConfigError("model.attention", "the fused softmax keeps its statistics in fp32, below fp64's precision", "sdpa or eager")
+        raise ConfigError(
+            "model.attention",
+            "the fused softmax keeps its statistics in fp32, below fp64's precision",
+            "sdpa or eager",
+        )
 
 
 def check_windows(model: ModelConfig) -> None:
@@ -80,11 +112,17 @@ def check_windows(model: ModelConfig) -> None:
     key = "model.window_schedule"
     if model.window_schedule and model.window is None:
         raise ConfigError(key, "there is no window to grow to", "[], or a model.window")
-    for (step, window), (later, wider) in pairwise((*model.window_schedule, (LARGEST, model.window or LARGEST))):
+    for (step, window), (later, wider) in pairwise(
+        (*model.window_schedule, (LARGEST, model.window or LARGEST))
+    ):
         if later <= step:
-            raise ConfigError(key, f"step {later} comes behind step {step}", "[last step, window] in the order of the steps")
+            raise ConfigError(
+                key, f"step {later} comes behind step {step}", "[last step, window] in the order of the steps"
+            )
         if wider <= window:
-            raise ConfigError(key, f"{window} does not grow to {wider}", "windows that grow, below model.window")
+            raise ConfigError(
+                key, f"{window} does not grow to {wider}", "windows that grow, below model.window"
+            )
 
 
 def check_positions(config: Config) -> None:
@@ -93,26 +131,50 @@ def check_positions(config: Config) -> None:
     if model.position == "rope" and config.head_size % 2:
         wrong = f"rotary positions turn pairs of features, and model.head_size {config.head_size} is odd"
         raise ConfigError("model.position", wrong, "an even head size, or learned")
-    if model.position == "rope" and (turned := int(config.head_size * model.rotary_share)) % 2 + (turned == 0):
+    if model.position == "rope" and (turned := int(config.head_size * model.rotary_share)) % 2 + (
+        turned == 0
+    ):
         wrong = f"{model.rotary_share} of model.head_size {config.head_size} is {turned} features, and rotary positions turn pairs"
         raise ConfigError("model.rotary_share", wrong, "an even number of features")
     for key, plain in (("rotary_share", 1.0), ("nope_every", None)):
         if model.position == "learned" and model.source is None and getattr(model, key) != plain:
-            raise ConfigError(f"model.{key}", "learned positions turn no features", f"{plain or 'null'}, or model.position=rope")
+            raise ConfigError(
+                f"model.{key}",
+                "learned positions turn no features",
+                f"{plain or 'null'}, or model.position=rope",
+            )
     if model.nope_every == 1 and model.source is None:
         raise ConfigError("model.nope_every", "1 leaves no block with positions", "2 or more, or null")
     if model.position == "learned" and model.rope_scaling is not None:
-        raise ConfigError("model.rope_scaling", "learned positions have no frequencies to scale", "null, or model.position=rope")
-    if isinstance(model.rope_scaling, Llama3Rope) and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor:
+        raise ConfigError(
+            "model.rope_scaling",
+            "learned positions have no frequencies to scale",
+            "null, or model.position=rope",
+        )
+    if (
+        isinstance(model.rope_scaling, Llama3Rope)
+        and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor
+    ):
         wrong = f"high_freq_factor {model.rope_scaling.high_freq_factor} is not above low_freq_factor {model.rope_scaling.low_freq_factor}"
         raise ConfigError("model.rope_scaling", wrong, "a larger high_freq_factor")
-    if isinstance(model.rope_scaling, YarnRope) and model.rope_scaling.beta_fast <= model.rope_scaling.beta_slow:
-        wrong = f"beta_fast {model.rope_scaling.beta_fast} is not above beta_slow {model.rope_scaling.beta_slow}"
+    if (
+        isinstance(model.rope_scaling, YarnRope)
+        and model.rope_scaling.beta_fast <= model.rope_scaling.beta_slow
+    ):
+        wrong = (
+            f"beta_fast {model.rope_scaling.beta_fast} is not above beta_slow {model.rope_scaling.beta_slow}"
+        )
         raise ConfigError("model.rope_scaling", wrong, "a larger beta_fast")
     if isinstance(model.rope_scaling, YarnRope) and model.rope_theta <= 1:
-        raise ConfigError("model.rope_theta", f"{model.rope_theta} has no ramp of frequencies for YaRN", "a base above 1")
+        raise ConfigError(
+            "model.rope_theta", f"{model.rope_theta} has no ramp of frequencies for YaRN", "a base above 1"
+        )
     if config.max_positions < seq_len:
-        raise ConfigError("model.max_positions", f"{config.max_positions} is less than train.seq_len {seq_len}", f"at least {seq_len}")
+        raise ConfigError(
+            "model.max_positions",
+            f"{config.max_positions} is less than train.seq_len {seq_len}",
+            f"at least {seq_len}",
+        )
 
 
 def check_parametrization(config: Config) -> None:
@@ -125,7 +187,9 @@ def check_parametrization(config: Config) -> None:
         return
     if model.base_width is None:
         right = "the hidden_size at which the rate was found, such as 256"
-        raise ConfigError("model.base_width", "mup has no width at which its rates are those of the config", right)
+        raise ConfigError(
+            "model.base_width", "mup has no width at which its rates are those of the config", right
+        )
     head_size = model.base_head_size or config.head_size
     if (heads := heads_at(config, model.base_width, head_size)).denominator > 1:
         each = f"of {'base_head_size' if model.base_head_size else 'head_size'} {head_size}"
@@ -143,14 +207,23 @@ def check_elements(config: Config) -> None:
     """Refuses a tensor that is larger than a checkpoint can describe."""
     model = config.model
     features = (config.head_size * (model.num_heads + 2 * config.kv_heads), 2 * resolved(model.ffn_size))
-    rows = {"num_heads": features[0], "ffn_size": features[1], "vocab_size": model.vocab_size, "max_positions": config.max_positions}
+    rows = {
+        "num_heads": features[0],
+        "ffn_size": features[1],
+        "vocab_size": model.vocab_size,
+        "max_positions": config.max_positions,
+    }
     if model.num_experts is not None:  # whose weights are one tensor, and those of shared ones another
         expert = 2 * resolved(model.expert_ffn_size)
         rows |= {"num_experts": model.num_experts * expert, "shared_experts": model.shared_experts * expert}
     if model.kv_rank is not None:
         widest = model.num_heads * (model.plain_size + max(config.head_size, model.value_size))
         rows |= {"q_rank": model.q_rank or 0, "kv_rank": model.kv_rank + config.head_size}
-        rows |= {"value_size": widest * max(model.q_rank or 0, model.kv_rank, model.hidden_size) // model.hidden_size}
+        rows |= {
+            "value_size": widest
+            * max(model.q_rank or 0, model.kv_rank, model.hidden_size)
+            // model.hidden_size
+        }
     name, largest = max(rows.items(), key=lambda row: row[1])
     if (elements := largest * model.hidden_size) > MOST_ELEMENTS:
         wrong = f"with model.hidden_size {model.hidden_size} makes a tensor of {elements:.3g} elements"

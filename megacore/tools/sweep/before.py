@@ -22,7 +22,9 @@ def places(wanted: int | None, trials: Sequence[Trial]) -> tuple[int, list[str],
     if wanted is None:
         return max(1, there // ranks), gpus, torch.cuda.get_device_name(0) if gpus else None
     if gpus and wanted * ranks > there:
-        raise ConfigError("--at-once", f"{wanted} × {ranks} ranks need more than {there} GPUs", f"at most {there // ranks}")
+        raise ConfigError(
+            "--at-once", f"{wanted} × {ranks} ranks need more than {there} GPUs", f"at most {there // ranks}"
+        )
     return wanted, gpus, torch.cuda.get_device_name(0) if gpus else None
 
 
@@ -33,7 +35,12 @@ def check_data(trials: Sequence[Trial]) -> None:
     seen = set()
     for trial in trials:
         config = trial.config
-        key = config.data.model_dump_json(), config.model.vocab_size, config.train.seq_len, config.model.source
+        key = (
+            config.data.model_dump_json(),
+            config.model.vocab_size,
+            config.train.seq_len,
+            config.model.source,
+        )
         if key in seen:
             continue
         seen.add(key)

@@ -26,7 +26,8 @@ class Known(Record):
     """What the folder says of its sweep."""
 
     trials: list[str]
-    ended: dict[str, int] = Field(default={})  # exit status, of those that ended by themselves on this machine
+    # exit status, of those that ended by themselves on this machine
+    ended: dict[str, int] = Field(default={})
 
 
 class SweepFolder:
@@ -37,7 +38,9 @@ class SweepFolder:
         self.path = path
         known = self.read()
         self.trials = self.joined(known.trials, trials)
-        self.ended = {name: status for name, status in known.ended.items() if name in {trial.name for trial in trials}}
+        self.ended = {
+            name: status for name, status in known.ended.items() if name in {trial.name for trial in trials}
+        }
 
     def read(self) -> Known:
         """What was recorded; nothing in a new folder."""
@@ -47,18 +50,27 @@ class SweepFolder:
         try:
             return Known.model_validate_json(read_text(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("folder", f"cannot read {path}: {error}", "a folder of a sweep, or a new one") from None
+            raise ConfigError(
+                "folder", f"cannot read {path}: {error}", "a folder of a sweep, or a new one"
+            ) from None
         except ValidationError as error:
             raise ConfigError(
-                "folder", f"{path} is no record of a sweep: {complaint(error)}", "a folder of a sweep, or a new one"
+                "folder",
+                f"{path} is no record of a sweep: {complaint(error)}",
+                "a folder of a sweep, or a new one",
             ) from None
 
     def joined(self, names: list[str], trials: list[Trial]) -> list[Trial]:
-        """The trials, those that the folder knows first: a number under Slurm stays that of its trial. Raises `ConfigError`."""
+        """The trials, those that the folder knows first: a number under Slurm stays that of its trial.
+
+        Raises `ConfigError`.
+        """
         by_name = {trial.name: trial for trial in trials}
         for name in names:
             if name not in by_name:
-                raise ConfigError("folder", f"{self.path} holds the trial {name}, which the file no longer has", OTHER)
+                raise ConfigError(
+                    "folder", f"{self.path} holds the trial {name}, which the file no longer has", OTHER
+                )
             self.compare(by_name[name])
         return [by_name.pop(name) for name in names] + list(by_name.values())
 
@@ -74,7 +86,10 @@ class SweepFolder:
             return
         old, new = flatten(before), flatten(now)
         key = next(key for key in (*new, *old) if old.get(key) != new.get(key))
-        wrong = f"{self.path} holds the trial {trial.name} with {key} {old.get(key)!r:.60}, and now it is {new.get(key)!r:.60}"
+        wrong = (
+            f"{self.path} holds the trial {trial.name} with {key} {old.get(key)!r:.60}, and now it is "
+            f"{new.get(key)!r:.60}"
+        )
         raise ConfigError("folder", wrong, OTHER)
 
     def config_of(self, trial: Trial) -> Path:
@@ -99,4 +114,8 @@ class SweepFolder:
 
     def note(self) -> None:
         """Writes the record."""
-        write_json("folder", self.path / RECORD, {"trials": [trial.name for trial in self.trials], "ended": self.ended})
+        write_json(
+            "folder",
+            self.path / RECORD,
+            {"trials": [trial.name for trial in self.trials], "ended": self.ended},
+        )

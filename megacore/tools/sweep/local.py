@@ -75,7 +75,9 @@ class Local:
             time.sleep(LOOK_SECONDS)
 
     def start(self, trial: Trial) -> None:
-        """Starts a trial, in a session of its own: Ctrl-C reaches this process alone, which lets trials save."""
+        """Starts a trial, in a session of its own: Ctrl-C reaches this process alone,
+        which lets trials save.
+        """
         folder = self.folder.log_dir(trial)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP).unlink(missing_ok=True)
@@ -100,7 +102,11 @@ class Local:
             self.folder.ended[trial.name] = status
             self.folder.note()
         if status == 0:
-            print(f"  {trial.name}: loss {figure(row.loss)}, valid loss {figure(row.valid_loss)} in {row.seconds:.0f} s", flush=True)
+            print(
+                f"  {trial.name}: loss {figure(row.loss)}, valid loss {figure(row.valid_loss)} in "
+                f"{row.seconds:.0f} s",
+                flush=True,
+            )
         elif stopped or status == 75:
             print(f"  {trial.name}: stopped after step {row.step}", flush=True)
         else:
@@ -117,13 +123,18 @@ class Local:
 
 def command_of(trial: Trial, config: Path) -> list[str]:
     """What starts a trial here."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(trial.ranks)] if trial.ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(trial.ranks)]
+        if trial.ranks > 1
+        else []
+    )
     return [sys.executable, *launcher, str(SCRIPT), "--config", str(config)]
 
 
 def environment(processes: int, gpus: list[str]) -> dict[str, str]:
-    """The variables of a trial, of `processes` that compute here at a time: each has its part of the cores, unless the user says how
-    many threads it has."""
+    """The variables of a trial, of `processes` that compute here at a time: each has its part of the cores,
+    unless the user says how many threads it has.
+    """
     own = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
     own.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
     return own | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})

@@ -43,7 +43,10 @@ def draw(results: Results, path: str) -> bool:
 
 def order(keys: list[str], points: Sequence[Point]) -> tuple[str, str]:
     """The key for the axis, and that for lines: the one with fewer values, or no numbers."""
-    counts = {key: (all(number_of(point.swept[key]) is not None for point in points), len(values(points, key))) for key in keys}
+    counts = {
+        key: (all(number_of(point.swept[key]) is not None for point in points), len(values(points, key)))
+        for key in keys
+    }
     across = max(keys, key=lambda key: counts[key])
     return across, next(key for key in keys if key != across)
 
@@ -52,7 +55,11 @@ def values(points: Sequence[Point], key: str) -> list[Any]:
     """The different values of a key, numbers in order."""
     found = {said(point.swept[key]): point.swept[key] for point in points}
     numbers = [number_of(value) for value in found.values()]
-    return sorted(found.values(), key=lambda v: number_of(v) or 0.0) if None not in numbers else list(found.values())
+    return (
+        sorted(found.values(), key=lambda v: number_of(v) or 0.0)
+        if None not in numbers
+        else list(found.values())
+    )
 
 
 def two_keys(axes: "Axes", results: Results, points: Sequence[Point], across: str, other: str) -> None:
@@ -67,16 +74,30 @@ def two_keys(axes: "Axes", results: Results, points: Sequence[Point], across: st
     axes.legend(frameon=False, fontsize=9)
 
 
-def line(axes: "Axes", points: Sequence[Point], key: str, colour: str, *, label: str | None = None, joined: bool = True) -> None:
+def line(
+    axes: "Axes",
+    points: Sequence[Point],
+    key: str,
+    colour: str,
+    *,
+    label: str | None = None,
+    joined: bool = True,
+) -> None:
     """Medians over one key, with the range of their seeds, and each seed as a dot."""
     places = positions(points, key)
     own = sorted(((places[said(point.swept[key])], point) for point in points), key=lambda pair: pair[0])
     finite = [(x, [loss for loss in point.losses if math.isfinite(loss)]) for x, point in own]
     middle = [(x, median(losses)) for x, losses in finite if losses]
-    axes.plot(*zip(*middle, strict=True), color=colour, marker="o", linestyle="-" if joined else "none", label=label)
+    axes.plot(
+        *zip(*middle, strict=True), color=colour, marker="o", linestyle="-" if joined else "none", label=label
+    )
     if any(len(losses) > 1 for _, losses in finite):
         axes.plot(
-            [x for x, losses in finite for _ in losses], [loss for _, losses in finite for loss in losses], ".", color=colour, alpha=0.5
+            [x for x, losses in finite for _ in losses],
+            [loss for _, losses in finite for loss in losses],
+            ".",
+            color=colour,
+            alpha=0.5,
         )
         if joined:
             spans = [(x, min(losses), max(losses)) for x, losses in finite if losses]
@@ -97,8 +118,10 @@ def positions(points: Sequence[Point], key: str) -> dict[str, float]:
     """Where each value of a key stands: a number at itself, others one beside the other."""
     found = values(points, key)
     numbers = [number_of(value) for value in found]
-    return {said(value): float(number) if None not in numbers and number is not None else float(place)
-            for place, (value, number) in enumerate(zip(found, numbers, strict=True))}  # fmt: skip
+    return {
+        said(value): float(number) if None not in numbers and number is not None else float(place)
+        for place, (value, number) in enumerate(zip(found, numbers, strict=True))
+    }
 
 
 def log_spaced(numbers: Sequence[float]) -> bool:

@@ -1,4 +1,6 @@
-"""What a sweep takes, before it starts: the planner's seconds, device-hours and money, of each trial and of all."""
+"""What a sweep takes, before it starts: the planner's seconds, device-hours and
+money, of each trial and of all.
+"""
 
 import heapq
 import json
@@ -13,7 +15,14 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.errors import ConfigError
 from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, listed_device, read_cluster, read_device
+from megacore.tools.planner.devices import (
+    Cluster,
+    DeviceSpec,
+    Level,
+    listed_device,
+    read_cluster,
+    read_device,
+)
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import setting_of
@@ -21,7 +30,8 @@ from megacore.tools.sweep.results import Row
 from megacore.tools.sweep.trials import Trial
 
 HOUR = 3600.0
-LATENCIES = 5e-6, 2e-5  # seconds of a hop within a machine and between machines, as the planner's clusters have them
+# seconds of a hop within a machine and between machines, as the planner's clusters have them
+LATENCIES = 5e-6, 2e-5
 MEASURED_SECONDS = 0.3
 SHOWN = 40  # trials in the table
 
@@ -35,9 +45,13 @@ class Machine:
     source: str
 
 
-def machine_of(device: str | None, cluster: str | None, trials: Sequence[Trial], threads: int, gpu: str | None) -> Machine | None:
-    """The device that is named, or this machine's `gpu`, or its processor, which is measured in a second. None for a GPU of which the
-    planner knows nothing. Raises `ConfigError`."""
+def machine_of(
+    device: str | None, cluster: str | None, trials: Sequence[Trial], threads: int, gpu: str | None
+) -> Machine | None:
+    """The device that is named, or this machine's `gpu`, or its processor, which is measured in a second.
+
+    None for a GPU of which the planner knows nothing. Raises `ConfigError`.
+    """
     if device is None and gpu is None:
         if cluster is not None:
             raise ConfigError("--cluster", "links alone predict nothing", "also --device")
@@ -45,11 +59,21 @@ def machine_of(device: str | None, cluster: str | None, trials: Sequence[Trial],
     if device is None:
         if (listed := listed_device(str(gpu))) is None:
             return None
-        return Machine(listed, read_cluster(cluster) if cluster else links_of(listed), f"{listed.name}, as its maker states it")
+        return Machine(
+            listed,
+            read_cluster(cluster) if cluster else links_of(listed),
+            f"{listed.name}, as its maker states it",
+        )
     named = read_device(device)
     if cluster is None and known_as(named.name) is None and any(trial.ranks > 1 for trial in trials):
-        raise ConfigError("--cluster", f"the links of {named.name} are not known, and a trial has several ranks", "also --cluster")
-    return Machine(named, read_cluster(cluster) if cluster else links_of(named), f"{named.name}, as its maker states it")
+        raise ConfigError(
+            "--cluster",
+            f"the links of {named.name} are not known, and a trial has several ranks",
+            "also --cluster",
+        )
+    return Machine(
+        named, read_cluster(cluster) if cluster else links_of(named), f"{named.name}, as its maker states it"
+    )
 
 
 def links_of(device: DeviceSpec) -> Cluster:
@@ -58,12 +82,17 @@ def links_of(device: DeviceSpec) -> Cluster:
     if name is None:
         return Cluster("none", (Level("none", None, 1.0, 0.0),))
     facts, (inside, outside) = KNOWN[name], LATENCIES
-    levels = Level("inside a machine", MACHINE, facts.link, inside), Level("between machines", None, facts.port, outside)
+    levels = (
+        Level("inside a machine", MACHINE, facts.link, inside),
+        Level("between machines", None, facts.port, outside),
+    )
     return Cluster(name, levels)
 
 
 def measured(threads: int) -> Machine:
-    """This machine's processor, by a product and a copy of so many threads; the links between its ranks are half a copy."""
+    """This machine's processor, by a product and a copy of so many threads; the links
+    between its ranks are half a copy.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -81,28 +110,46 @@ def measured(threads: int) -> Machine:
     peaks = {"fp32": flops, "bf16": flops, "fp16": flops, "fp64": flops / 2}
     device = DeviceSpec("this processor", peaks, memory_bytes_per_second=rate, overlaps=False)
     links = Cluster("this machine", (Level("memory", None, rate / 2, 2e-5),))
-    return Machine(device, links, f"this processor, {threads} thread{'s' * (threads > 1)} a rank, measured by a product and a copy")
+    return Machine(
+        device,
+        links,
+        f"this processor, {threads} thread{'s' * (threads > 1)} a rank, measured by a product and a copy",
+    )
 
 
 def seconds_of(trials: Sequence[Trial], machine: Machine) -> dict[Trial, float | None]:
-    """The planner's seconds of each trial's steps; None of what it cannot predict. Steps with smaller batches take as much less."""
+    """The planner's seconds of each trial's steps; None of what it cannot predict.
+
+    Steps with smaller batches take as much less.
+    """
     found: dict[str, float | None] = {}
     out: dict[Trial, float | None] = {}
     for trial in trials:
         config = trial.config.model_dump(mode="json", by_alias=True)
         config["train"] |= {"seed": 0, "steps": 0}
-        whole = any(group.rule.whole for group in ParameterGroups(trial.config.optim).every)  # of others a step takes as long
-        alike = json.dumps([config[section] for section in ("model", "parallel", "train", "engine", *(["optim"] if whole else []))])
+        # of others a step takes as long
+        whole = any(group.rule.whole for group in ParameterGroups(trial.config.optim).every)
+        alike = json.dumps(
+            [
+                config[section]
+                for section in ("model", "parallel", "train", "engine", *(["optim"] if whole else []))
+            ]
+        )
         if alike not in found:
             found[alike] = step_seconds(trial, machine)
         step, train = found[alike], trial.config.train
-        out[trial] = None if step is None else step * train.samples_through(train.steps) / train.global_batch_size
+        out[trial] = (
+            None if step is None else step * train.samples_through(train.steps) / train.global_batch_size
+        )
     return out
 
 
 def step_seconds(trial: Trial, machine: Machine) -> float | None:
     """The planner's seconds of a step; None of what it cannot predict."""
-    if trial.config.engine.kind == "deepspeed" or trial.config.train.precision not in machine.device.peak_flops:
+    if (
+        trial.config.engine.kind == "deepspeed"
+        or trial.config.train.precision not in machine.device.peak_flops
+    ):
         return None
     try:
         return predict(setting_of(partitioned(trial.config)), machine.device, machine.cluster, profile()).step
@@ -112,7 +159,9 @@ def step_seconds(trial: Trial, machine: Machine) -> float | None:
 
 def calibration(seconds: dict[Trial, float | None], rows: Sequence[Row]) -> tuple[float, int]:
     """By how much finished trials took longer than predicted, in the median, and how many there are."""
-    ratios = [row.seconds / own for row in rows if row.finished and row.seconds and (own := seconds[row.trial])]
+    ratios = [
+        row.seconds / own for row in rows if row.finished and row.seconds and (own := seconds[row.trial])
+    ]
     return (median(ratios), len(ratios)) if ratios else (1.0, 0)
 
 
@@ -125,19 +174,37 @@ def clock_seconds(seconds: Sequence[float], at_once: int) -> float:
 
 
 def show(rows: Sequence[Row], machine: Machine | None, at_once: int, price: float | None) -> None:
-    """Prints what the trials that are not finished will take. `price`: of a device and hour, where the trial's config has none."""
+    """Prints what the trials that are not finished will take.
+
+    `price`: of a device and hour, where the trial's config has none.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    console = Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140
+    )
     left = [row.trial for row in rows if not row.finished]
     done = len(rows) - len(left)
-    console.print(f"{len(rows)} trials{f', of which {done} are finished' if done else ''}; {at_once} at a time")
+    console.print(
+        f"{len(rows)} trials{f', of which {done} are finished' if done else ''}; {at_once} at a time"
+    )
     if not left:
         return
-    predicted: dict[Trial, float | None] = {} if machine is None else seconds_of([row.trial for row in rows], machine)
+    predicted: dict[Trial, float | None] = (
+        {} if machine is None else seconds_of([row.trial for row in rows], machine)
+    )
     factor, known = calibration(predicted, rows) if predicted else (1.0, 0)
-    table = Table("trial", "ranks", "steps", "tokens", "seconds", "device-hours", *(["money"] if price_of(left, price) else []), box=None)
+    table = Table(
+        "trial",
+        "ranks",
+        "steps",
+        "tokens",
+        "seconds",
+        "device-hours",
+        *(["money"] if price_of(left, price) else []),
+        box=None,
+    )
     hours, money, times = 0.0, 0.0, []
     for number, trial in enumerate(left):
         train, own = trial.config.train, predicted.get(trial)
@@ -160,11 +227,21 @@ def show(rows: Sequence[Row], machine: Machine | None, at_once: int, price: floa
     if machine is None or not times:
         console.print("in all: not known; --device names a device that the planner knows")
         return
-    unknown = f", without {len(left) - len(times)} that the planner cannot predict" if len(times) < len(left) else ""
+    unknown = (
+        f", without {len(left) - len(times)} that the planner cannot predict"
+        if len(times) < len(left)
+        else ""
+    )
     paid = f", {money:,.4g} in money" if price_of(left, price) else ""
-    console.print(f"in all: {clock_seconds(times, at_once):,.3g} s on the clock, {hours:,.3g} device-hours{paid}{unknown}")
+    console.print(
+        f"in all: {clock_seconds(times, at_once):,.3g} s on the clock, {hours:,.3g} "
+        f"device-hours{paid}{unknown}"
+    )
     source = f"; corrected by {known} finished trials, ×{factor:.2f}" if known else ""
-    console.print(f"predicted by the planner for {machine.source}{source}; start-up, validations and saves are not in it")
+    console.print(
+        f"predicted by the planner for {machine.source}{source}; start-up, validations and saves are not "
+        "in it"
+    )
 
 
 def price_of(trials: Sequence[Trial], price: float | None) -> bool:

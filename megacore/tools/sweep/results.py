@@ -1,4 +1,6 @@
-"""What a sweep's trials have reached: a row each, points over their seeds, the best one; as tables and files."""
+"""What a sweep's trials have reached: a row each, points over their seeds, the best
+one; as tables and files.
+"""
 
 import csv
 import io
@@ -58,8 +60,16 @@ def row_of(folder: SweepFolder, trial: Trial, last: int) -> Row:
         seconds += min(line.step - before, every) * line.step_seconds
         before = line.step
     losses = [math.inf if line.loss is None else line.loss for line in training[-last:]]
-    valid = None if not validations else math.inf if validations[-1].valid_loss is None else validations[-1].valid_loss
-    whole = step == steps and (trial.config.data.valid is None or (bool(validations) and validations[-1].step == steps))
+    valid = (
+        None
+        if not validations
+        else math.inf
+        if validations[-1].valid_loss is None
+        else validations[-1].valid_loss
+    )
+    whole = step == steps and (
+        trial.config.data.valid is None or (bool(validations) and validations[-1].step == steps)
+    )
     status = FINISHED if whole or ended == 0 else failed or f"at step {step} of {steps}"
     return Row(trial, status, step, fmean(losses), valid, seconds)
 
@@ -107,7 +117,9 @@ class Results:
         for row in self.rows:
             groups.setdefault(row.trial.point, []).append(row)
         finished = {name: [self.loss(row) for row in rows if row.finished] for name, rows in groups.items()}
-        return [Point(name, rows, [v for v in finished[name] if v is not None]) for name, rows in groups.items()]
+        return [
+            Point(name, rows, [v for v in finished[name] if v is not None]) for name, rows in groups.items()
+        ]
 
     @property
     def best(self) -> Point | None:
@@ -118,7 +130,11 @@ class Results:
     @property
     def described(self) -> str:
         """The metric in words."""
-        return "validation loss behind the last step" if self.metric == "valid_loss" else f"loss, mean of the last {self.last} logged steps"
+        return (
+            "validation loss behind the last step"
+            if self.metric == "valid_loss"
+            else f"loss, mean of the last {self.last} logged steps"
+        )
 
     @property
     def keys(self) -> list[str]:
@@ -129,11 +145,15 @@ class Results:
         """Lines for each number of which the best point has the smallest or the largest that was tried."""
         lines, best = [], self.best
         for key in self.keys if best is not None else ():
-            values = sorted({value for point in self.points if (value := number_of(point.swept[key])) is not None})
+            values = sorted(
+                {value for point in self.points if (value := number_of(point.swept[key])) is not None}
+            )
             own = number_of(best.swept[key]) if best is not None else None
             if len(values) > 1 and own in (values[0], values[-1]):
                 end = "smallest" if own == values[0] else "largest"
-                lines.append(f"The best {key}, {own:g}, is the {end} that was tried: the optimum may lie beyond it.")
+                lines.append(
+                    f"The best {key}, {own:g}, is the {end} that was tried: the optimum may lie beyond it."
+                )
         return lines
 
 
@@ -148,7 +168,9 @@ def metric_of(trials: list[Trial], wanted: str | None) -> str:
     """What trials are judged by. Raises `ConfigError` if they have no such figure."""
     valid = all(trial.config.data.valid is not None for trial in trials)
     if wanted == "valid_loss" and not valid:
-        raise ConfigError("metric", "valid_loss is not measured: a trial has no data.valid", "loss, or data.valid")
+        raise ConfigError(
+            "metric", "valid_loss is not measured: a trial has no data.valid", "loss, or data.valid"
+        )
     return wanted or ("valid_loss" if valid else "loss")
 
 
@@ -158,24 +180,45 @@ def show(results: Results) -> None:
     from rich.table import Table
 
     short = short_names(results.keys)
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 60 + 16 * len(short))
+    console = Console(
+        highlight=False, markup=False, width=None if sys.stdout.isatty() else 60 + 16 * len(short)
+    )
     seeds = any(row.trial.seed is not None for row in results.rows)
-    table = Table("trial", *short.values(), *(["seed"] if seeds else []), "loss", "valid loss", "seconds", "status", box=None)
+    table = Table(
+        "trial",
+        *short.values(),
+        *(["seed"] if seeds else []),
+        "loss",
+        "valid loss",
+        "seconds",
+        "status",
+        box=None,
+    )
     for number, row in enumerate(results.rows, 1):
         cells = [said(row.trial.swept[key]) for key in short] + ([str(row.trial.seed)] if seeds else [])
-        table.add_row(str(number), *cells, figure(row.loss), figure(row.valid_loss), f"{row.seconds:.1f}", row.status)
+        table.add_row(
+            str(number), *cells, figure(row.loss), figure(row.valid_loss), f"{row.seconds:.1f}", row.status
+        )
     console.print(table)
-    console.print(f"loss: the mean of the last {results.last} logged steps; valid loss: the last one", soft_wrap=True)
+    console.print(
+        f"loss: the mean of the last {results.last} logged steps; valid loss: the last one", soft_wrap=True
+    )
     if seeds:
         points = Table(*short.values(), "median", "lowest", "highest", "finished", box=None)
         for point in results.points:
             middle = (figure(f(point.losses)) if point.losses else "–" for f in (median, min, max))
-            points.add_row(*(said(point.swept[key]) for key in short), *middle, f"{len(point.losses)} of {len(point.rows)}")
+            points.add_row(
+                *(said(point.swept[key]) for key in short),
+                *middle,
+                f"{len(point.losses)} of {len(point.rows)}",
+            )
         console.print(f"\nover seeds, {results.described}:", soft_wrap=True)
         console.print(points)
     best = results.best
     if best is not None:
-        console.print(f"\nbest: {best.name or 'the config'} ({results.described}: {best.median:.4f})", soft_wrap=True)
+        console.print(
+            f"\nbest: {best.name or 'the config'} ({results.described}: {best.median:.4f})", soft_wrap=True
+        )
     for line in results.at_the_end():
         console.print(line, soft_wrap=True)
 
@@ -188,12 +231,27 @@ def figure(value: float | None) -> str:
 def write(results: Results, folder: SweepFolder) -> None:
     """Writes results.json, results.csv, and best.json where there is a best."""
     rows = [
-        {"trial": row.trial.name, **{key: row.trial.swept[key] for key in results.keys}, "seed": row.trial.seed, "status": row.status}
-        | {"step": row.step, "loss": finite(row.loss), "valid_loss": finite(row.valid_loss), "seconds": row.seconds}
+        {
+            "trial": row.trial.name,
+            **{key: row.trial.swept[key] for key in results.keys},
+            "seed": row.trial.seed,
+            "status": row.status,
+        }
+        | {
+            "step": row.step,
+            "loss": finite(row.loss),
+            "valid_loss": finite(row.valid_loss),
+            "seconds": row.seconds,
+        }
         for row in results.rows
     ]
     points = [
-        {"point": point.name, "swept": point.swept, "median": finite(point.median), "losses": [finite(v) for v in point.losses]}
+        {
+            "point": point.name,
+            "swept": point.swept,
+            "median": finite(point.median),
+            "losses": [finite(v) for v in point.losses],
+        }
         for point in results.points
     ]
     best = results.best
@@ -202,11 +260,16 @@ def write(results: Results, folder: SweepFolder) -> None:
     text = io.StringIO()
     table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     table.writeheader()
-    table.writerows({key: said(value) if isinstance(value, dict | list) else value for key, value in row.items()} for row in rows)
+    table.writerows(
+        {key: said(value) if isinstance(value, dict | list) else value for key, value in row.items()}
+        for row in rows
+    )
     try:
         write_whole(folder.path / "results.csv", text.getvalue())
     except OSError as error:
-        raise ConfigError("folder", f"cannot write {folder.path / 'results.csv'}: {error.strerror}", OUTPUT) from None
+        raise ConfigError(
+            "folder", f"cannot write {folder.path / 'results.csv'}: {error.strerror}", OUTPUT
+        ) from None
     if best is not None:
         write_json("folder", folder.path / "best.json", best.rows[0].trial.sections)
 

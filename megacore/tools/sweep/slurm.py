@@ -29,14 +29,20 @@ exec bash {script} --runs {folder}/runs.txt
 def check_job(folder: SweepFolder, rows: list[Row], host_size: int) -> int:
     """The ranks of each trial. Raises `ConfigError` if one array cannot run them."""
     if re.search(r"[^\w./+=@-]", str(folder.path)):  # Slurm puts a job's number for %j
-        raise ConfigError("folder", f"{folder.path} holds what a job script would have to quote", "letters, digits and . _ - / alone")
+        raise ConfigError(
+            "folder",
+            f"{folder.path} holds what a job script would have to quote",
+            "letters, digits and . _ - / alone",
+        )
     ranks = {row.trial.ranks for row in rows}
     if len(ranks) > 1:
         sizes = " and ".join(map(str, sorted(ranks)))
         raise ConfigError("--slurm", f"trials have {sizes} ranks, and an array one size", "ranks in the file")
     (count,) = ranks
     if count > host_size and count % host_size:
-        raise ConfigError("--host-size", f"{count} ranks do not fill hosts of {host_size}", "a divisor of the ranks")
+        raise ConfigError(
+            "--host-size", f"{count} ranks do not fill hosts of {host_size}", "a divisor of the ranks"
+        )
     return count
 
 
@@ -57,7 +63,9 @@ def write_job(folder: SweepFolder, rows: list[Row], host_size: int, at_once: int
     )
     job = folder.path / "sweep.sbatch"
     try:
-        write_whole(folder.path / "runs.txt", "".join(f"--config {folder.config_of(row.trial)}\n" for row in rows))
+        write_whole(
+            folder.path / "runs.txt", "".join(f"--config {folder.config_of(row.trial)}\n" for row in rows)
+        )
         write_whole(job, content)
     except OSError as error:
         raise ConfigError("folder", f"cannot write {job}: {error.strerror}", "a folder with room") from None
@@ -79,5 +87,7 @@ def submit(job: Path) -> None:
     """Hands the job to Slurm. Raises `ConfigError` with what it says."""
     done = subprocess.run(["sbatch", str(job)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError("--submit", f"sbatch: {done.stderr.strip()}", f"what the cluster takes; the job is {job}")
+        raise ConfigError(
+            "--submit", f"sbatch: {done.stderr.strip()}", f"what the cluster takes; the job is {job}"
+        )
     print(done.stdout.strip())

@@ -17,7 +17,10 @@ COLUMNS = ("trial", "seed", "status", "step", "loss", "valid_loss", "seconds")  
 KEY = re.compile(r"[a-z_]+\.[A-Za-z_]\w*")  # of a config
 OWN = {  # keys that a sweep sets, or relies on
     "log.dir": ("each trial has a folder of its own", "folder, which holds all of them"),
-    "checkpoint.resume": ("a trial that was stopped goes on from its own folder", "checkpoint.weights, for another run's weights"),
+    "checkpoint.resume": (
+        "a trial that was stopped goes on from its own folder",
+        "checkpoint.weights, for another run's weights",
+    ),
 }
 
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -94,11 +97,17 @@ def read_spec(path: str) -> Spec:
     try:
         raw = read_json(read_text(path))
     except OSError as error:
-        raise ConfigError("arguments", f"cannot read {path}: {error.strerror}", f"a JSON file such as {EXAMPLE}") from None
+        raise ConfigError(
+            "arguments", f"cannot read {path}: {error.strerror}", f"a JSON file such as {EXAMPLE}"
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError("arguments", f"{path} is not UTF-8 text", f"a JSON file such as {EXAMPLE}") from None
+        raise ConfigError(
+            "arguments", f"{path} is not UTF-8 text", f"a JSON file such as {EXAMPLE}"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError("arguments", f"{path} is no JSON: {error}", f"a JSON file such as {EXAMPLE}") from None
+        raise ConfigError(
+            "arguments", f"{path} is no JSON: {error}", f"a JSON file such as {EXAMPLE}"
+        ) from None
     if not isinstance(raw, dict):
         raise ConfigError("arguments", f"{path} holds no object", EXAMPLE)
     try:
@@ -122,7 +131,10 @@ def refusal(error: ValidationError, part: type[Part], before: str) -> ConfigErro
 
 def distribution(key: str, value: dict[str, Any]) -> Distribution:
     """A distribution of the file. Raises `ConfigError`."""
-    where, right = f"random.keys.{key}", '{"log_uniform": [1e-4, 1e-2]}, {"uniform": [0, 0.2]} or {"choice": [1, 2, 4]}'
+    where, right = (
+        f"random.keys.{key}",
+        '{"log_uniform": [1e-4, 1e-2]}, {"uniform": [0, 0.2]} or {"choice": [1, 2, 4]}',
+    )
     kinds: dict[str, type[Choice] | type[Uniform] | type[LogUniform]] = {
         "choice": Choice,
         "uniform": Uniform,
@@ -155,7 +167,10 @@ def check_spec(spec: Spec) -> None:
             raise ConfigError("grid", f"makes {count:,} trials", f"at most {MOST_TRIALS:,}")
     else:
         known = spec.random.distributions
-        swept = {f"random.keys.{name}": (name, own.choice if isinstance(own, Choice) else [0.0]) for name, own in known.items()}
+        swept = {
+            f"random.keys.{name}": (name, own.choice if isinstance(own, Choice) else [0.0])
+            for name, own in known.items()
+        }
         if (count := spec.random.trials * max(1, len(spec.seeds))) > MOST_TRIALS:
             raise ConfigError("random.trials", f"makes {count:,} trials", f"at most {MOST_TRIALS:,}")
     setters: dict[str, str] = {}  # of a key: the part of the file
@@ -173,19 +188,28 @@ def check_spec(spec: Spec) -> None:
 
 
 def keys_of(where: str, name: str, values: list[Any]) -> list[str]:
-    """The keys of a config that an entry of what is swept sets: itself, or as a name without a dot those of its objects."""
+    """The keys of a config that an entry of what is swept sets: itself, or as a name
+    without a dot those of its objects.
+    """
     if first_twice(values) is not None:
         raise ConfigError(where, f"{first_twice(values)} stands twice", "each value once")
     if "." in name:
         return [name]
     if name in COLUMNS:
         raise ConfigError(where, f"the table of results has a column {name}", "another name")
-    right = f'a key such as optim.lr, or a name for several: "{name}": [{{"model.hidden_size": 64, "model.num_heads": 2}}]'
+    right = (
+        f'a key such as optim.lr, or a name for several: "{name}": [{{"model.hidden_size": 64, '
+        f'"model.num_heads": 2}}]'
+    )
     for value in values:
         if not isinstance(value, dict) or not value:
             raise ConfigError(where, f"is no section.key, and {value!r:.80} no object of them", right)
         if value.keys() != values[0].keys():
-            raise ConfigError(where, f"its objects set {', '.join(values[0])} and {', '.join(value)}", "the same keys in each")
+            raise ConfigError(
+                where,
+                f"its objects set {', '.join(values[0])} and {', '.join(value)}",
+                "the same keys in each",
+            )
     return list(values[0])
 
 
@@ -198,6 +222,8 @@ def check_key(where: str, key: str) -> None:
 
 
 def first_twice(values: list[Any]) -> Any:
-    """The first value that stands twice in a list, as the text that it has in names; None without one. "1" is as 1 there."""
+    """The first value that stands twice in a list, as the text that it has in names; None
+    without one. "1" is as 1 there.
+    """
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return next((text for number, text in enumerate(texts) if text in texts[:number]), None)

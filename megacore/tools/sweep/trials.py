@@ -28,7 +28,8 @@ class Trial:
 
     name: str
     point: str  # its name without the seed
-    swept: dict[str, Any]  # what was chosen for it, by key; of keys that are set together by their name, the object
+    # what was chosen for it, by key; of keys that are set together by their name, the object
+    swept: dict[str, Any]
     seed: int | None
     sections: dict[str, dict[str, Any]]  # of its config, without log.dir
     ranks: int = 1
@@ -40,7 +41,10 @@ class Trial:
 
 
 def trials_of(spec: Spec) -> list[Trial]:
-    """All trials, each of which has a config that can run. Raises `UserError`, naming the first that has not."""
+    """All trials, each of which has a config that can run.
+
+    Raises `UserError`, naming the first that has not.
+    """
     base = read(spec.config)
     for key, value in spec.overrides.items():
         set_value(base, key, value)
@@ -63,11 +67,18 @@ def trials_of(spec: Spec) -> list[Trial]:
 
 def settings_of(swept: Values) -> Values:
     """What was chosen, by key of a config."""
-    return {key: value for name, own in swept.items() for key, value in ({name: own} if "." in name else own).items()}
+    return {
+        key: value
+        for name, own in swept.items()
+        for key, value in ({name: own} if "." in name else own).items()
+    }
 
 
 def points_of(spec: Spec) -> Iterator[Values]:
-    """What is chosen for each point. A draw depends on the search's seed, its own number and its key alone: others may be added."""
+    """What is chosen for each point.
+
+    A draw depends on the search's seed, its own number and its key alone: others may be added.
+    """
     if spec.random is None:
         for values in itertools.product(*spec.grid.values()):
             yield dict(zip(spec.grid, values, strict=True))
@@ -88,17 +99,28 @@ def drawn(own: Distribution, source: random.Random) -> Any:
 
 
 def checked(trial: Trial, spec: Spec) -> Trial:
-    """The trial with its linked keys and its ranks. Raises `UserError`, naming it, if its config could not run."""
+    """The trial with its linked keys and its ranks.
+
+    Raises `UserError`, naming it, if its config could not run.
+    """
     sections = trial.sections
     for key, link in spec.linked.items():
         section, _, name = link.of.partition(".")
         value = sections.get(section, {}).get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"linked.{key}", f"{link.of} is no number in the config", "of: a key that the sweep or its config sets")
+            raise ConfigError(
+                f"linked.{key}",
+                f"{link.of} is no number in the config",
+                "of: a key that the sweep or its config sets",
+            )
         product = value * link.times
-        set_value(sections, key, int(product) if isinstance(value, int) and product == int(product) else product)
+        set_value(
+            sections, key, int(product) if isinstance(value, int) and product == int(product) else product
+        )
     try:
-        own = Trial(trial.name, trial.point, trial.swept, trial.seed, sections, spec.ranks or smallest(sections))
+        own = Trial(
+            trial.name, trial.point, trial.swept, trial.seed, sections, spec.ranks or smallest(sections)
+        )
         for key in ("dir", "resume"):
             section = "log" if key == "dir" else "checkpoint"
             own.sections.get(section, {}).pop(key, None)  # of the config, which may be another run's record
@@ -119,7 +141,9 @@ def smallest(sections: dict[str, dict[str, Any]]) -> int:
 
 def named(trial: Trial, error: UserError) -> UserError:
     """The error, with the trial before its key."""
-    return type(error)(f"trial {trial.name}: {error.where}" if trial.name else error.where, error.wrong, error.right)
+    return type(error)(
+        f"trial {trial.name}: {error.where}" if trial.name else error.where, error.wrong, error.right
+    )
 
 
 def short_names(keys: list[str]) -> dict[str, str]:

@@ -31,9 +31,14 @@ class Decoder:
         plan = Plan((), placement_of(self.config))
         self.where, self.held = plan.where, plan.placement[mesh.pp.rank]
         positions, method = self.config.max_positions, settled_context_method(self.config)
-        self.caches = [KeyValueCache(1, positions) if mesh.cp.size == 1 else DividedCache(1, positions, mesh.cp, method) for _ in stages]
+        self.caches = [
+            KeyValueCache(1, positions) if mesh.cp.size == 1 else DividedCache(1, positions, mesh.cp, method)
+            for _ in stages
+        ]
 
-    def generate(self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None) -> Iterator[int]:
+    def generate(
+        self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None
+    ) -> Iterator[int]:
         """Yields up to `count` tokens after `prompt`, the same on every rank. Stops after the token `end`."""
         assert prompt
         window = self.config.max_positions
@@ -79,7 +84,9 @@ class Decoder:
                     pp.communicator.send(x.contiguous(), pp.ranks[after]).wait()
             if stage.last:
                 latest = self.caches[chunk].latest(flow["hidden"])
-                logits = gather_vocabulary(stage.logits(latest)[0], self.mesh.tp, self.config.model.vocab_size)
+                logits = gather_vocabulary(
+                    stage.logits(latest)[0], self.mesh.tp, self.config.model.vocab_size
+                )
         return logits
 
     def _agree(self, logits: Tensor | None, sampler: Sampler) -> int:

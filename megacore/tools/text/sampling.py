@@ -10,9 +10,11 @@ class Sampler:
     Args:
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: only this many likeliest tokens can be drawn.
-        top_p: of these, only the likeliest that together have this probability (Holtzman et al. 2020, nucleus sampling).
+        top_p: of these, only the likeliest that together have this probability (Holtzman et al. 2020, nucleus
+            sampling).
         seed: the seed of the draws.
-        vocab_size: ids from here on are never drawn. They are rows of a padded vocabulary and stand for no text.
+        vocab_size: ids from here on are never drawn. They are rows of a padded vocabulary and stand for no
+            text.
     """
 
     def __init__(self, temperature: float, top_k: int, top_p: float, seed: int, vocab_size: int) -> None:

@@ -1,8 +1,11 @@
-"""A process of its own for what strangers wrote: tokenizers and chat templates. Its memory and its time are limited.
+"""A process of its own for what strangers wrote: tokenizers and chat templates.
 
-A template is a program, and a tokenizer's file decides what native code does. Either may take all memory, never end, or end the process
-that runs it. So none runs in a process that trains or writes: they run in another one. It is started when it is first needed, answers
-one question at a time, and is used again for the next. Questions and answers are JSON and bytes; nothing is unpickled.
+Its memory and its time are limited.
+
+A template is a program, and a tokenizer's file decides what native code does. Either may take all memory,
+never end, or end the process that runs it. So none runs in a process that trains or writes: they run in
+another one. It is started when it is first needed, answers one question at a time, and is used again for the
+next. Questions and answers are JSON and bytes; nothing is unpickled.
 """
 
 import contextlib
@@ -24,19 +27,25 @@ from typing import Any
 from megacore.errors import DataError
 from megacore.files import ROOT
 
-# For a question, and for each byte of text in it. A tokenizer of 256,000 pieces took 1.4 µs and 350 bytes a byte.
+# For a question, and for each byte of text in it. A tokenizer of 256,000 pieces took 1.4 µs and 350 bytes a
+# byte.
 SECONDS, SECONDS_A_BYTE = 20, 16e-6  # of processor time
 MEMORY, MEMORY_A_BYTE = 2 << 30, 512  # bytes, beyond what the process has
 ANSWER, ANSWER_A_BYTE = 64 << 20, 64  # bytes
 PATIENCE = 20  # times the processor time that a question may take: others may use the processors too
 ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-START = "import sys; sys.path.insert(0, sys.argv[1]); from megacore.tools.text.sandbox import serve; serve(int(sys.argv[2]))"
+START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from megacore.tools.text.sandbox import serve; "
+    "serve(int(sys.argv[2]))"
+)
 
 Answer = tuple[Any, bytes]
 
 
 class Failure(RuntimeError):
-    """What was asked raised something, took too much, or ended its process; the text says which, with a verb in front."""
+    """What was asked raised something, took too much, or ended its process; the text
+    says which, with a verb in front.
+    """
 
 
 class Sandbox:
@@ -48,11 +57,16 @@ class Sandbox:
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=os.environ | ALONE,
-                )  # fmt: skip
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=os.environ | ALONE,
+                )
             except OSError as error:
                 ours.close()
-                raise Failure(f"needs a process of its own, which cannot be started: {error.strerror}") from None
+                raise Failure(
+                    f"needs a process of its own, which cannot be started: {error.strerror}"
+                ) from None
         self.connection, self.owner = ours, os.getpid()
 
     def ask(self, function: str, arguments: tuple[Any, ...], body: bytes) -> Answer:
@@ -60,7 +74,9 @@ class Sandbox:
         seconds, most = math.ceil(SECONDS + SECONDS_A_BYTE * len(body)), ANSWER + ANSWER_A_BYTE * len(body)
         limits = seconds, MEMORY + MEMORY_A_BYTE * len(body), most
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # why it has ended is told below
-            self.connection.send_bytes(json.dumps([function, arguments, os.readlink("/proc/self/cwd"), limits]).encode())
+            self.connection.send_bytes(
+                json.dumps([function, arguments, os.readlink("/proc/self/cwd"), limits]).encode()
+            )
             self.connection.send_bytes(body)
         try:
             if not self.connection.poll(PATIENCE * seconds):
@@ -97,13 +113,15 @@ _running: list[Sandbox] = []  # at most one
 
 
 def call(function: Callable[..., Answer], *arguments: Any, body: bytes = b"") -> Answer:
-    """What a function of a module gives in the sandbox: it gets `arguments`, which are JSON, and `body` unless that is empty.
+    """What a function of a module gives in the sandbox: it gets `arguments`, which are JSON,
+    and `body` unless that is empty.
 
     Raises:
         DataError: the function did.
         Failure: it raised something else, took too much memory or time, or ended its process.
     """
-    if _running and (_running[0].owner != os.getpid() or _running[0].process.poll() is not None):  # a fork's is its parent's
+    # a fork's is its parent's
+    if _running and (_running[0].owner != os.getpid() or _running[0].process.poll() is not None):
         _running.pop().close()
     if not _running:
         _running.append(Sandbox())
@@ -122,7 +140,10 @@ def serve(descriptor: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())  # Rust tells of a panic there
-    with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with (
+        Connection(descriptor) as connection,
+        contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
+    ):
         while True:
             function, arguments, folder, (seconds, memory, most) = json.loads(connection.recv_bytes())
             body = connection.recv_bytes()
@@ -132,7 +153,12 @@ def serve(descriptor: int) -> None:
             kind, value, reply = answered(function, [*arguments, body] if body else arguments)
             answer = json.dumps([kind, value]).encode()
             if len(answer) + len(reply) > most:
-                answer, reply = json.dumps(["failure", f"makes {len(answer) + len(reply):,} bytes of {len(body):,}"]).encode(), b""
+                answer, reply = (
+                    json.dumps(
+                        ["failure", f"makes {len(answer) + len(reply):,} bytes of {len(body):,}"]
+                    ).encode(),
+                    b"",
+                )
             connection.send_bytes(answer)
             connection.send_bytes(reply)
 
@@ -142,7 +168,8 @@ def limit(seconds: int, memory: int) -> None:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for kind, most in (
         (resource.RLIMIT_AS, taken + memory),
-        (resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds),  # beyond it, SIGXCPU ends the process
+        # beyond it, SIGXCPU ends the process
+        (resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds),
     ):
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

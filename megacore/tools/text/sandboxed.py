@@ -1,4 +1,6 @@
-"""The tokenizers of files, as other processes use them: each question goes to `tools.text.sandbox`, which has read the file."""
+"""The tokenizers of files, as other processes use them: each question goes to
+`tools.text.sandbox`, which has read the file.
+"""
 
 import functools
 import itertools
@@ -23,12 +25,17 @@ class SandboxedTokenizer(Tokenizer):
 
     def __init__(self, name: str) -> None:
         self.name, self.serial = name, next(_serials)
-        (self.vocab_size, self.end_of_document, self.chat_tokens), _ = self._ask("is no tokenizer", _described)
+        (self.vocab_size, self.end_of_document, self.chat_tokens), _ = self._ask(
+            "is no tokenizer", _described
+        )
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of the text: int32 ``[tokens]``."""
         data = text.encode("utf-8")
-        return np.frombuffer(self._ask(f"is no tokenizer for a text of {len(data):,} bytes", _encoded, body=data)[1], dtype="<i4")
+        return np.frombuffer(
+            self._ask(f"is no tokenizer for a text of {len(data):,} bytes", _encoded, body=data)[1],
+            dtype="<i4",
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that the token stands for."""
@@ -36,7 +43,9 @@ class SandboxedTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, as the tokenizer itself writes it."""
-        return self._ask("cannot write text", _decoded, [int(i) for i in ids])[1].decode("utf-8", errors="replace")
+        return self._ask("cannot write text", _decoded, [int(i) for i in ids])[1].decode(
+            "utf-8", errors="replace"
+        )
 
     @functools.cached_property
     def _pieces(self) -> list[bytes]:

@@ -1,6 +1,8 @@
-"""Tokenizers turn text into token ids and back: bytes, a sentencepiece model (given, or trained here), or a tokenizer.json.
+"""Tokenizers turn text into token ids and back: bytes, a sentencepiece model (given, or
+trained here), or a tokenizer.json.
 
-Those of files run in a process of their own (`tools.text.sandboxed`): `load_tokenizer` is the way to all of them.
+Those of files run in a process of their own (`tools.text.sandboxed`): `load_tokenizer` is the way to all of
+them.
 """
 
 import io
@@ -19,9 +21,14 @@ from megacore.files import read_plain, read_text
 TRAINED = "sentencepiece:"  # followed by the vocabulary size of a model to train
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
 MOST_TOKENS = 10**7
-NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files beside a tokenizer.json that name its special tokens
-ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")  # of documents, in known models
-KINDS = f"bytes, a FILE.model, a tokenizer.json or a folder with one; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
+# files beside a tokenizer.json that name its special tokens
+NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+# of documents, in known models
+ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
+KINDS = (
+    "bytes, a FILE.model, a tokenizer.json or a folder with one; launch/prepare.py --tokenizer "
+    f"{TRAINED}VOCAB_SIZE trains one"
+)
 
 
 class Tokenizer(ABC):
@@ -30,8 +37,10 @@ class Tokenizer(ABC):
     name: str  # `bytes`, or the path of its file
     serial = 0  # tells tokenizers apart that had the same file at different times
     vocab_size: int  # the largest id, and 1
-    end_of_document: int | None = None  # a token that ends every document; None: documents follow each other without one
-    chat_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}  # what a chat template writes for them; empty: there is none
+    # a token that ends every document; None: documents follow each other without one
+    end_of_document: int | None = None
+    # what a chat template writes for them; empty: there is none
+    chat_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -43,7 +52,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that a token stands for, perhaps a part of a character. A special token has none."""
+        """The UTF-8 bytes that a token stands for, perhaps a part of a character.
+
+        A special token has none.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not a whole UTF-8 character become U+FFFD."""
@@ -79,8 +91,11 @@ class SentencePieceTokenizer(Tokenizer):
             if not model:  # sentencepiece would take it for a model without pieces
                 raise RuntimeError
             self._processor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError:  # its text names lines of sentencepiece's source, and says nothing about the file
-            raise DataError(path, "is no sentencepiece model", "a .model that launch/prepare.py or sentencepiece trained") from None
+        except RuntimeError:
+            # its text names lines of sentencepiece's source, and says nothing about the file
+            raise DataError(
+                path, "is no sentencepiece model", "a .model that launch/prepare.py or sentencepiece trained"
+            ) from None
         self.name = path
         self.vocab_size = self._processor.vocab_size()
         eos = self._processor.eos_id()
@@ -96,7 +111,9 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_chat(self, text: str) -> np.ndarray:
         """Parts of the text between `chat_tokens`, and these tokens: int32 ``[tokens]``."""
         parts = re.split(f"({'|'.join(map(re.escape, self._spelt))})", text) if self._spelt else [text]
-        return np.concatenate([[self._spelt[part]] if part in self._spelt else self.encode(part) for part in parts]).astype(np.int32)
+        return np.concatenate(
+            [[self._spelt[part]] if part in self._spelt else self.encode(part) for part in parts]
+        ).astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the pieces; special tokens have none."""
@@ -116,8 +133,8 @@ class SentencePieceTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A ``tokenizer.json`` of Hugging Face's `tokenizers`, such as GPT-2's and Llama 3's.
 
-    What such a file says about the lengths of texts and about chance is for other uses, and does not count: texts are neither cut nor
-    padded, and no merge is left out at random.
+    What such a file says about the lengths of texts and about chance is for other uses, and does not count:
+    texts are neither cut nor padded, and no merge is left out at random.
     """
 
     def __init__(self, path: str) -> None:
@@ -129,11 +146,15 @@ class JsonTokenizer(Tokenizer):
             text = read_text(path)
             self._tokenizer = Fast.from_str(text)
         except OSError as error:
-            raise DataError(path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json") from None
+            raise DataError(
+                path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json"
+            ) from None
         except MemoryError:
             raise
         except Exception as error:  # `tokenizers` raises nothing more particular
-            raise DataError(path, f"is no tokenizer: {error}", "a tokenizer.json as transformers writes it") from None
+            raise DataError(
+                path, f"is no tokenizer: {error}", "a tokenizer.json as transformers writes it"
+            ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
@@ -141,7 +162,9 @@ class JsonTokenizer(Tokenizer):
         self.name = path
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.vocab_size <= MOST_TOKENS:
-            raise DataError(path, f"has ids up to {self.vocab_size - 1:,}", f"a tokenizer of 1 to {MOST_TOKENS:,} tokens")
+            raise DataError(
+                path, f"has ids up to {self.vocab_size - 1:,}", f"a tokenizer of 1 to {MOST_TOKENS:,} tokens"
+            )
         added = json.loads(text).get("added_tokens", [])
         self._special = {int(token["id"]) for token in added if token.get("special")}
         self._bytes = byte_characters() if '"ByteLevel"' in text else None
@@ -153,15 +176,18 @@ class JsonTokenizer(Tokenizer):
         self.end_of_document = self._tokenizer.token_to_id(end) if end else None
 
     def _named(self, path: Path) -> dict[str, str]:
-        """The text of the tokens that begin and end a text, each from the first of the files in `NAMING` beside this one that says it;
-        empty where none does."""
+        """The text of the tokens that begin and end a text, each from the first of the files in `NAMING`
+        beside this one that says it; empty where none does.
+        """
         texts = dict(Tokenizer.chat_tokens)
         for settings in (path.with_name(name) for name in NAMING):
             if settings.is_file():
                 try:
                     found = json.loads(read_text(settings))
                 except (OSError, ValueError, RecursionError) as error:
-                    raise DataError(str(settings), f"is no JSON: {error}", f"a {settings.name} as transformers writes it") from None
+                    raise DataError(
+                        str(settings), f"is no JSON: {error}", f"a {settings.name} as transformers writes it"
+                    ) from None
                 for name in texts if isinstance(found, dict) else ():
                     token = found.get(name)
                     text = token.get("content") if isinstance(token, dict) else token
@@ -174,7 +200,9 @@ class JsonTokenizer(Tokenizer):
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of the token's characters: byte by byte, or as text with ▁ for spaces and ``<0x0A>`` for a byte."""
+        """The bytes of the token's characters: byte by byte, or as text with ▁ for
+        spaces and ``<0x0A>`` for a byte.
+        """
         piece = self._tokenizer.id_to_token(token)
         if piece is None or token in self._special:
             return b""
@@ -186,16 +214,20 @@ class JsonTokenizer(Tokenizer):
 
 
 def byte_characters() -> dict[str, bytes]:
-    """The printable characters that byte-level encodings write for bytes (Radford et al. 2019, GPT-2). Characters that are printable in
-    Latin-1 stand for themselves; the other bytes have characters 256, 257, … in their order."""
+    """The printable characters that byte-level encodings write for bytes (Radford et al. 2019, GPT-2).
+
+    Characters that are printable in Latin-1 stand for themselves; the other bytes have characters 256, 257, …
+    in their order.
+    """
     plain = [b for b in range(256) if chr(b).isprintable() and b != 0x20]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer of a sentencepiece ``.model``, of a ``tokenizer.json``, or of a folder with one of them. Raises `DataError`
-    if there is none."""
+    """`bytes`, or the tokenizer of a sentencepiece ``.model``, of a ``tokenizer.json``, or of a folder with
+    one of them. Raises `DataError` if there is none.
+    """
     from megacore.tools.text.sandboxed import SandboxedTokenizer
 
     if name == "bytes":
@@ -204,14 +236,19 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def inside(folder: str) -> str:
-    """The file of a folder's tokenizer: a ``tokenizer.json``, or else the only ``.model``. Raises `DataError` if there is none."""
+    """The file of a folder's tokenizer: a ``tokenizer.json``, or else the only ``.model``.
+
+    Raises `DataError` if there is none.
+    """
     if os.path.isfile(file := os.path.join(folder, "tokenizer.json")):
         return file
     models = sorted(str(file) for file in Path(folder).iterdir() if file.suffix == ".model")
     if len(models) == 1:
         return models[0]
     wrong = f"holds {len(models)} .model files" if models else "holds no tokenizer.json and no .model"
-    made = f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained(…) writes a tokenizer.json"
+    made = (
+        f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained(…) writes a tokenizer.json"
+    )
     raise DataError(folder, wrong, f"one of them: {', '.join(models[:3])}" if models else made)
 
 
@@ -223,7 +260,9 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def check_kind(given: str | None, recorded: str | None) -> None:
-    """Raises `ConfigError` if a tokenizer given instead of the run's own cannot be the one that the model was trained with."""
+    """Raises `ConfigError` if a tokenizer given instead of the run's own cannot be the one
+    that the model was trained with.
+    """
     if given and recorded and (given == "bytes") != (recorded == "bytes"):
         wrong = f"{given} is of another kind than the run's {recorded}"
         raise ConfigError("--tokenizer", wrong, "the tokenizer that the model was trained with")
@@ -234,29 +273,35 @@ def trained_vocab_size(name: str) -> int:
     size = name.removeprefix(TRAINED)
     if not (size.isascii() and size.isdecimal()) or len(size) > 7 or int(size) < SMALLEST_VOCAB:
         wrong = f"{size or 'nothing'} is no usable vocabulary size"
-        raise ConfigError("--tokenizer", wrong, f"{TRAINED}N with N of at least {SMALLEST_VOCAB}, such as {TRAINED}4096")
+        raise ConfigError(
+            "--tokenizer", wrong, f"{TRAINED}N with N of at least {SMALLEST_VOCAB}, such as {TRAINED}4096"
+        )
     return int(size)
 
 
 def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a byte-pair encoding (Sennrich et al. 2016) on lines of text; returns the sentencepiece model file.
+    """Trains a byte-pair encoding (Sennrich et al. 2016) on lines of text;
+    returns the sentencepiece model file.
 
-    The text is taken as it is: without normalisation, and without a space in front. Characters without their own piece become bytes.
-    So ``decode(encode(text)) == text``, except that sentencepiece writes spaces as U+2581 (▁) and gives a space for a real ▁. A
-    newline is always a piece of its own, so text that is cut after newlines and encoded in parts gives the same tokens.
+    The text is taken as it is: without normalisation, and without a space in front. Characters without their
+    own piece become bytes. So ``decode(encode(text)) == text``, except that sentencepiece writes spaces as
+    U+2581 (▁) and gives a space for a real ▁. A newline is always a piece of its own, so text that is cut
+    after newlines and encoded in parts gives the same tokens.
 
     Raises:
         ConfigError: the text has fewer different pieces, or more different characters, than `vocab_size`.
     """
     from sentencepiece import SentencePieceTrainer
 
-    sentences = list(lines)  # read here, because sentencepiece would turn an error in `lines` into one of its own
+    # read here, because sentencepiece would turn an error in `lines` into one of its own
+    sentences = list(lines)
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=model,
-            model_type="bpe",  # a unigram model saved 0.5 % of the tokens of source code, and took 14 times as long to train
+            # a unigram model saved 0.5 % of the tokens of source code, and took 14 times as long to train
+            model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
             normalization_rule_name="identity",

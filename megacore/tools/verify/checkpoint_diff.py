@@ -27,8 +27,8 @@ class TensorDifference:
 def compare(before: Reader, after: Reader) -> Iterator[TensorDifference]:
     """Yields the tensors that differ, in the order of their names.
 
-    Every tensor is read and compared with its digest first. If the readers are `trusted`, digests are believed unread, and only
-    tensors whose digests differ are read.
+    Every tensor is read and compared with its digest first. If the readers are `trusted`, digests are
+    believed unread, and only tensors whose digests differ are read.
 
     Raises:
         CheckpointError: a tensor is damaged.

@@ -22,7 +22,10 @@ ORDER = (
     "adam_v", "own momentum", "momentum", "own parameter", "direction", "parameter", "buffer", "gathered", "valid_loss",
 )  # fmt: skip
 ROUTING = "routing"  # what routers chose, see `routing`
-FIRST = ("drawn", "gathered")  # kinds of first weights: before an engine holds them, and what computes in step 1
+FIRST = (
+    "drawn",
+    "gathered",
+)  # kinds of first weights: before an engine holds them, and what computes in step 1
 EVIDENCE = ("given", "copy", *FIRST)  # kinds that no reference has, and maybe no other version of the code
 Tensors = dict[str, np.ndarray]
 Places = dict[str, tuple[list[int], list[int]]]  # offset and logical shape
@@ -42,7 +45,9 @@ class Difference:
     def moment(self) -> tuple[int, int]:
         """When it happens in a run, as a sort key."""
         what = self.name if self.kind == "figure" else self.kind
-        return self.step, ORDER.index(what) if what in ORDER else len(ORDER)  # another optimizer may have other moments
+        return self.step, ORDER.index(what) if what in ORDER else len(
+            ORDER
+        )  # another optimizer may have other moments
 
     def describe(self) -> str:
         """In words."""
@@ -63,11 +68,17 @@ class Records:
             with safe_open(folder / f"record_{rank}.safetensors", framework="numpy") as file:
                 metadata = file.metadata()
                 tensors = {key: file.get_tensor(key).astype(np.float64) for key in file.keys()}  # noqa: SIM118 (no mapping)
-            self.evidence.append({key: tensor for key, tensor in tensors.items() if parsed(key)[0] in EVIDENCE})
-            self.ranks.append({key: tensor for key, tensor in tensors.items() if key not in self.evidence[-1]})
+            self.evidence.append(
+                {key: tensor for key, tensor in tensors.items() if parsed(key)[0] in EVIDENCE}
+            )
+            self.ranks.append(
+                {key: tensor for key, tensor in tensors.items() if key not in self.evidence[-1]}
+            )
             self.places.append(json.loads(metadata["places"]))
             self.figures.append(json.loads(metadata["figures"]))
-            self.flights.append(json.loads(metadata.get("flights", "[]")))  # an older version does not have them
+            self.flights.append(
+                json.loads(metadata.get("flights", "[]"))
+            )  # an older version does not have them
 
     @cached_property
     def whole(self) -> Tensors:
@@ -105,13 +116,20 @@ def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
 def against_reference(layout: Records, reference: Records) -> list[Difference]:
     """Compares every tensor and figure of every rank, replicas too, with the one process in `reference`."""
     whole = reference.ranks[0]
-    first = {f"{kind} 0|{parsed(key)[2]}": x for kind in FIRST for key, x in whole.items() if parsed(key)[:2] == ("parameter", 0)}
+    first = {
+        f"{kind} 0|{parsed(key)[2]}": x
+        for kind in FIRST
+        for key, x in whole.items()
+        if parsed(key)[:2] == ("parameter", 0)
+    }
     held = [{key: x for key, x in tensors.items() if parsed(key)[0] in FIRST} for tensors in layout.evidence]
     found = pieces_against(layout.ranks, layout.places, whole, scales_of(whole))
     return found + pieces_against(held, layout.places, first, scales_of(first)) + figures(layout, reference)
 
 
-def pieces_against(ranks: Sequence[Tensors], places: Sequence[Places], whole: Tensors, scales: dict[str, float]) -> list[Difference]:
+def pieces_against(
+    ranks: Sequence[Tensors], places: Sequence[Places], whole: Tensors, scales: dict[str, float]
+) -> list[Difference]:
     """Compares every rank's pieces with the logical tensors `whole`. Each difference is a part of its tensor's scale."""
     found = []
     for rank, tensors in enumerate(ranks):
@@ -129,7 +147,9 @@ def pieces_against(ranks: Sequence[Tensors], places: Sequence[Places], whole: Te
 
 def cut(whole: np.ndarray, offset: list[int], piece: np.ndarray) -> np.ndarray:
     """The part of a logical tensor at a piece's position (a view)."""
-    where: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True))
+    where: tuple[Any, ...] = tuple(
+        slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True)
+    )
     return whole[(..., *where)]  # a view of a scalar too
 
 
@@ -145,7 +165,9 @@ def rank_by_rank(ours: Records, theirs: Records, *, repeated: bool = False) -> l
             if key not in mine or key not in other or mine[key].shape != other[key].shape:
                 found.append(difference(key, rank, math.inf))
             else:
-                found.append(difference(key, rank, relative(minus(mine[key], other[key], repeated), scales[key])))
+                found.append(
+                    difference(key, rank, relative(minus(mine[key], other[key], repeated), scales[key]))
+                )
     return found + figures(ours, theirs, repeated)
 
 
@@ -179,7 +201,10 @@ def figures(layout: Records, reference: Records, repeated: bool = False) -> list
     for rank, by_step in enumerate(layout.figures):
         for step, expected in reference.figures[rank if len(reference.figures) > 1 else 0].items():
             for name, value in expected.items():
-                measured, scale = by_step.get(step, {}).get(name, math.nan), abs(value) if math.isfinite(value) else math.inf
+                measured, scale = (
+                    by_step.get(step, {}).get(name, math.nan),
+                    abs(value) if math.isfinite(value) else math.inf,
+                )
                 apart = relative(minus(np.array([measured]), np.array([value]), repeated), scale)
                 found.append(Difference("figure", int(step), name, rank, apart))
     return found

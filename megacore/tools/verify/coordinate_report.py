@@ -18,7 +18,10 @@ MARKERS = "o+x*"  # of the first layout, and of others, whose marks stand on its
 
 def show(check: Check, steps: int) -> None:
     """Prints the table and the verdict."""
-    table = Table(title=f"slopes over width {check.widths[0]}–{check.widths[-1]}, after step {steps}", title_justify="left")
+    table = Table(
+        title=f"slopes over width {check.widths[0]}–{check.widths[-1]}, after step {steps}",
+        title_justify="left",
+    )
     table.add_column("layer")
     table.add_column("size of")
     for layout in check.layouts:
@@ -28,7 +31,10 @@ def show(check: Check, steps: int) -> None:
         row = [layer, KINDS[kind]]
         for layout in check.layouts:
             mark = " !" if check.beyond(layout, (kind, layer)) else ""
-            row += [said(check.slope(layout, STANDARD, (kind, layer))), said(check.slope(layout, MUP, (kind, layer))) + mark]
+            row += [
+                said(check.slope(layout, STANDARD, (kind, layer))),
+                said(check.slope(layout, MUP, (kind, layer))) + mark,
+            ]
         table.add_row(*row)
     Console(width=max(80, 34 + 16 * 2 * len(check.layouts)), highlight=False).print(table)
     print(verdict(check))
@@ -42,12 +48,20 @@ def said(slope: float) -> str:
 def verdict(check: Check) -> str:
     """One line."""
     if faults := check.faults():
-        return f"NOT width-independent: {faults[0]}{f', and {len(faults) - 1} more' if len(faults) > 1 else ''}"
+        return (
+            f"NOT width-independent: {faults[0]}{f', and {len(faults) - 1} more' if len(faults) > 1 else ''}"
+        )
     counted = [(layout, curve) for layout in check.layouts for curve in check.curves if check.counts(curve)]
-    most = {kind: max((abs(check.slope(layout, kind, curve)), curve[1]) for layout, curve in counted) for kind in (STANDARD, MUP)}
+    most = {
+        kind: max((abs(check.slope(layout, kind, curve)), curve[1]) for layout, curve in counted)
+        for kind in (STANDARD, MUP)
+    }
     (standard, where), (mup, _) = most[STANDARD], most[MUP]
     compared = f", alike in {', '.join(check.layouts)}" if len(check.layouts) > 1 else ""
-    return f"muP holds: slopes of at most {mup:.2f} (limit {check.limit:g}){compared}; standard has {standard:.2f} ({where})"
+    return (
+        f"muP holds: slopes of at most {mup:.2f} (limit {check.limit:g}){compared}; standard has "
+        f"{standard:.2f} ({where})"
+    )
 
 
 def plot(check: Check, path: str, steps: int) -> None:
@@ -66,12 +80,16 @@ def plot(check: Check, path: str, steps: int) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("width (hidden_size)")
     others = f" (marks of {', '.join(check.layouts[1:])} stand on them)" if len(check.layouts) > 1 else ""
-    figure.suptitle(f"after step {steps}, in layout {check.layouts[0]}{others}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(
+        f"after step {steps}, in layout {check.layouts[0]}{others}", x=0.01, ha="left", fontsize=11
+    )
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("--plot", f"cannot write {path}: {reason}", "a picture's path, such as coordinates.png") from None
+        raise ConfigError(
+            "--plot", f"cannot write {path}: {reason}", "a picture's path, such as coordinates.png"
+        ) from None
 
 
 def panel(axes: "Axes", check: Check, kind: str, parametrization: str) -> None:
@@ -87,7 +105,11 @@ def panel(axes: "Axes", check: Check, kind: str, parametrization: str) -> None:
             slope = check.slope(layout, parametrization, (kind, layer))
             label = f"{layer} ({said(slope)})" if place == 0 else None
             (line,) = axes.plot(check.widths, sizes, color=colour, label=label)
-            line.set(linestyle="-" if place == 0 else "none", marker=MARKERS[min(place, 3)], markersize=5 if place == 0 else 9)
+            line.set(
+                linestyle="-" if place == 0 else "none",
+                marker=MARKERS[min(place, 3)],
+                markersize=5 if place == 0 else 9,
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(check.widths, [str(width) for width in check.widths])

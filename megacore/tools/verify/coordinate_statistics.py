@@ -25,7 +25,9 @@ MOVED, LOGITS = "moved", "logits"
 
 
 class Coordinates(Statistics):
-    """Statistics, with the logits as an activation more, and for each layer how far its updates move what it computes."""
+    """Statistics, with the logits as an activation more, and for each layer how far its
+    updates move what it computes.
+    """
 
     def built(self, step: TrainStep) -> None:
         """See `Statistics`."""
@@ -59,16 +61,25 @@ class Coordinates(Statistics):
         squared, counted = Counter[str](), Counter[str]()  # by layer
         for name, entries in self.named.matrices.items():
             shard = self.shards[name]
-            fan_ins = [matrix.sizes(shard.global_shape)[2] for matrix in shard.logical_matrices] if shard.is_hidden else [1]
+            fan_ins = (
+                [matrix.sizes(shard.global_shape)[2] for matrix in shard.logical_matrices]
+                if shard.is_hidden
+                else [1]
+            )
             for _, matrix in entries if shard.decay else ():
                 elements, size = prod(matrix.shape), found[f"update_rms/{matrix.name}"] * max(fan_ins)
                 squared[matrix.layer] += elements * size**2  # type: ignore[assignment]
                 counted[matrix.layer] += elements
-        return found | {f"{MOVED}_rms/{layer}": (squared[layer] / elements) ** 0.5 for layer, elements in counted.items()}
+        return found | {
+            f"{MOVED}_rms/{layer}": (squared[layer] / elements) ** 0.5 for layer, elements in counted.items()
+        }
 
 
 def run_measured(config_path: str, overrides: list[str], out: Path) -> None:
-    """One rank of the real trainer, whose figures are in `out`. The environment gives the rank, as a launcher sets it."""
+    """One rank of the real trainer, whose figures are in `out`.
+
+    The environment gives the rank, as a launcher sets it.
+    """
     place = place_from_environment()
     config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
     mesh = Mesh(config, place, pick_device(config, place))

@@ -1,6 +1,8 @@
-"""The coordinate check: sizes of activations and updates over the width of a model, in real layouts (Yang et al. 2022, appendix D).
+"""The coordinate check: sizes of activations and updates over the width of a model, in real layouts
+(Yang et al. 2022, appendix D).
 
-With muP none depends on the width. A slope is that of a line through the logarithms of sizes over those of widths, after the last step.
+With muP none depends on the width. A slope is that of a line through the logarithms of sizes over those of
+widths, after the last step.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ from megacore.tools.verify.shrink import load_whole
 from megacore.tools.verify.workers import ProofWorkers
 
 STANDARD, MUP = "standard", "mup"
-LIMIT = 0.4  # of a slope with muP: one draw of first weights bends lines by up to 0.3; what is wrong has 0.5, 1 or more
+# of a slope with muP: one draw of first weights bends lines by up to 0.3; what is wrong has 0.5, 1 or more
+LIMIT = 0.4
 APART = 1e-3  # of a size in one layout and in another: fp32's rounding, grown over some steps
 LAYERS, VOCABULARY, SEQ_LEN, SEQUENCES = 4, 256, 32, 8
 KINDS = {"activation_rms": "activations", "moved_rms": "updates × fan-in"}
@@ -71,7 +74,10 @@ class Check:
         return float(np.polyfit(np.log(self.widths), np.log(sizes), 1)[0])
 
     def beyond(self, layout: str, curve: Curve) -> bool:
-        """Whether muP's slope is outside the limit. Logits may shrink: at first they do, with the root of the width."""
+        """Whether muP's slope is outside the limit.
+
+        Logits may shrink: at first they do, with the root of the width.
+        """
         slope = self.slope(layout, MUP, curve)
         if curve[0] == "moved_rms" and not self.judged:
             return False
@@ -87,14 +93,20 @@ class Check:
         for layout in self.layouts:
             for kind, layer in self.curves:
                 if self.beyond(layout, (kind, layer)):
-                    found.append(f"{layout}: {KINDS[kind]} of {layer} have a slope of {self.slope(layout, MUP, (kind, layer)):+.2f}")
+                    found.append(
+                        f"{layout}: {KINDS[kind]} of {layer} have a slope of "
+                        f"{self.slope(layout, MUP, (kind, layer)):+.2f}"
+                    )
         return found + [fault for layout in self.layouts[1:] if (fault := self._apart(layout))]
 
     def _apart(self, layout: str) -> str | None:
         """Where a layout first has another size than the first layout."""
         for parametrization in (STANDARD, MUP):
             for width in self.widths:
-                pairs = zip(*(self.sizes[Case(name, parametrization, width)] for name in (self.layouts[0], layout)), strict=True)
+                pairs = zip(
+                    *(self.sizes[Case(name, parametrization, width)] for name in (self.layouts[0], layout)),
+                    strict=True,
+                )
                 for step, (right, own) in enumerate(pairs, 1):
                     for kind, layer in self.curves:
                         a, b = right[kind, layer], own[kind, layer]
@@ -115,15 +127,35 @@ def overrides_of(user: Config, case: Case, base: int, layout: Layout, steps: int
         "model.base_width": base if mup else None,
         "model.base_head_size": None,
         "model.base_layers": user.model.base_layers if mup else None,
-        "train.steps": steps, "train.seq_len": min(SEQ_LEN, user.train.seq_len), "train.global_batch_size": SEQUENCES,
+        "train.steps": steps,
+        "train.seq_len": min(SEQ_LEN, user.train.seq_len),
+        "train.global_batch_size": SEQUENCES,
         "train.micro_batch_size": max(1, SEQUENCES // (2 * layout.size("data"))),
-        "train.precision": "fp32", "train.compile": False, "train.eval_every": 0, "train.eval_batches": 0, "train.device": "cpu",
-        "optim.warmup_steps": 0, "optim.schedule": "constant",
-        "data.train": prefix, "data.valid": None, "data.tokenizer": None,
-        "checkpoint.every": 0, "checkpoint.last": False, "checkpoint.best": False, "checkpoint.resume": "never", "checkpoint.weights": None,
-        "log.every": 1, "log.statistics": {"every": 1}, "log.profile": None, "log.tensorboard": False, "log.wandb": "off",
-        "log.prometheus_port": None, "parallel.context": 1, "parallel.backend": "auto", "parallel.timeout_seconds": 60.0,
-    }  # fmt: skip
+        "train.precision": "fp32",
+        "train.compile": False,
+        "train.eval_every": 0,
+        "train.eval_batches": 0,
+        "train.device": "cpu",
+        "optim.warmup_steps": 0,
+        "optim.schedule": "constant",
+        "data.train": prefix,
+        "data.valid": None,
+        "data.tokenizer": None,
+        "checkpoint.every": 0,
+        "checkpoint.last": False,
+        "checkpoint.best": False,
+        "checkpoint.resume": "never",
+        "checkpoint.weights": None,
+        "log.every": 1,
+        "log.statistics": {"every": 1},
+        "log.profile": None,
+        "log.tensorboard": False,
+        "log.wandb": "off",
+        "log.prometheus_port": None,
+        "parallel.context": 1,
+        "parallel.backend": "auto",
+        "parallel.timeout_seconds": 60.0,
+    }
     return [*(f"{key}={json.dumps(value)}" for key, value in values.items()), *layout.overrides()]
 
 
@@ -134,7 +166,9 @@ def check_widths(user: Config, widths: Sequence[int]) -> None:
     for width in widths:
         if (heads := heads_at(user, width, user.head_size)).denominator > 1:
             wrong = f"{width} would have {float(heads):.4g} heads of head_size {user.head_size}"
-            raise ConfigError("--widths", wrong, "widths with whole numbers of heads, or another model.head_size")
+            raise ConfigError(
+                "--widths", wrong, "widths with whole numbers of heads, or another model.head_size"
+            )
 
 
 def measure(
@@ -148,7 +182,9 @@ def measure(
     told: Callable[[str], None] = lambda _: None,
     workers: ProofWorkers | None = None,
 ) -> Check:
-    """Runs every width in every layout, with the standard parametrization and with muP. Raises `ConfigError`, or `RankFailed`.
+    """Runs every width in every layout, with the standard parametrization and with muP.
+
+    Raises `ConfigError`, or `RankFailed`.
 
     The base width is `model.base_width`, or the smallest.
     """
@@ -156,7 +192,9 @@ def measure(
     check_widths(user, widths)
     base, widths = user.model.base_width or min(widths), sorted({*widths})
     folder = Path(tempfile.mkdtemp(prefix="megacore_coordinates_"))
-    cases = [Case(layout.name, kind, width) for layout in layouts for width in widths for kind in (STANDARD, MUP)]
+    cases = [
+        Case(layout.name, kind, width) for layout in layouts for width in widths for kind in (STANDARD, MUP)
+    ]
     named = {layout.name: layout for layout in layouts}
     try:
         write_walk(folder / "walk", min(VOCABULARY, user.model.vocab_size), steps * SEQUENCES * (SEQ_LEN + 1))
@@ -172,9 +210,16 @@ def measure(
                 out = folder / str(number)
                 out.mkdir()
                 layout = named[case.layout]
-                task = {"kind": "coordinates", "config": path, "overrides": settings[case], "tensor": layout.size("tensor")}
+                task = {
+                    "kind": "coordinates",
+                    "config": path,
+                    "overrides": settings[case],
+                    "tensor": layout.size("tensor"),
+                }
                 ranks.run(layout.world, task | {"out": str(out), "plant": plant})
-                check.sizes[case] = [sizes_of(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+                check.sizes[case] = [
+                    sizes_of(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()
+                ]
                 told(f"{case.layout}: width {case.width}, {case.parametrization}")
         return check
     finally:
@@ -182,7 +227,10 @@ def measure(
 
 
 def sizes_of(line: str) -> dict[Curve, float]:
-    """The sizes in a line of metrics.jsonl. A layer's is under the layer's own name, and a matrix' under a longer one."""
+    """The sizes in a line of metrics.jsonl.
+
+    A layer's is under the layer's own name, and a matrix' under a longer one.
+    """
     found: dict[Curve, float] = {}
     figures = json.loads(line)
     layers = [key.partition("/")[2] for key in figures if key.startswith("activation_rms/")]

@@ -18,7 +18,10 @@ ENDLESS = 1 << 61  # no run reads this many samples
 
 @dataclass(frozen=True)
 class Leg:
-    """The steps `first` to `last` (included) that a run takes with `data_size` data ranks. `last` None: all later steps."""
+    """The steps `first` to `last` (included) that a run takes with `data_size` data ranks.
+
+    `last` None: all later steps.
+    """
 
     data_size: int
     first: int = 1
@@ -56,23 +59,36 @@ class Epoch:
     train: TrainConfig
 
     def steps(self) -> tuple[int, int]:
-        """The first and the last step with a sample of the epoch. Raises `ConfigError` if no run gets so far."""
+        """The first and the last step with a sample of the epoch.
+
+        Raises `ConfigError` if no run gets so far.
+        """
         count = self.stream.counts[self.corpus]
         return self._step_of(self.number * count), self._step_of((self.number + 1) * count - 1)
 
     def _step_of(self, visit: int) -> int:
         """The step that reads the corpus's sample `visit`, counted from 0 over all epochs."""
-        length = bisect_left(range(ENDLESS), visit + 1, key=lambda count: visits(self.stream.shares, self.corpus, count))
+        length = bisect_left(
+            range(ENDLESS), visit + 1, key=lambda count: visits(self.stream.shares, self.corpus, count)
+        )
         if length == ENDLESS:
             prefix = self.stream.corpora[self.corpus].prefix
-            raise ConfigError("data.train", f"no run gets to epoch {self.number} of {prefix}", "an earlier epoch, or a larger weight")
+            raise ConfigError(
+                "data.train",
+                f"no run gets to epoch {self.number} of {prefix}",
+                "an earlier epoch, or a larger weight",
+            )
         return self.train.batches_in(length - 1) + 1
 
     def check(self, told: Callable[[float], None] = lambda _: None) -> EpochCoverage:
-        """Counts how often the ranks of all legs read each sample, in one byte a sample. `told` gets the part that is done, up to 1."""
+        """Counts how often the ranks of all legs read each sample, in one byte a sample.
+
+        `told` gets the part that is done, up to 1.
+        """
         first, last = self.steps()
         count = self.stream.counts[self.corpus]
-        tally = np.zeros(count, dtype=np.uint8)  # a count that wraps counts as missing, or adds to `reads`: neither passes
+        # a count that wraps counts as missing, or adds to `reads`: neither passes
+        tally = np.zeros(count, dtype=np.uint8)
         reads = 0
         for steps, _, indices in self._blocks(first, last):
             samples, _ = self._own(indices)
@@ -84,10 +100,14 @@ class Epoch:
         for sample, places in self._places(repeated[:NAMED], first, last).items():
             examples.append(f"{self._name(sample)} is read {len(places)} times: {'; '.join(places[:4])}")
         prefix = self.stream.corpora[self.corpus].prefix
-        return EpochCoverage(prefix, self.number, count, first, last, reads, len(missing), len(repeated), examples)
+        return EpochCoverage(
+            prefix, self.number, count, first, last, reads, len(missing), len(repeated), examples
+        )
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[range, int, np.ndarray]]:
-        """Yields what all ranks read in steps `first` to `last`, some steps at a time: (steps, data ranks, result of `dealt`)."""
+        """Yields what all ranks read in steps `first` to `last`, some steps at a time: (steps,
+        data ranks, result of `dealt`).
+        """
         length = max(1, BLOCK // self.train.global_batch_size)
         for leg in self.legs:
             stop = 1 + (last if leg.last is None else min(last, leg.last))
@@ -101,7 +121,8 @@ class Epoch:
     def _own(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's samples among global `indices`, and their positions in ``indices.flat``."""
         flat = indices.reshape(-1)
-        positions = np.flatnonzero(blend(self.stream.shares, flat)[0] == self.corpus)  # the order of other corpora need not be computed
+        # the order of other corpora need not be computed
+        positions = np.flatnonzero(blend(self.stream.shares, flat)[0] == self.corpus)
         _, epochs, samples = self.stream.locate(flat[positions])
         return samples[epochs == self.number], positions[epochs == self.number]
 
@@ -112,7 +133,9 @@ class Epoch:
             samples, positions = self._own(indices)
             for hit in np.flatnonzero(np.isin(samples, wanted)).tolist():
                 step, rank, microbatch, _ = np.unravel_index(positions[hit], indices.shape)
-                found[int(samples[hit])].append(f"step {steps.start + step}, data rank {rank} of {data_size}, microbatch {microbatch}")
+                found[int(samples[hit])].append(
+                    f"step {steps.start + step}, data rank {rank} of {data_size}, microbatch {microbatch}"
+                )
         return found
 
     def _name(self, sample: int) -> str:

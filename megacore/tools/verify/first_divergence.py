@@ -11,7 +11,9 @@ from megacore.context_parallel.sharding import Documents, positions_of, runs_of
 from megacore.tools.verify.compare import relative, rms
 
 ORDER = {"forward": 0, "recompute": 1, "backward": 2}
-MAX_INTERLEAVED = 8  # the most blocks along the features of which a rank may hold a part each: q, k, v; gate, up; …
+MAX_INTERLEAVED = (
+    8  # the most blocks along the features of which a rank may hold a part each: q, k, v; gate, up; …
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,22 @@ def read(path: Path) -> dict[Event, np.ndarray]:
     events = {}
     for key, value in load_file(path).items():
         order, microbatch, direction, module, what, visit = key.split("|")
-        events[Event(int(order), int(microbatch), direction, module, what, int(visit))] = value.astype(np.float64)
+        events[Event(int(order), int(microbatch), direction, module, what, int(visit))] = value.astype(
+            np.float64
+        )
     return dict(sorted(events.items(), key=lambda item: item[0].order))
 
 
 def first_parting(
-    layout: Path, world: int, tensor: int, reference: Path, bound: float, *, same_layout: bool = False, context: int = 1, seq_len: int = 0
+    layout: Path,
+    world: int,
+    tensor: int,
+    reference: Path,
+    bound: float,
+    *,
+    same_layout: bool = False,
+    context: int = 1,
+    seq_len: int = 0,
 ) -> Parting | None:
     """Compares the traces in two folders. Returns None if every activation and gradient agrees within `bound`.
 
@@ -78,10 +90,16 @@ def first_parting(
         by_place = {event.place: (event, value) for event, value in expected.items()}
         agreed: dict[tuple[int, str], Event] = {}
         divided = context > 1 and not same_layout
-        documents = {event.microbatch: bounds_of(value) for event, value in expected.items() if event.module == "documents"}
+        documents = {
+            event.microbatch: bounds_of(value)
+            for event, value in expected.items()
+            if event.module == "documents"
+        }
         for event, value in read(layout / f"trace_{rank}.safetensors").items():
             place = event.place
-            if event.direction == "recompute" and place not in by_place:  # one process keeps the value, which must come out the same
+            if (
+                event.direction == "recompute" and place not in by_place
+            ):  # one process keeps the value, which must come out the same
                 place = replace(event, direction="forward").place
             if place not in by_place:
                 continue
@@ -99,7 +117,9 @@ def first_parting(
                 agreed[event.microbatch, event.direction] = event
                 continue
             key = (ORDER[event.direction], event.microbatch, original.order)
-            _, ranks, most, before = parted.get(key, (original, [], 0.0, agreed.get((event.microbatch, event.direction))))
+            _, ranks, most, before = parted.get(
+                key, (original, [], 0.0, agreed.get((event.microbatch, event.direction)))
+            )
             parted[key] = (original, [*ranks, rank], max(most, distance), before)
     if not parted:
         return None
@@ -127,7 +147,9 @@ def apart(value: np.ndarray, whole: np.ndarray, tensor_rank: int, tensor_ranks: 
     features are interleaved, the best fit counts.
     """
     scale = max(rms(whole), 1e-12)
-    differences = [relative(value - part, scale) for part in parts(whole, value.shape, tensor_rank, tensor_ranks)]
+    differences = [
+        relative(value - part, scale) for part in parts(whole, value.shape, tensor_rank, tensor_ranks)
+    ]
     return min(differences, default=None)
 
 

@@ -1,7 +1,8 @@
-"""Notes operations that are under way while a rank computes: they begin in one phase of a step and end in another, or never.
+"""Notes operations that are under way while a rank computes: they begin in one phase of a
+step and end in another, or never.
 
-If two runs of a layout differ, the rank has used the result of one of these too early: most likely one in whose memory the differing
-tensor lies.
+If two runs of a layout differ, the rank has used the result of one of these too early: most likely one in
+whose memory the differing tensor lies.
 """
 
 from collections import Counter
@@ -33,7 +34,8 @@ class Flight:
     last_step: int | None = None  # None: nobody has waited for it
     awaited: str = NEVER
     memory: list[Memory] = field(default_factory=list)  # of its tensors, in this process
-    holds: list[str] = field(default_factory=list)  # of what is recorded, all that lies in its tensors: "gradient|embedding.weight"
+    # of what is recorded, all that lies in its tensors: "gradient|embedding.weight"
+    holds: list[str] = field(default_factory=list)
 
     def is_on(self, difference: Difference) -> bool:
         """Whether a differing tensor lies in its memory, or something that a differing figure is made of."""
@@ -67,7 +69,9 @@ class Flights(Observer):
     def collective_begins(self, operation: Operation) -> Flight:
         name = "transfer" if operation.name in ("send", "receive") else operation.name
         memory = [memory_of(x) for x in operation.tensors]
-        self.flights.append(Flight(f"{name} over {operation.group.name}", self.step, self.phase, memory=memory))
+        self.flights.append(
+            Flight(f"{name} over {operation.group.name}", self.step, self.phase, memory=memory)
+        )
         return self.flights[-1]
 
     def wait_begins(self, flight: Flight) -> None:
@@ -75,12 +79,16 @@ class Flights(Observer):
             flight.last_step, flight.awaited = self.step, self.phase
 
     def spanning(self, lasting: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """The operations that were under way from one phase to another, as JSON values. `lasting`: tensors that stay where they are in
-        the whole run, by kind and name."""
+        """The operations that were under way from one phase to another, as JSON values.
+
+        `lasting`: tensors that stay where they are in the whole run, by kind and name.
+        """
         spanning = [f for f in self.flights if (f.first_step, f.begun) != (f.last_step, f.awaited)]
         places = {key: memory_of(x) for key, x in lasting.items()}
         for flight in spanning:
-            flight.holds = [key for key, place in places.items() if any(overlap(place, own) for own in flight.memory)]
+            flight.holds = [
+                key for key, place in places.items() if any(overlap(place, own) for own in flight.memory)
+            ]
         return [asdict(flight) for flight in spanning]
 
 
@@ -95,14 +103,18 @@ def overlap(a: Memory, b: Memory) -> bool:
 
 
 def in_flight(flights: Iterable[dict[str, Any]], difference: Difference) -> list[str]:
-    """Names the operations under way in a difference's step before its update, from `Flights.spanning`: those on what differs come
-    first. If any were never awaited, only these."""
+    """Names the operations under way in a difference's step before its update, from `Flights.spanning`: those
+    on what differs come first. If any were never awaited, only these.
+    """
     step = difference.step
     before = [f for f in (Flight(**f) for f in flights) if (f.first_step, f.begun == UPDATE) <= (step, False)]
     under_way = [f for f in before if f.last_step is None or step <= f.last_step]
     never = [f for f in under_way if f.last_step is None]
     counts = Counter(
-        (not f.is_on(difference), f"{f.what}{' on what differs' * f.is_on(difference)} (begun: {f.begun}, awaited: {f.awaited})")
+        (
+            not f.is_on(difference),
+            f"{f.what}{' on what differs' * f.is_on(difference)} (begun: {f.begun}, awaited: {f.awaited})",
+        )
         for f in never or under_way
     )
     return [f"{count} × {words}" for (_, words), count in sorted(counts.items())]

@@ -1,5 +1,7 @@
-"""Reads layouts by name: tp2pp2dp2cp2sp is tensor, pipeline, data and context 2 with sequence parallelism, pp4@zb_v has a schedule. In
-dp4ep2 pairs of these ranks divide experts, and in tp2etp1ep2 tensor ranks do; ep2 alone has as few data ranks as it can."""
+"""Reads layouts by name: tp2pp2dp2cp2sp is tensor, pipeline, data and context 2 with sequence parallelism,
+pp4@zb_v has a schedule. In dp4ep2 pairs of these ranks divide experts, and in tp2etp1ep2 tensor ranks do; ep2
+alone has as few data ranks as it can.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,24 +14,60 @@ from megacore.distributed.axes import AXES, EXPERT_AXES
 from megacore.errors import ConfigError
 from megacore.tools.settings.model import check_model
 
-EXPERT = {axis.name: axis.title for axis in EXPERT_AXES if axis.title in ParallelConfig.model_fields and axis not in AXES}
+EXPERT = {
+    axis.name: axis.title
+    for axis in EXPERT_AXES
+    if axis.title in ParallelConfig.model_fields and axis not in AXES
+}
 TITLES = {axis.name: axis.title for axis in AXES} | EXPERT
 MAX_WORLD = 64  # processes that one machine is asked for
 
-# Every axis alone, in twos and fours, and together up to eight ranks. Three data ranks divide no bucket and no row evenly.
+# Every axis alone, in twos and fours, and together up to eight ranks. Three data ranks divide no bucket and
+# no row evenly.
 DEFAULT = (
-    "one", "tp2", "tp2sp", "tp4", "tp4sp", "pp2", "pp4", "dp2", "dp3", "dp4", "cp4", "cp2tp2sp",
-    "tp2pp2", "tp2pp2sp", "tp2dp2sp", "pp2dp2", "tp4pp2sp", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2sp",
-)  # fmt: skip
+    "one",
+    "tp2",
+    "tp2sp",
+    "tp4",
+    "tp4sp",
+    "pp2",
+    "pp4",
+    "dp2",
+    "dp3",
+    "dp4",
+    "cp4",
+    "cp2tp2sp",
+    "tp2pp2",
+    "tp2pp2sp",
+    "tp2dp2sp",
+    "pp2dp2",
+    "tp4pp2sp",
+    "pp4dp2",
+    "tp2pp2dp2",
+    "tp2pp2dp2sp",
+)
 
-# Besides, for a model with experts: out of data, context and tensor ranks, and with others than tensor ranks dividing an expert.
+# Besides, for a model with experts: out of data, context and tensor ranks, and with others than tensor ranks
+# dividing an expert.
 EXPERTS = (
-    "ep2", "dp4ep2", "ep4", "tp2ep2", "tp2ep2sp", "pp2ep2", "cp2ep2", "tp2etp1ep2", "tp2dp2etp1ep4sp", "dp2etp2", "tp2pp2etp1ep2@zb_v",
+    "ep2",
+    "dp4ep2",
+    "ep4",
+    "tp2ep2",
+    "tp2ep2sp",
+    "pp2ep2",
+    "cp2ep2",
+    "tp2etp1ep2",
+    "tp2dp2etp1ep4sp",
+    "dp2etp2",
+    "tp2pp2etp1ep2@zb_v",
     "pp2ep2@interleaved",
-)  # fmt: skip
+)
 
 # Every schedule in pipelines of two and four, and with each other axis.
-SCHEDULES = tuple(f"{layout}@{schedule}" for schedule in CHUNKS for layout in ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2"))
+SCHEDULES = tuple(
+    f"{layout}@{schedule}" for schedule in CHUNKS for layout in ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2")
+)
 
 CONTEXT = ("cp2", "cp4", "cp2tp2", "cp2tp2sp", "cp2pp2", "cp2dp2", "cp2tp2pp2sp")
 DATA = ("dp3", "cp2dp2", "tp2dp3sp", "pp2dp3", "pp2dp2@interleaved", "pp2dp2@zb_v")
@@ -49,14 +87,19 @@ BESIDES = {
 
 
 def besides(changed: Iterable[str]) -> list[str]:
-    """The layouts of `BESIDES` for files that a change touches, by their paths in the repository, each once."""
+    """The layouts of `BESIDES` for files that a change touches, by their paths in the
+    repository, each once.
+    """
     touched = [layouts for path in changed for place, layouts in BESIDES.items() if path.startswith(place)]
     return list(dict.fromkeys(name for layouts in touched for name in layouts))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks along each axis, and the pipeline's schedule if it is not the config's. `one`: the trainer on one process."""
+    """The number of ranks along each axis, and the pipeline's schedule if it is not the config's.
+
+    `one`: the trainer on one process.
+    """
 
     name: str
     sizes: Mapping[str, int] = field(default_factory=dict)  # by the keys in `parallel`
@@ -74,18 +117,29 @@ class Layout:
 
     def overrides(self) -> list[str]:
         """The layout as overrides `section.key=value`."""
-        sizes = [f"parallel.{axis.title}={self.size(axis.title)}" for axis in AXES if not axis.rare or self.size(axis.title) > 1]
+        sizes = [
+            f"parallel.{axis.title}={self.size(axis.title)}"
+            for axis in AXES
+            if not axis.rare or self.size(axis.title) > 1
+        ]
         sizes += [f"parallel.{title}={self.sizes[title]}" for title in EXPERT.values() if title in self.sizes]
-        schedule = [] if self.schedule is None else [f"parallel.schedule={self.schedule}", "parallel.chunks=null"]
+        schedule = (
+            [] if self.schedule is None else [f"parallel.schedule={self.schedule}", "parallel.chunks=null"]
+        )
         return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}", *schedule]
 
     def stages(self, config: Config) -> int:
         """The number of stages: of each rank of the pipeline as many as the schedule has chunks."""
-        return self.size("pipeline") * (config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1))
+        return self.size("pipeline") * (
+            config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1)
+        )
 
 
 def parse(text: str) -> Layout:
-    """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order. Raises `ConfigError` if it names no layout."""
+    """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order.
+
+    Raises `ConfigError` if it names no layout.
+    """
     name, at, schedule = text.partition("@")
     parts = re.findall(rf"({'|'.join(TITLES)})([1-9]\d{{0,2}})|(sp)", name)
     sizes = {TITLES[axis]: int(size) for axis, size, _ in parts if axis}
@@ -96,13 +150,20 @@ def parse(text: str) -> Layout:
         sizes["data"] = experts // gcd(experts, sizes.get("tensor", 1) * sizes.get("context", 1))
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
     if name != "one" and (not whole or not parts or named + sequence != len(parts)):
-        right = f"one, or such as tp2pp2dp2 or tp4sp: {', '.join(TITLES)} with a number, and sp, sequence parallelism"
+        right = (
+            f"one, or such as tp2pp2dp2 or tp4sp: {', '.join(TITLES)} with a number, and sp, sequence "
+            "parallelism"
+        )
         raise ConfigError("--layouts", f"{name!r} is no layout", right)
     if at and schedule not in CHUNKS:
         raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
     layout = Layout(text, sizes, sequence, schedule or None)
     if sequence and layout.size("tensor") == 1:
-        raise ConfigError("--layouts", f"{name}: sequence parallelism splits tokens over tensor ranks, and there is one", f"tp2{name}")
+        raise ConfigError(
+            "--layouts",
+            f"{name}: sequence parallelism splits tokens over tensor ranks, and there is one",
+            f"tp2{name}",
+        )
     if layout.world > MAX_WORLD:
         raise ConfigError("--layouts", f"{name} has {layout.world} ranks", f"at most {MAX_WORLD}")
     return layout

@@ -12,7 +12,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 1.0  # behind the first failure: the others' own complaints may be on their way, or they may wait for ever
+GRACE_SECONDS = (
+    1.0  # behind the first failure: the others' own complaints may be on their way, or they may wait for ever
+)
 LAST_WORDS = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
 
 
@@ -24,7 +26,9 @@ class LineWorker:
         """`environment`: what it has otherwise than this process; None: a variable that it does not have."""
         self.complaints, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115 (closed by `end`)
         given = {name: value for name, value in (os.environ | environment).items() if value is not None}
-        self.process = subprocess.Popen(command, cwd=folder, env=given, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=given, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True
+        )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.tasks, self.answers = self.process.stdin, self.process.stdout
 
@@ -44,7 +48,10 @@ class LineWorker:
         status = self.status()
         self.complaints.seek(0)
         lines = [line.strip() for line in self.complaints if line.strip()]
-        last = next((line for line in reversed(lines) if LAST_WORDS.match(line)), lines[-1] if lines else "said nothing")
+        last = next(
+            (line for line in reversed(lines) if LAST_WORDS.match(line)),
+            lines[-1] if lines else "said nothing",
+        )
         return {"error": f"ended with status {status}: {last}", "traceback": "\n".join(lines)}
 
     def status(self) -> int:
@@ -99,7 +106,11 @@ class Workers:
         failed = [rank for rank, answer in answers.items() if answer.get("error")]
         if failed or waiting:  # the earliest is the cause; the others may only have lost their peer
             silent = sorted(waiting.values())
-            first = min(failed, key=lambda rank: (answers[rank].get("finished", 0.0), rank), default=min(silent, default=0))
+            first = min(
+                failed,
+                key=lambda rank: (answers[rank].get("finished", 0.0), rank),
+                default=min(silent, default=0),
+            )
             raise WorkerFailed(first, answers.get(first), silent)
         return [answers[rank] for rank in ranks]
 

@@ -1,4 +1,5 @@
-"""A rule's part of the proof on a whole parameter: on all of it, or with `Rule.whole` on each logical matrix in it. Plain numpy.
+"""A rule's part of the proof on a whole parameter: on all of it, or with `Rule.whole` on each
+logical matrix in it. Plain numpy.
 
 Only for rules with `whole` must the parameter's placement be known.
 """
@@ -23,7 +24,10 @@ def zeros(rule: Rule[Any], shape: Shape, shard: "Shard | None") -> State:
     from megacore.engine.whole_matrices import own_state_shapes
 
     assert shard is not None
-    return {kind: np.zeros(own) for kind, own in (dict.fromkeys(rule.kinds, shape) | own_state_shapes(rule, shard)).items()}
+    return {
+        kind: np.zeros(own)
+        for kind, own in (dict.fromkeys(rule.kinds, shape) | own_state_shapes(rule, shard)).items()
+    }
 
 
 def reference_state(rule: Rule[Any], step: ReferenceStep, shard: "Shard | None") -> State:
@@ -37,19 +41,25 @@ def reference_state(rule: Rule[Any], step: ReferenceStep, shard: "Shard | None")
     return after
 
 
-def reference_direction(rule: Rule[Any], step: ReferenceStep, after: State, shard: "Shard | None") -> np.ndarray:
+def reference_direction(
+    rule: Rule[Any], step: ReferenceStep, after: State, shard: "Shard | None"
+) -> np.ndarray:
     """`Rule.reference_direction`, likewise."""
     if not rule.whole:
         return rule.reference_direction(step, after)
     direction = np.zeros(step.gradient.shape)
-    for (matrix, _, before), (_, _, own) in zip(_by_matrix(rule, step.before, shard), _by_matrix(rule, after, shard), strict=True):
+    for (matrix, _, before), (_, _, own) in zip(
+        _by_matrix(rule, step.before, shard), _by_matrix(rule, after, shard), strict=True
+    ):
         write(matrix, rule.reference_direction(_within(matrix, step, before), own), direction)
     return direction
 
 
 def _within(matrix: "LogicalMatrix", step: ReferenceStep, before: State) -> ReferenceStep:
     """What is known of a step of the parameter, of one matrix alone."""
-    return replace(step, before=before, gradient=maps(matrix, step.gradient), weights=maps(matrix, step.weights))
+    return replace(
+        step, before=before, gradient=maps(matrix, step.gradient), weights=maps(matrix, step.weights)
+    )
 
 
 def maps(matrix: "LogicalMatrix", weight: np.ndarray) -> np.ndarray:
@@ -79,12 +89,17 @@ def _by_matrix(
         places = {kind: (at[kind], shapes[number]) for kind, shapes in own.items()}
         at = {kind: start + prod(shape) for kind, (start, shape) in places.items()}
 
-        def put(into: State, kind: str, value: np.ndarray, matrix: "LogicalMatrix" = matrix, places: Any = places) -> None:
+        def put(
+            into: State, kind: str, value: np.ndarray, matrix: "LogicalMatrix" = matrix, places: Any = places
+        ) -> None:
             if kind in places:
                 start, shape = places[kind]
                 into[kind].reshape(-1)[start : start + prod(shape)] = np.ravel(value)
             else:
                 write(matrix, value, into[kind])
 
-        parts = {kind: state[kind].reshape(-1)[start : start + prod(shape)].reshape(shape) for kind, (start, shape) in places.items()}
+        parts = {
+            kind: state[kind].reshape(-1)[start : start + prod(shape)].reshape(shape)
+            for kind, (start, shape) in places.items()
+        }
         yield matrix, put, parts | {kind: maps(matrix, state[kind]) for kind in rule.kinds}

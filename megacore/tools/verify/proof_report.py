@@ -45,7 +45,9 @@ def cell(result: Result, name: str, figure: bool) -> str:
     """The largest relative difference of a parameter (its gradients, its value, its moments) or figure in a layout."""
     if result.impossible or result.failure:
         return "–"
-    values = [d.relative for d in result.differences.values() if d.name == name and (d.kind == "figure") == figure]
+    values = [
+        d.relative for d in result.differences.values() if d.name == name and (d.kind == "figure") == figure
+    ]
     if not values:
         return "–"
     text = "0" if max(values) == 0 else f"{max(values):.0e}".replace("e-0", "e-")
@@ -58,7 +60,11 @@ def tables(proof: Proof, width: int) -> Iterator[Table]:
     results = [result for result in proof.results if result.impossible is None]
     room = width - max(map(len, (*FIGURES, *proof.names))) - 2
     while results:
-        fitting = [r for i, r in enumerate(results) if sum(max(len(r.layout.name), 5) + 3 for r in results[: i + 1]) <= room]
+        fitting = [
+            r
+            for i, r in enumerate(results)
+            if sum(max(len(r.layout.name), 5) + 3 for r in results[: i + 1]) <= room
+        ]
         shown, results = results[: max(1, len(fitting))], results[max(1, len(fitting)) :]
         grid = Table(box=SIMPLE_HEAD, pad_edge=False)
         grid.add_column(no_wrap=True)
@@ -95,7 +101,13 @@ def explain(result: Result) -> Iterator[str]:
         if result.parting.agreed is not None:
             yield f"  before it, {result.parting.agreed.describe()} still agrees"
     else:
-        cause = first.name if first.kind == "figure" else "start" if (first.kind, first.step) == ("parameter", 0) else first.kind
+        cause = (
+            first.name
+            if first.kind == "figure"
+            else "start"
+            if (first.kind, first.step) == ("parameter", 0)
+            else first.kind
+        )
         yield f"{name}: {CAUSES.get(cause, ONE_SIDED).format(name=first.name, kind=first.kind)}"
     for difference in result.beyond[:MOST_NAMES]:
         yield f"  {difference.describe()}: {difference.relative:.1e} off, most on rank {difference.rank}"
@@ -110,8 +122,14 @@ def verdict(proof: Proof) -> str:
     what = f"{len(proof.names)} parameters, their gradients and moments, losses and norms"
     if wrong:
         return f"NOT EQUAL: {', '.join(wrong)} ({len(ran) - len(wrong)} of {len(ran)} layouts equal)"
-    most, layout = max(((d, r.layout.name) for r in ran for d in r.differences.values()), key=lambda found: found[0].relative)
-    largest = f"largest relative difference {most.relative:.1e} ({most.describe()}, {layout})" if most.relative else "bitwise"
+    most, layout = max(
+        ((d, r.layout.name) for r in ran for d in r.differences.values()), key=lambda found: found[0].relative
+    )
+    largest = (
+        f"largest relative difference {most.relative:.1e} ({most.describe()}, {layout})"
+        if most.relative
+        else "bitwise"
+    )
     other = "one process in fp64" if proof.options.against is None else str(proof.options.against)
     within = (
         ""

@@ -52,14 +52,24 @@ class ProofRecord:
         """Adds copies of this rank's pieces."""
         for name, (tensor, box) in values.items():
             key = f"{kind}|{name}"
-            wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype  # for numpy, without rounding
+            wide = (
+                torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+            )  # for numpy, without rounding
             self.held[key] = tensor.detach().to(wide, copy=True).contiguous()
             self.places[key] = [list(box.offset), list(box.global_shape)]
 
-    def figures(self, step: int, loss: float | None = None, grad_norm: float | None = None, valid_loss: float | None = None) -> None:
+    def figures(
+        self,
+        step: int,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+        valid_loss: float | None = None,
+    ) -> None:
         """Adds a step's figures."""
         given = {"loss": loss, "grad_norm": grad_norm, "valid_loss": valid_loss}
-        self.by_step.setdefault(str(step), {}).update({name: value for name, value in given.items() if value is not None})
+        self.by_step.setdefault(str(step), {}).update(
+            {name: value for name, value in given.items() if value is not None}
+        )
 
     def close(self) -> None:
         """Writes the file."""
@@ -67,7 +77,9 @@ class ProofRecord:
         save_file(self.held, self.path, {name: json.dumps(value) for name, value in aside.items()})
 
 
-def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: int | None, reference: Path) -> None:
+def run_layout(
+    config_path: str, overrides: list[str], out: Path, traced_step: int | None, reference: Path
+) -> None:
     """One rank of the real trainer, for `train.steps` steps; writes this rank's record to `out`.
 
     The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module computes. `reference`: the
@@ -100,7 +112,12 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
 
 def lasting(stages: Sequence[Stage]) -> dict[str, Tensor]:
     """The parameters that compute and the sums of their gradients, where an engine keeps both in the same place in a whole run."""
-    mains = {name: (p.data, main) for stage in stages for name, p in stage.named_parameters() if (main := main_gradient_of(p)) is not None}
+    mains = {
+        name: (p.data, main)
+        for stage in stages
+        for name, p in stage.named_parameters()
+        if (main := main_gradient_of(p)) is not None
+    }
     values = {f"parameter|{name}": value for name, (value, _) in mains.items()}
     return values | {f"gradient|{name}": main.total for name, (_, main) in mains.items()}
 
@@ -133,24 +150,42 @@ def weights_of(tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> dict[str, t
 def add_noise(trainer: Trainer, weights: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
     """Adds noise to the weights that start constant, in place."""
     stages = trainer.train_step.stages
-    starts_constant = {name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None}
+    starts_constant = {
+        name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None
+    }
     for key, (held, box) in weights.items():
         if (name := logical_name(key)) in starts_constant:
-            here = tuple(slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True))
+            here = tuple(
+                slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True)
+            )
             held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[here])
 
 
 def take_steps(
-    trainer: Trainer, record: ProofRecord, evidence: "Evidence | None", choices: Choices, out: Path, traced_step: int | None
+    trainer: Trainer,
+    record: ProofRecord,
+    evidence: "Evidence | None",
+    choices: Choices,
+    out: Path,
+    traced_step: int | None,
 ) -> None:
     """Takes and records all steps, and traces one of them."""
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     for trainer.step in range(1, config.train.steps + 1):
 
         def before_update() -> None:
-            if trainer.step == 1 and config.engine.kind == "native":  # of others no rank has a parameter whole
-                held = {name: parameter for stage in trainer.train_step.stages for name, parameter in stage.named_parameters()}
-                record.tensors("gathered 0", {name: (parameter.double(), shard_of(parameter)) for name, parameter in held.items()})
+            if (
+                trainer.step == 1 and config.engine.kind == "native"
+            ):  # of others no rank has a parameter whole
+                held = {
+                    name: parameter
+                    for stage in trainer.train_step.stages
+                    for name, parameter in stage.named_parameters()
+                }
+                record.tensors(
+                    "gathered 0",
+                    {name: (parameter.double(), shard_of(parameter)) for name, parameter in held.items()},
+                )
             if evidence is not None:
                 evidence.take(trainer.step)
             record.tensors(f"gradient {trainer.step}", engine.gradients())
@@ -163,7 +198,9 @@ def take_steps(
         record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
         record.tensors(f"{ROUTING} {trainer.step}", choices.differences())
         for name, piece in engine.tensors().items():
-            if name.startswith(STATE):  # what compressed sums keep, which one process has not; where nothing is lost, sums show it all
+            if name.startswith(
+                STATE
+            ):  # what compressed sums keep, which one process has not; where nothing is lost, sums show it all
                 continue
             kind, _, logical = name.partition("/")
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
@@ -176,7 +213,9 @@ class Evidence:
         self.mesh = mesh
         self.rounds = config.engine.reduce_dtype == "bf16"  # gradients are rounded where they travel
         self.gathers = not config.engine.shard_optimizer  # so are their sums
-        self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+        self.parameters = {
+            name: parameter for stage in stages for name, parameter in stage.named_parameters()
+        }
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trained.items()}
         self.watches = [GradientWatch(parameter, self.sums[name].add_) for name, parameter in trained.items()]
@@ -226,8 +265,14 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     It is rounded so that the sum is exact in `dtype`.
     """
     size = math.prod(shape)  # 1 for a scalar
-    step = -(-size // BLOCKS)  # in blocks, as first weights: another checkout must draw the same, --against compares with it
+    step = -(
+        -size // BLOCKS
+    )  # in blocks, as first weights: another checkout must draw the same, --against compares with it
     blocks = ((first, min(step, size - first)) for first in range(0, size, step))
-    runs = (run for first, count in blocks for _, run in normal_runs(("verify", name, first), count, SPREAD, count))
+    runs = (
+        run
+        for first, count in blocks
+        for _, run in normal_runs(("verify", name, first), count, SPREAD, count)
+    )
     whole = torch.cat(list(runs)).view(shape)
     return ((1.0 + whole).to(dtype) - 1.0).double()

@@ -89,13 +89,19 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         of_step = every[first : first + size]
         together = microbatch(batch_of(of_step), sources)
         counts = {name: int((together[of.over] != IGNORED).sum()) for name, of in losses.items()}
-        for head in (layer for layer in model.behind if getattr(type(layer), "loss", None) is Head.loss):  # else it is the user's own
+        for head in (
+            layer for layer in model.behind if getattr(type(layer), "loss", None) is Head.loss
+        ):  # else it is the user's own
             head.sums = partial(plain_sums, head)  # type: ignore[assignment]
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(size // train.micro_batch_size):
-                batch = batch_of(of_step[index * train.micro_batch_size : (index + 1) * train.micro_batch_size])
+                batch = batch_of(
+                    of_step[index * train.micro_batch_size : (index + 1) * train.micro_batch_size]
+                )
                 trace.enter(index, "forward")
-                trace.note("documents", "positions", batch.documents[1])  # context ranks divide a batch by its documents
+                trace.note(
+                    "documents", "positions", batch.documents[1]
+                )  # context ranks divide a batch by its documents
                 _, sums = model({}, microbatch(batch, sources, key_of(train.seed, step, index)))
                 part = sum(of.coefficient * sums[name] / max(counts[name], 1) for name, of in losses.items())
                 trace.enter(index, "backward")
@@ -141,7 +147,9 @@ def take_plain(model: torch.nn.Module) -> None:
             setattr(module, name.removeprefix("plain_"), getattr(module, name))
 
 
-def plain_sums(head: Any, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None) -> tuple[Tensor, ...]:
+def plain_sums(
+    head: Any, x: Tensor, targets: Tensor, gradient: Tensor | None = None, z_loss: float | None = None
+) -> tuple[Tensor, ...]:
     """What `Head.sums` is, by PyTorch."""
     logits, flat = head.logits(x), targets.flatten()
     loss = F.cross_entropy(logits, flat, reduction="sum")
@@ -186,7 +194,9 @@ class Corpus:
         if config.data.packing == "best_fit":
             self.training = self.validation = self.packed()
         else:
-            self.validation = [[(first, min(first + self.length + 1, end))] for first in range(0, end - 1, self.length)]
+            self.validation = [
+                [(first, min(first + self.length + 1, end))] for first in range(0, end - 1, self.length)
+            ]
             self.training = self.validation[: (end - 1) // self.length]
 
     def packed(self) -> list[Sample]:
@@ -250,9 +260,14 @@ def batch_of(samples: Iterable[tuple[Corpus, Sample]]) -> Batch:
         padding = corpus.length + 1 - len(row)
         tokens.append([*corpus.tokens[row], *[0] * padding])
         # A token is no target if nothing before it in its sample, or with documents apart in its document, says what it is.
-        known = [bool(corpus.learned[p]) and p not in firsts and not (corpus.apart and p in corpus.starts) for p in row]
+        known = [
+            bool(corpus.learned[p]) and p not in firsts and not (corpus.apart and p in corpus.starts)
+            for p in row
+        ]
         targets.append([*np.where(known, corpus.tokens[row], IGNORED), *[IGNORED] * padding][1:])
-        begins = [i for i, p in enumerate(row) if p in firsts or p in corpus.starts] + [len(row)] * (padding > 0)
+        begins = [i for i, p in enumerate(row) if p in firsts or p in corpus.starts] + [len(row)] * (
+            padding > 0
+        )
         begins = [i for i in begins if i < corpus.length]
         bounds.append((*begins, corpus.length))
         positions.append([i - max(begin for begin in begins if begin <= i) for i in range(corpus.length)])

@@ -1,8 +1,9 @@
-"""Replays in fp64 what a 16-bit layout should have made of its own numbers: sums, norm, moments, updates and rounded copies.
+"""Replays in fp64 what a 16-bit layout should have made of its own numbers: sums, norm,
+moments, updates and rounded copies.
 
-Errors of a few per cent from bf16 hide many mistakes. But only the model computes in bf16: gradients are summed and masters updated
-in fp32. So each of these operations, repeated alone on the numbers that the same run gave it, must agree to fp32's precision.
-numpy only, like `compare`.
+Errors of a few per cent from bf16 hide many mistakes. But only the model computes in bf16: gradients are
+summed and masters updated in fp32. So each of these operations, repeated alone on the numbers that the same
+run gave it, must agree to fp32's precision. numpy only, like `compare`.
 """
 
 import math
@@ -19,22 +20,36 @@ from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.optimizers.rule import ReferenceStep
-from megacore.tools.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
+from megacore.tools.verify.compare import (
+    Difference,
+    Records,
+    cut,
+    logical,
+    parsed,
+    pieces_against,
+    relative,
+    rms,
+    scales_of,
+)
 from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
 
 if TYPE_CHECKING:
     from megacore.distributed.shard import Shard
 
-# fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an update less often. In bf16
-# the first addition would err by about 2^-9. This bound is half way between, in powers of two.
+# fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an
+# update less often. In bf16 the first addition would err by about 2^-9. This bound is half way between, in
+# powers of two.
 EXACT = 2.0**-16
-# An update's error is relative to its own size, but a master can hold it only to a few units of its last place: four times 2^-24
-# of the master. So this part of the master is added to the size of which `EXACT` is a part.
+# An update's error is relative to its own size, but a master can hold it only to a few units of its last
+# place: four times 2^-24 of the master. So this part of the master is added to the size of which `EXACT` is a
+# part.
 HELD = 2.0**-6
 
 
 def rate(optim: OptimConfig, step: int, steps: int, peak: float | None = None) -> float:
-    """The learning rate of `step` (from 1) of `steps`, independent of the engine's code; `peak`: of a group, in place of `optim.lr`."""
+    """The learning rate of `step` (from 1) of `steps`, independent of the engine's code; `peak`: of a
+    group, in place of `optim.lr`.
+    """
     if peak is not None and peak != optim.lr:
         return rate(optim, step, steps) / optim.lr * peak
     decay_steps = resolved(optim.decay_steps)
@@ -57,7 +72,10 @@ def rate(optim: OptimConfig, step: int, steps: int, peak: float | None = None) -
 
 
 def decays(name: str, dims: int) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases. It does not ask the parameter's record."""
+    """Whether weight decay applies: to matrices, not to norms and biases.
+
+    It does not ask the parameter's record.
+    """
     return dims > 1 and not name.endswith("bias")
 
 
@@ -76,10 +94,17 @@ class Replay:
         self.found: list[Difference] = []
         self.groups = ParameterGroups(config.optim)
         self.given = f"given 1|{names[0]}" in self.held
-        kept = f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps where no hook sees them"
+        kept = (
+            f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps "
+            "where no hook sees them"
+        )
         loose = [name for name in names if math.isinf(self.groups.of(name).rule.rounding)]
         named = self.groups.of(loose[0]).rule.name if loose else ""
-        rule = f"updates and bases of {len(loose)} parameters of {named}, which fp32 does not decide" if loose else ""
+        rule = (
+            f"updates and bases of {len(loose)} parameters of {named}, which fp32 does not decide"
+            if loose
+            else ""
+        )
         self.lacking = rule if self.given else " and the ".join(filter(None, (kept, rule)))
 
     @cached_property
@@ -96,7 +121,10 @@ class Replay:
                 self._sums(step)
             self._norm(step)
             self._update(step)
-        replayed = [{key: tensor for key, tensor in tensors.items() if logical(key) in self.exact} for tensors in self.run.ranks]
+        replayed = [
+            {key: tensor for key, tensor in tensors.items() if logical(key) in self.exact}
+            for tensors in self.run.ranks
+        ]
         apart = pieces_against(replayed, self.run.places, self.exact, self.scales)
         return [*self.found, *(replace(d, kind=f"own {d.kind}") for d in apart), *self._copies()]
 
@@ -108,7 +136,9 @@ class Replay:
 
     def _norm(self, step: int) -> None:
         """Checks that the norm is that of the gradients."""
-        norm = math.sqrt(sum(float(np.square(self.held[f"gradient {step}|{name}"]).sum()) for name in self.names))
+        norm = math.sqrt(
+            sum(float(np.square(self.held[f"gradient {step}|{name}"]).sum()) for name in self.names)
+        )
         for rank, figures in enumerate(self.run.figures):
             apart = relative(np.array([figures[str(step)]["grad_norm"] - norm]), norm)
             self.found.append(Difference("figure", step, "own norm", rank, apart))
@@ -121,14 +151,25 @@ class Replay:
         states: dict[str, np.ndarray] = {}
         updates = {}
         for name in self.names:
-            group = self.groups.of(name, None if self.config.model.parametrization == "standard" else self.shards[name])
-            gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
+            group = self.groups.of(
+                name, None if self.config.model.parametrization == "standard" else self.shards[name]
+            )
+            gradient, p = (
+                clip * self.held[f"gradient {step}|{name}"],
+                self.held[f"parameter {step - 1}|{name}"],
+            )
             shard, lr = self.shards[name] if group.rule.whole else None, rate(optim, step, steps, group.lr)
             nothing = zeros(group.rule, p.shape, shard)
-            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", zero) for kind, zero in nothing.items()}
+            before = {
+                kind: self.held.get(f"{kind} {step - 1}|{name}", zero) for kind, zero in nothing.items()
+            }
             taken = ReferenceStep(step, before, gradient, p, lr, group.weight_decay * decays(name, p.ndim))
             surely = group.rule.kinds if math.isinf(group.rule.rounding) else nothing
-            states |= {f"{kind} {step}|{name}": x for kind, x in reference_state(group.rule, taken, shard).items() if kind in surely}
+            states |= {
+                f"{kind} {step}|{name}": x
+                for kind, x in reference_state(group.rule, taken, shard).items()
+                if kind in surely
+            }
             if math.isinf(group.rule.rounding):
                 continue
             held = {kind: self.held[f"{kind} {step}|{name}"] for kind in nothing}
@@ -148,14 +189,17 @@ class Replay:
                 kind, step, name = parsed(key)
                 if kind == "copy":
                     master = cut(self.held[f"parameter {step - 1}|{name}"], places[key][0], tensor)
-                    yield Difference("own copy", step, name, rank, relative(tensor - rounded(master), rms(master)))
+                    yield Difference(
+                        "own copy", step, name, rank, relative(tensor - rounded(master), rms(master))
+                    )
 
 
 def cancelled(reference: Records, optim: OptimConfig, names: list[str]) -> dict[tuple[int, str], float]:
-    """By step and parameter, the size that the first moment would have if its gradients were unrelated, over the size that it has.
+    """By step and parameter, the size that the first moment would have if its gradients were
+    unrelated, over the size that it has.
 
-    The second moment has no signs, so it shows that size. The result is at least 1, and infinite if there is no moment at all.
-    Parameters of other optimizers are left out.
+    The second moment has no signs, so it shows that size. The result is at least 1, and infinite if there is
+    no moment at all. Parameters of other optimizers are left out.
     """
     found, held, groups = {}, reference.whole, ParameterGroups(optim)
     for kind, step, name in map(parsed, held):
@@ -168,17 +212,24 @@ def cancelled(reference: Records, optim: OptimConfig, names: list[str]) -> dict[
 
 
 def undirected(optim: OptimConfig, names: list[str]) -> dict[str, int]:
-    """How many of the parameters each rule updates of which `directions` knows nothing, by the rule's name: all but AdamW,
-    and those whose updates are not computed again either."""
+    """How many of the parameters each rule updates of which `directions` knows nothing, by the rule's name:
+    all but AdamW, and those whose updates are not computed again either.
+    """
     rules = [ParameterGroups(optim).of(name).rule for name in names]
-    return dict(Counter(rule.name for rule in rules if "adam_m" not in rule.kinds and math.isfinite(rule.rounding)))
+    return dict(
+        Counter(rule.name for rule in rules if "adam_m" not in rule.kinds and math.isfinite(rule.rounding))
+    )
 
 
-def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float) -> Iterator[Difference]:
-    """1 − the cosine between a run's update of each parameter and fp64's, over the elements that rounding does not decide.
+def directions(
+    run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float
+) -> Iterator[Difference]:
+    """1 − the cosine between a run's update of each parameter and fp64's, over the elements
+    that rounding does not decide.
 
-    Adam's update is little more than a sign, and rounding decides the sign of small elements. An element counts if its first moment
-    is at least the part `clear` of the root mean square that all would have without cancellation.
+    Adam's update is little more than a sign, and rounding decides the sign of small elements. An element
+    counts if its first moment is at least the part `clear` of the root mean square that all would have
+    without cancellation.
     """
     held, expected = run.whole, reference.whole
     for (step, name), ratio in cancelled.items():
@@ -193,6 +244,9 @@ def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str]
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rounds fp32 numbers to bf16, to the nearest and in a tie to even. Returns fp64, as all compared numbers are."""
+    """Rounds fp32 numbers to bf16, to the nearest and in a tie to even.
+
+    Returns fp64, as all compared numbers are.
+    """
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)

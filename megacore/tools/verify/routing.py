@@ -1,11 +1,14 @@
-"""Routing is proved first: a layout's routers must choose what those of the reference do. Then the layout goes on with the reference's
-choices, so that a tie, which rounding may decide otherwise, hides no error behind it.
+"""Routing is proved first: a layout's routers must choose what those of the reference do.
 
-So with the rows that do not fit into an expert's capacity: which are dropped follows from weights, and of two whose weights are nearly
-equal rounding may drop the other.
+Then the layout goes on with the reference's choices, so that a tie, which rounding may decide otherwise,
+hides no error behind it.
 
-The reference writes its choices to a file of their own. A layout's record has, for each step and router, by how much the scores of what
-it chose differ from those of what the reference did: 0 where they are the same, next to nothing for a near tie, else a fault.
+So with the rows that do not fit into an expert's capacity: which are dropped follows from weights, and of two
+whose weights are nearly equal rounding may drop the other.
+
+The reference writes its choices to a file of their own. A layout's record has, for each step and router, by
+how much the scores of what it chose differ from those of what the reference did: 0 where they are the same,
+next to nothing for a near tie, else a fault.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,14 +33,23 @@ class Choices:
 
     def __init__(self, stages: Iterable[Stage], reference: Path | None = None) -> None:
         """`reference`: the folder of its record, for a layout."""
-        mixtures = {name: m for stage in stages for name, m in stage.named_modules() if isinstance(m, MixtureOfExperts)}
-        self.made: dict[str, Tensor] = load_file(reference / FILE) if mixtures and reference is not None else {}
+        mixtures = {
+            name: m
+            for stage in stages
+            for name, m in stage.named_modules()
+            if isinstance(m, MixtureOfExperts)
+        }
+        self.made: dict[str, Tensor] = (
+            load_file(reference / FILE) if mixtures and reference is not None else {}
+        )
         self.apart: dict[str, Tensor] = {}  # of this step
         decide: Callable[..., Tensor] = self._record if reference is None else self._replay
         self.names = list(mixtures)
         for name, mixture in mixtures.items():
             mixture.decide = partial(decide, name)
-            mixture.decide_drops = partial(self._record_drops if reference is None else self._replay_drops, name)
+            mixture.decide_drops = partial(
+                self._record_drops if reference is None else self._replay_drops, name
+            )
 
     def write(self, out: Path) -> None:
         """Writes the reference's choices."""
@@ -46,7 +58,10 @@ class Choices:
 
     def differences(self) -> dict[str, tuple[Tensor, Shard]]:
         """Those of the step, by router, for a record; then begins the next."""
-        found = {name: (self.apart.get(name, torch.zeros((), dtype=torch.float64)), Shard(())) for name in self.names}
+        found = {
+            name: (self.apart.get(name, torch.zeros((), dtype=torch.float64)), Shard(()))
+            for name in self.names
+        }
         self.apart = {}
         return found
 
@@ -55,23 +70,34 @@ class Choices:
         return chosen
 
     def _replay(self, name: str, context: Context, first: int, ranked: Tensor, chosen: Tensor) -> Tensor:
-        """The reference's choice for this rank's tokens, which are those from `first` on of its context rank's."""
+        """The reference's choice for this rank's tokens, which are those from
+        `first` on of its context rank's.
+        """
         right = self.made[f"{name}|{context.key}"][context.places(first, len(chosen), chosen.device)]
         own, other = (ranked.gather(1, experts).sort(dim=1)[0] for experts in (chosen, right))
         differ = (chosen.sort(dim=1)[0] != right.sort(dim=1)[0]).any(1)
         self._note(name, own[differ], other[differ])
         return right
 
-    def _record_drops(self, name: str, context: Context, first: int, weights: Tensor, chosen: Tensor, fits: Tensor) -> Tensor:
+    def _record_drops(
+        self, name: str, context: Context, first: int, weights: Tensor, chosen: Tensor, fits: Tensor
+    ) -> Tensor:
         self.made[f"{name}|{context.key}|weights"] = weights.masked_fill(~fits, -torch.inf)
         return fits
 
-    def _replay_drops(self, name: str, context: Context, first: int, weights: Tensor, chosen: Tensor, fits: Tensor) -> Tensor:
-        """What the reference dropped of this rank's rows. One that differs is a near tie if it weighs what the last row does that fits."""
+    def _replay_drops(
+        self, name: str, context: Context, first: int, weights: Tensor, chosen: Tensor, fits: Tensor
+    ) -> Tensor:
+        """What the reference dropped of this rank's rows.
+
+        One that differs is a near tie if it weighs what the last row does that fits.
+        """
         whole, experts = (self.made[f"{name}|{context.key}{of}"] for of in ("|weights", ""))
         right = whole[context.places(first, len(chosen), chosen.device)] > -torch.inf
         kept = whole.masked_fill(whole == -torch.inf, torch.inf).flatten()
-        least = torch.full((int(experts.amax()) + 1,), torch.inf, dtype=whole.dtype).scatter_reduce(0, experts.flatten(), kept, "amin")
+        least = torch.full((int(experts.amax()) + 1,), torch.inf, dtype=whole.dtype).scatter_reduce(
+            0, experts.flatten(), kept, "amin"
+        )
         self._note(name, weights[fits != right], least[chosen][fits != right])
         return right
 

@@ -12,7 +12,14 @@ from megacore.config.implied import has_masks
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.settings.load import load
-from megacore.tools.verify.compare import ROUTING, Difference, Records, against_reference, missing, rank_by_rank
+from megacore.tools.verify.compare import (
+    ROUTING,
+    Difference,
+    Records,
+    against_reference,
+    missing,
+    rank_by_rank,
+)
 from megacore.tools.verify.first_divergence import Parting, first_parting
 from megacore.tools.verify.flight import in_flight
 from megacore.tools.verify.layouts import Layout, impossible
@@ -52,7 +59,9 @@ class Result:
 
     layout: Layout
     differences: dict[Key, Difference] = field(default_factory=dict)  # the worst rank's, by key
-    beyond: list[Difference] = field(default_factory=list)  # differences beyond their bound, in the order of a run
+    beyond: list[Difference] = field(
+        default_factory=list
+    )  # differences beyond their bound, in the order of a run
     missing: list[str] = field(default_factory=list)
     failure: RankFailed | None = None
     impossible: str | None = None
@@ -73,28 +82,42 @@ class Proof:
     options: Options
     names: list[str]  # parameters, in the model's order
     results: list[Result]
-    undirected: dict[str, int] = field(default_factory=dict)  # parameters whose updates' directions are not compared, by their rules
+    undirected: dict[str, int] = field(
+        default_factory=dict
+    )  # parameters whose updates' directions are not compared, by their rules
 
     @property
     def holds(self) -> bool:
         """Whether all layouts are equal, and at least one was possible."""
-        return all(result.equal for result in self.results) and any(result.impossible is None for result in self.results)
+        return all(result.equal for result in self.results) and any(
+            result.impossible is None for result in self.results
+        )
 
 
-def prove(options: Options, told: Callable[[Result], None] = lambda _: None, workers: ProofWorkers | None = None) -> Proof:
+def prove(
+    options: Options, told: Callable[[Result], None] = lambda _: None, workers: ProofWorkers | None = None
+) -> Proof:
     """Runs a proof. `told` is called with each layout's result. Raises `ConfigError` if the user got something wrong.
 
     `workers` of this checkout may be given, and are kept; otherwise they are started and ended here.
     """
     user = load_whole(options.config, options.overrides)
     layouts = list(options.layouts)
-    if options.precision != "fp64" and options.against is None and all(layout.world > 1 for layout in layouts):
+    if (
+        options.precision != "fp64"
+        and options.against is None
+        and all(layout.world > 1 for layout in layouts)
+    ):
         layouts.append(Layout("one"))  # others are measured by it, so it must be right too
     reasons = {layout.name: impossible(layout, user) for layout in layouts}
     possible = [layout for layout in layouts if reasons[layout.name] is None]
     if not possible:
         first = layouts[0].name
-        raise ConfigError("--layouts", f"none is possible: in {first}, {reasons[first]}", "layouts that suit the model, such as one")
+        raise ConfigError(
+            "--layouts",
+            f"none is possible: in {first}, {reasons[first]}",
+            "layouts that suit the model, such as one",
+        )
     folder = Path(tempfile.mkdtemp(prefix="megacore_verify_"))
     try:
         case = write_case(folder, shrink(user, possible, STEPS, options.precision), has_masks(user))
@@ -105,7 +128,9 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
             others = stack.enter_context(ProofWorkers(options.against.resolve())) if options.against else None
             prover = Prover(options, folder, case, ours, others)
             compared = options.precision == "fp64" or options.against is not None
-            proof = Proof(options, prover.order, [], {} if compared else undirected(prover.config.optim, prover.trained))
+            proof = Proof(
+                options, prover.order, [], {} if compared else undirected(prover.config.optim, prover.trained)
+            )
             for layout in layouts:
                 reason = reasons[layout.name]
                 result = Result(layout, impossible=reason) if reason else prover.examine(layout)
@@ -119,7 +144,9 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
 class Prover:
     """Runs a case in one layout after the other and compares."""
 
-    def __init__(self, options: Options, folder: Path, case: Path, workers: ProofWorkers, others: ProofWorkers | None) -> None:
+    def __init__(
+        self, options: Options, folder: Path, case: Path, workers: ProofWorkers, others: ProofWorkers | None
+    ) -> None:
         self.options, self.folder, self.case = options, folder, case
         self.workers, self.others = workers, others  # `others` run the checkout that is compared with
         self.config = load(str(case)).config
@@ -152,7 +179,11 @@ class Prover:
         """Runs a layout. If it differs, finds out where it differs first."""
         result, theirs = Result(layout), None
         try:
-            ours = self.alone if self.alone is not None and layout.world == 1 else self._run(self.workers, layout.name, layout)
+            ours = (
+                self.alone
+                if self.alone is not None and layout.world == 1
+                else self._run(self.workers, layout.name, layout)
+            )
             if self.others is None:
                 found = self._apart(ours)
                 if self.options.precision != "fp64":
@@ -186,7 +217,11 @@ class Prover:
         layout, first = result.layout, result.beyond[0]
         # No trace is needed for a run's own arithmetic, nor for moments and updates after equal gradients.
         activations = first.kind in ("gradient", ROUTING)
-        traced_step = first.step if activations or (first.kind == "figure" and first.name in ("loss", "grad_norm")) else None
+        traced_step = (
+            first.step
+            if activations or (first.kind == "figure" and first.name in ("loss", "grad_norm"))
+            else None
+        )
         again = self._run(self.workers, f"{layout.name}_again", layout, traced_step)
         result.race = self._race(ours, again, None)
         if theirs is not None and self.others is not None:
@@ -199,10 +234,14 @@ class Prover:
         else:
             self._run(self.workers, "reference_traced", Layout("reference"), traced_step)
             reference = self.folder / "reference_traced"
-        bound = self.bounds.of_activations(0.0 if self.bounds.exact else self._worst_activation(reference, traced_step))
+        bound = self.bounds.of_activations(
+            0.0 if self.bounds.exact else self._worst_activation(reference, traced_step)
+        )
         traced, same = self.folder / f"{layout.name}_again", self.others is not None
         divided = {"context": layout.size("context"), "seq_len": self.config.train.seq_len}
-        result.parting = first_parting(traced, layout.world, layout.size("tensor"), reference, bound, same_layout=same, **divided)
+        result.parting = first_parting(
+            traced, layout.world, layout.size("tensor"), reference, bound, same_layout=same, **divided
+        )
 
     def _race(self, run: Records, again: Records, checkout: Path | None) -> Race | None:
         """The race between two runs of one layout, if they differ by more than rounding; else None."""
@@ -221,7 +260,9 @@ class Prover:
             low, high = (low, middle) if parting is None else (middle, high)
         return high
 
-    def _run(self, workers: ProofWorkers, name: str, layout: Layout, traced_step: int | None = None) -> Records:
+    def _run(
+        self, workers: ProofWorkers, name: str, layout: Layout, traced_step: int | None = None
+    ) -> Records:
         """Runs a layout or the reference, and returns its records. The folder `name` holds records and traces."""
         out = self.folder / name
         shutil.rmtree(out, ignore_errors=True)

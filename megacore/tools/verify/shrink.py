@@ -41,7 +41,12 @@ DECAY = 0.1
 
 def load_whole(path: str, overrides: list[str]) -> Config:
     """The user's config, resolved for one process. Raises `ConfigError` if it is wrong."""
-    alone = [*Layout("one").overrides(), "parallel.context=1", "parallel.expert=1", "parallel.expert_tensor=null"]
+    alone = [
+        *Layout("one").overrides(),
+        "parallel.context=1",
+        "parallel.expert=1",
+        "parallel.expert_tensor=null",
+    ]
     return load(path, [*overrides, *alone, "parallel.backend=auto", "train.device=cpu"]).config
 
 
@@ -64,7 +69,9 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "seq_len": seq_len,
             "micro_batch_size": micro_batch,
             "global_batch_size": micro_batch * count,
-            "batch_ramp": [[1, micro_batch * unit_of(layouts)]] if user.train.batch_ramp and unit_of(layouts) < count else [],
+            "batch_ramp": [[1, micro_batch * unit_of(layouts)]]
+            if user.train.batch_ramp and unit_of(layouts) < count
+            else [],
             "precision": precision,
             "device": "cpu",
             "compile": False,
@@ -87,7 +94,14 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
             "compression": without_loss(user.engine.compression) if precision == "fp64" else None,
         },
-        "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"}
+        "parallel": {
+            "timeout_seconds": 60.0,
+            "tensor": 1,
+            "pipeline": 1,
+            "data": "auto",
+            "sequence": False,
+            "backend": "auto",
+        }
         | {"expert": 1, "expert_tensor": None},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
     }
@@ -99,7 +113,10 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
 
 def without_loss(compression: Compression | None) -> dict[str, Any] | None:
     """The same, but that it loses nothing."""
-    lossless: dict[str, dict[str, Any]] = {"int8": {"block": 64, "rounding": "none"}, "low_rank": {"rank": None}}
+    lossless: dict[str, dict[str, Any]] = {
+        "int8": {"block": 64, "rounding": "none"},
+        "low_rank": {"rank": None},
+    }
     return None if compression is None else {"kind": compression.kind, **lossless[compression.kind]}
 
 
@@ -119,7 +136,9 @@ def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
     if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
         seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
     divided = [layout for layout in layouts if layout.sequence or user.model.num_experts is not None]
-    while seq_len % pieces or any(micro_batch * seq_len // a.size("context") % a.size("tensor") for a in divided):
+    while seq_len % pieces or any(
+        micro_batch * seq_len // a.size("context") % a.size("tensor") for a in divided
+    ):
         seq_len += 1
     return micro_batch, seq_len
 
@@ -132,7 +151,11 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
     heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
     head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
     width = model.num_heads * user.head_size
-    hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
+    hidden = (
+        heads * head_size
+        if model.hidden_size == width
+        else max(8, round(model.hidden_size / width * heads * head_size))
+    )
     ffn = max(tensor, -(-round(resolved(model.ffn_size) / model.hidden_size * hidden) // tensor) * tensor)
     return (
         {
@@ -157,7 +180,9 @@ def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any
     model, small = user.model, dict[str, Any]()
     if model.window is not None and model.window < user.train.seq_len:
         small["window"] = max(1, min(model.window, seq_len // 3))
-        small["window_schedule"] = [[1, 1], [2, small["window"] - 1]][: small["window"] - 1] if model.window_schedule else []
+        small["window_schedule"] = (
+            [[1, 1], [2, small["window"] - 1]][: small["window"] - 1] if model.window_schedule else []
+        )
     for key in ("global_every", "nope_every"):
         if (every := getattr(model, key)) is not None and every <= model.num_layers:
             small[key] = min(every, 2)
@@ -191,7 +216,9 @@ def latents(user: Config) -> dict[str, Any]:
     model = user.model
     if model.kv_rank is None:
         return {}
-    small = {"kv_rank": 6, "plain_size": 6, "value_size": 5} | ({} if model.q_rank is None else {"q_rank": 10})
+    small = {"kv_rank": 6, "plain_size": 6, "value_size": 5} | (
+        {} if model.q_rank is None else {"q_rank": 10}
+    )
     return {key: min(getattr(model, key), size) for key, size in small.items()}
 
 
@@ -202,7 +229,14 @@ def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
 
 
 # Keys that may be null, and that nothing derives.
-UNDERIVED = {"engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers", "model.window"}
+UNDERIVED = {
+    "engine.config",
+    "model.source",
+    "model.base_width",
+    "model.base_head_size",
+    "model.base_layers",
+    "model.window",
+}
 UNDERIVED |= {"model.num_experts"}
 
 
@@ -216,7 +250,12 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
     for key in [key for key in written if defaults[key] is None and key not in UNDERIVED]:
         rest = {k: v for k, v in written.items() if k != key}
         with suppress(ConfigError):  # the others need it
-            if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
+            if (
+                flatten(
+                    resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True)
+                )[key]
+                == written[key]
+            ):
                 written = rest
     return sections_of(written)
 
@@ -234,15 +273,21 @@ def microbatches(user: Config, layouts: list[Layout]) -> int:
     """
     users = user.train.global_batch_size // user.train.micro_batch_size
     unit = unit_of(layouts)
-    full = [layout.size("data") * layout.size("pipeline") for layout in layouts]  # with a microbatch for each stage of each data rank
-    count = min(users, unit * -(-max(MICROBATCHES, 2 * max(layout.size("data") for layout in layouts)) // unit))
+    full = [
+        layout.size("data") * layout.size("pipeline") for layout in layouts
+    ]  # with a microbatch for each stage of each data rank
+    count = min(
+        users, unit * -(-max(MICROBATCHES, 2 * max(layout.size("data") for layout in layouts)) // unit)
+    )
     count = max(count, *(size for size in full if size <= users), 1)
     count = -(-count // unit) * unit
     least_full = min((size for size in full if size > users), default=count + 1)
     return count if count < least_full else max(unit, (least_full - 1) // unit * unit)
 
 
-def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts: list[Layout], tensor: int) -> dict[str, int]:
+def depth_and_vocabulary(
+    user: Config, small: dict[str, dict[str, Any]], layouts: list[Layout], tensor: int
+) -> dict[str, int]:
     """The fewest layers, with the smallest vocabulary, that are split over stages as the user's are.
 
     The cost of the head relative to a layer decides the split, so the vocabulary is at most so large that this ratio stays. If no small
@@ -255,7 +300,9 @@ def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts
     smallest = min(user.model.vocab_size, least + remainder)
     first = min(user.model.num_layers, max(stages[-1], LAYERS))
     model = small["model"] | {"num_layers": first, "vocab_size": smallest}
-    config = resolve(small | {"model": user.model.model_dump(mode="json") | model, "parallel": {}}, [], "verify", 1).config
+    config = resolve(
+        small | {"model": user.model.model_dump(mode="json") | model, "parallel": {}}, [], "verify", 1
+    ).config
     ratio = head_cost(user).total / layer_cost(user).total
     largest = ratio * layer_cost(config).total / head_cost(config).total * smallest
     vocabularies = [max(least, round(largest * part / 4) // tensor * tensor) + remainder for part in range(5)]
@@ -264,7 +311,9 @@ def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts
         for rows in sorted({min(user.model.vocab_size, rows) for rows in vocabularies}):
             sized = config.model.model_copy(update={"num_layers": layers, "vocab_size": rows})
             candidate = config.model_copy(update={"model": sized})
-            alike = sum(unevenness(candidate, count) == pattern for count, pattern in zip(stages, wanted, strict=True))
+            alike = sum(
+                unevenness(candidate, count) == pattern for count, pattern in zip(stages, wanted, strict=True)
+            )
             if alike > most:
                 best, most = (layers, rows), alike
     return dict(zip(("num_layers", "vocab_size"), best, strict=True))
@@ -279,7 +328,9 @@ def unevenness(config: Config, stages: int) -> list[int]:
 
 def with_stages(config: Config, stages: int) -> Config:
     """The resolved config with another number of stages, each on a rank of its own."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": stages, "chunks": 1})})
+    return config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"pipeline": stages, "chunks": 1})}
+    )
 
 
 def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -303,7 +354,10 @@ def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool =
     path = folder / "verify.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     config = load(str(path)).config
-    data = {"train": [[share, str(folder / name)] for name, share in BLEND.items()], "valid": str(folder / "valid")}
+    data = {
+        "train": [[share, str(folder / name)] for name, share in BLEND.items()],
+        "valid": str(folder / "valid"),
+    }
     path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
     for seed in range(DRAWS):
         rng = np.random.default_rng(seed)
@@ -331,8 +385,16 @@ def learned_at_cuts(config: Config) -> tuple[int, int]:
         corpus = stream.corpora[c]
         for start, length in stream.cuts[c].spans(sample):
             last, stop = start + length - 1, start + length
-            before += stop < corpus.num_tokens and together(corpus, last - 1, last, stop) and bool(corpus.learned(last, 1)[0])
-            behind += start > 0 and together(corpus, start - 1, start, start + 1) and bool(corpus.learned(start + 1, 1)[0])
+            before += (
+                stop < corpus.num_tokens
+                and together(corpus, last - 1, last, stop)
+                and bool(corpus.learned(last, 1)[0])
+            )
+            behind += (
+                start > 0
+                and together(corpus, start - 1, start, start + 1)
+                and bool(corpus.learned(start + 1, 1)[0])
+            )
     return before, behind
 
 
@@ -344,14 +406,18 @@ def together(corpus: IndexedTokens, *positions: int) -> bool:
 def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> None:
     """Writes the tokens for training and for validation. Packed documents would fit into samples, so now and then one is longer."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
-    lengths = dict.fromkeys(BLEND, (config.train.steps + 1) * batch * seq_len + 1) | {"valid": (batch + 3) * seq_len + 1 + seq_len // 3}
+    lengths = dict.fromkeys(BLEND, (config.train.steps + 1) * batch * seq_len + 1) | {
+        "valid": (batch + 3) * seq_len + 1 + seq_len // 3
+    }
     for name, length in lengths.items():
         with IndexedWriter(str(folder / name), np.uint16) as writer:
             tokens = rng.integers(0, config.model.vocab_size, length)
             begins = rng.random(length) < OFTEN[name] / seq_len
             begins[0] = False  # the first document begins there in any case
             if config.data.packing == "best_fit":
-                begins &= np.arange(length) // (2 * seq_len) % 3 > 0  # none in the first third of six samples' tokens
+                begins &= (
+                    np.arange(length) // (2 * seq_len) % 3 > 0
+                )  # none in the first third of six samples' tokens
             starts = np.flatnonzero(begins) if heeds_documents(config) else np.arange(1, 5) * length // 5
             starts.astype(np.int64).tofile(folder / f"{name}.starts")  # for the reference
             for document in np.split(tokens, starts):
@@ -372,7 +438,9 @@ def write_masks(config: Config, rng: np.random.Generator) -> None:
     number, _, samples = stream.locate(np.arange(min(train.steps, 2) * train.global_batch_size))
     for index, (c, sample) in enumerate(zip(number.tolist(), samples.tolist(), strict=True)):
         mask = masks[c]
-        positions = np.concatenate([np.arange(start, start + length) for start, length in stream.cuts[c].spans(sample)])
+        positions = np.concatenate(
+            [np.arange(start, start + length) for start, length in stream.cuts[c].spans(sample)]
+        )
         at = np.arange(len(positions))  # in the sample, whose first token is no target
         if index >= train.global_batch_size:
             middle = (train.seq_len * 3 // 8 < at) & (at <= train.seq_len * 5 // 8)

@@ -32,12 +32,22 @@ class Bounds:
     """
 
     def __init__(
-        self, precision: str, layers: int, sizes: dict[str, int], cancelled: dict[tuple[int, str], float], *, rounds: bool = False
+        self,
+        precision: str,
+        layers: int,
+        sizes: dict[str, int],
+        cancelled: dict[tuple[int, str], float],
+        *,
+        rounds: bool = False,
     ) -> None:
         self.rounds = rounds
         self.exact, self.sizes, self.cancelled = precision == "fp64", sizes, cancelled
-        self.typical = math.sqrt(ROUNDINGS * (layers + 1)) * ROUNDING  # the relative error of a gradient in bf16
-        self.explained: dict[tuple[str, int], float] = {}  # bf16: the largest error of one process, by kind and step
+        self.typical = (
+            math.sqrt(ROUNDINGS * (layers + 1)) * ROUNDING
+        )  # the relative error of a gradient in bf16
+        self.explained: dict[
+            tuple[str, int], float
+        ] = {}  # bf16: the largest error of one process, by kind and step
 
     @property
     def gradient(self) -> float:
@@ -54,7 +64,9 @@ class Bounds:
         if self.exact:
             return BOUND
         kind = difference.kind
-        if difference.step == 0:  # nothing is computed from first weights yet, which are rounded in the reference too
+        if (
+            difference.step == 0
+        ):  # nothing is computed from first weights yet, which are rounded in the reference too
             return EXACT
         if kind.startswith("own ") or difference.name.startswith("own "):
             if kind == "own gradient" and self.rounds:
@@ -69,7 +81,10 @@ class Bounds:
         if kind == "adam_m":
             cap *= self.cancelled.get((difference.step, difference.name), 1.0)
         # A second moment has squares. If a vector differs from another by a part e of it, their angle has the cosine 1 − e²/2.
-        cap, usual = {"adam_v": (2 * cap, 2 * self.typical), "direction": (cap**2 / 2, self.typical**2 / 2)}.get(kind, (cap, self.typical))
+        cap, usual = {
+            "adam_v": (2 * cap, 2 * self.typical),
+            "direction": (cap**2 / 2, self.typical**2 / 2),
+        }.get(kind, (cap, self.typical))
         return min(max(explained, BF16_FACTOR * usual), cap)
 
     def of_activations(self, worst_of_one_process: float) -> float:

@@ -38,7 +38,9 @@ class SeenGradient(MainGradient):
         self.main.add_rows(grad, rows)
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
-        exact = x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)  # not rounded to x's dtype
+        exact = (
+            x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)
+        )  # not rounded to x's dtype
         a, b = (grad.double(), x.double()) if exact else (grad, x)
         self.parts.append((a.t() @ b).double())
         self.main.add_product(grad, x)
@@ -93,7 +95,9 @@ class Trace(Observer):
 
     vital = True
 
-    def __init__(self, stages: Sequence[Stage], folder: Path | None, rank: int = 0, samples: Group = SOLO) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], folder: Path | None, rank: int = 0, samples: Group = SOLO
+    ) -> None:
         """`samples`: the ranks that read different samples, as they are dealt to them by turns."""
         self.stages, self.folder, self.rank, self.samples = stages, folder, rank, samples
         self.events: dict[str, Tensor] = {}
@@ -101,7 +105,9 @@ class Trace(Observer):
         self.handles: list[Any] = []
         self.microbatch, self.phase, self.chunk = 0, "forward", 0
         self.watches: list[GradientWatch] = []
-        self.halves: dict[tuple[int, int, str, str], Tensor] = {}  # parameters' gradients of split backwards: microbatch, chunk, place
+        self.halves: dict[
+            tuple[int, int, str, str], Tensor
+        ] = {}  # parameters' gradients of split backwards: microbatch, chunk, place
 
     def enter(self, microbatch: int, phase: str, chunk: int = 0) -> None:
         """Notes that `phase` (an op's value) of the microbatch with this index in the global batch begins."""
@@ -109,7 +115,9 @@ class Trace(Observer):
 
     def action_begins(self, action: Action) -> None:
         if action.op in COMPUTE:
-            self.enter(action.microbatch * self.samples.size + self.samples.rank, action.op.value, action.chunk)
+            self.enter(
+                action.microbatch * self.samples.size + self.samples.rank, action.op.value, action.chunk
+            )
 
     def action_ends(self, action: Action) -> None:
         if action.op in COMPUTE:
@@ -137,7 +145,11 @@ class Trace(Observer):
         key = "|".join(map(str, (len(self.events), *event, self.visits[event])))
         self.visits[event] += 1
         # As a dtype that numpy has, without rounding.
-        self.events[key] = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True).contiguous()
+        self.events[key] = (
+            value.detach()
+            .to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+            .contiguous()
+        )
 
     def __enter__(self) -> "Trace":
         if self.folder is None:
@@ -181,7 +193,9 @@ class Trace(Observer):
             for i, value in enumerate(output if isinstance(output, tuple) else (output,)):
                 self.note(name, f"output {i}" if i else "output", value)
 
-        if not isinstance(module, nn.ModuleDict | nn.ModuleList | Experts):  # of the last, rows come from other ranks
+        if not isinstance(
+            module, nn.ModuleDict | nn.ModuleList | Experts
+        ):  # of the last, rows come from other ranks
             self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _wrap(self, head: nn.Module, name: str) -> None:
@@ -204,4 +218,7 @@ class Trace(Observer):
                 for name in WRAPPED:
                     delattr(head, name)
         if error is None:
-            save_file({key: torch.atleast_1d(value) for key, value in self.events.items()}, self.folder / f"trace_{self.rank}.safetensors")
+            save_file(
+                {key: torch.atleast_1d(value) for key, value in self.events.items()},
+                self.folder / f"trace_{self.rank}.safetensors",
+            )

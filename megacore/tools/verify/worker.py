@@ -32,17 +32,25 @@ def serve(argv: list[str]) -> None:
     for line in sys.stdin:
         task = json.loads(line)
         os.environ.update(task["environment"])
-        torch.manual_seed(0)  # so that draws from PyTorch's generator are the same in another version of the code
+        torch.manual_seed(
+            0
+        )  # so that draws from PyTorch's generator are the same in another version of the code
         try:
             with planted(task["plant"]):
                 perform(task)
             answer: dict[str, Any] = {"error": None, "finished": time.monotonic()}
         except UserError as error:
-            answer = {"error": str(error), "mistake": [error.where, error.wrong, error.right], "finished": time.monotonic()}
+            answer = {
+                "error": str(error),
+                "mistake": [error.where, error.wrong, error.right],
+                "finished": time.monotonic(),
+            }
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             answer = {"error": reason, "traceback": traceback.format_exc(), "finished": time.monotonic()}
-        print(json.dumps(answer), file=answers, flush=True)  # before the group is destroyed: the peers' errors come after the cause
+        print(
+            json.dumps(answer), file=answers, flush=True
+        )  # before the group is destroyed: the peers' errors come after the cause
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -75,7 +83,9 @@ def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         wrong = f"{plant} cannot be found: {error}"
-        raise ConfigError("--plant", wrong, "module:function, such as tests.faults.tensor:embedding_unsummed") from error
+        raise ConfigError(
+            "--plant", wrong, "module:function, such as tests.faults.tensor:embedding_unsummed"
+        ) from error
     return make()
 
 

@@ -19,16 +19,23 @@ class RankFailed(RuntimeError):
         self.report = report
 
 
-WORKER = "megacore.tools.verify.worker", "megacore.verify.worker"  # the second in checkouts of November 2026 and before
+# the second in checkouts of November 2026 and before
+WORKER = "megacore.tools.verify.worker", "megacore.verify.worker"
 
 
 class ProofWorkers(workers.Workers):
     """Processes that run the code of one checkout. There are as many as the largest layout so far needs."""
 
     def __init__(self, checkout: Path) -> None:
-        module = next((name for name in WORKER if (checkout / f"{name.replace('.', '/')}.py").is_file()), None)
+        module = next(
+            (name for name in WORKER if (checkout / f"{name.replace('.', '/')}.py").is_file()), None
+        )
         if module is None:
-            raise ConfigError("--against", f"{checkout} is no checkout of megacore that has launch/verify.py", "the root of one")
+            raise ConfigError(
+                "--against",
+                f"{checkout} is no checkout of megacore that has launch/verify.py",
+                "the root of one",
+            )
         self.checkout = checkout
         path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -43,12 +50,21 @@ class ProofWorkers(workers.Workers):
         try:
             for hello in self.grow(world):
                 if hello["protocol"] != PROTOCOL:
-                    wrong = f"{self.checkout} speaks version {hello['protocol']} of verify's protocol, and this one version {PROTOCOL}"
+                    wrong = (
+                        f"{self.checkout} speaks version {hello['protocol']} of verify's protocol, "
+                        f"and this one version {PROTOCOL}"
+                    )
                     raise ConfigError("--against", wrong, "a checkout with the same version")
             port = free_port()
             # Ranks take turns on two hosts, so that data ranks of one host are no neighbours.
             hosts = [{"MEGACORE_HOST": f"host {rank // task.get('tensor', 1) % 2}"} for rank in range(world)]
-            self.ask([task | {"environment": rank_environment(rank, world, port) | hosts[rank]} for rank in range(world)], timeout)
+            self.ask(
+                [
+                    task | {"environment": rank_environment(rank, world, port) | hosts[rank]}
+                    for rank in range(world)
+                ],
+                timeout,
+            )
         except BaseException as error:
             self.close()  # the others may wait for the one that failed
             if isinstance(error, workers.WorkerFailed):

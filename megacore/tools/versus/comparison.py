@@ -1,4 +1,6 @@
-"""The runs of a comparison: all rates on the first seed, the best rate of each contender on every seed, and what became of them."""
+"""The runs of a comparison: all rates on the first seed, the best rate of each contender on every
+seed, and what became of them.
+"""
 
 import math
 from pathlib import Path
@@ -18,7 +20,9 @@ LAST = 5  # logged steps, of which a training loss is the mean
 class Comparison:
     """Two contenders, and what became of their runs."""
 
-    def __init__(self, contenders: tuple[Contender, Contender], rates: list[float], seeds: int, folder: Path) -> None:
+    def __init__(
+        self, contenders: tuple[Contender, Contender], rates: list[float], seeds: int, folder: Path
+    ) -> None:
         self.contenders, self.rates = contenders, rates
         first = contenders[0].config.train.seed
         self.seeds = list(range(first, first + seeds))
@@ -38,7 +42,10 @@ class Comparison:
         return row_of(self.folder, self.trials[contender.name, rate, seed], LAST)
 
     def loss(self, row: Row) -> float:
-        """What a run is judged by; infinite if it has not finished. Other losses than that of the next tokens do not count."""
+        """What a run is judged by; infinite if it has not finished.
+
+        Other losses than that of the next tokens do not count.
+        """
         if not row.finished:
             return math.inf
         if self.metric == "loss":
@@ -51,12 +58,17 @@ class Comparison:
 
     def first(self) -> list[Row]:
         """All rates on the first seed."""
-        return [self.row(contender, rate, self.seeds[0]) for contender in self.contenders for rate in self.rates]
+        return [
+            self.row(contender, rate, self.seeds[0]) for contender in self.contenders for rate in self.rates
+        ]
 
     def pairs(self) -> list[tuple[Row, Row]]:
         """The best rate of each on all seeds."""
         rates = [self.best_rate(contender) for contender in self.contenders]
-        idea, other = ([self.row(c, rate, seed) for seed in self.seeds] for c, rate in zip(self.contenders, rates, strict=True))
+        idea, other = (
+            [self.row(c, rate, seed) for seed in self.seeds]
+            for c, rate in zip(self.contenders, rates, strict=True)
+        )
         return list(zip(idea, other, strict=True))
 
     def logged(self, row: Row) -> list[Training]:
@@ -70,7 +82,12 @@ class Comparison:
     def curve(self, row: Row) -> Curve:
         """A finished run's curve."""
         steps = self.logged(row)
-        return Curve([line.tokens for line in steps], self.losses(row), self.loss(row), median(line.step_seconds for line in steps))
+        return Curve(
+            [line.tokens for line in steps],
+            self.losses(row),
+            self.loss(row),
+            median(line.step_seconds for line in steps),
+        )
 
     def asked(self) -> list[Row]:
         """All runs that are needed by now, each once."""

@@ -82,9 +82,13 @@ class Contender:
             phases["decay_steps"] = counted(resolved(optim.decay_steps))
         found = self.changed("train", steps=counted(train.steps)).changed("optim", **phases)
         if train.batch_ramp:
-            found = found.changed("train", batch_ramp=[[counted(last), size] for last, size in train.batch_ramp])
+            found = found.changed(
+                "train", batch_ramp=[[counted(last), size] for last, size in train.batch_ramp]
+            )
         if model.window_schedule:
-            found = found.changed("model", window_schedule=[[counted(last), window] for last, window in model.window_schedule])
+            found = found.changed(
+                "model", window_schedule=[[counted(last), window] for last, window in model.window_schedule]
+            )
         return found
 
 
@@ -92,7 +96,11 @@ def read_contender(path: str, overrides: Sequence[str]) -> Contender:
     """A config, or the one beside a fork's file. Raises `UserError`."""
     config = Path(path).with_suffix(".json") if path.endswith(".py") else Path(path)
     if config != Path(path) and not config.exists():
-        raise ConfigError("arguments", f"{path} has no config {config.name} beside it", "a config: its model.source names the file")
+        raise ConfigError(
+            "arguments",
+            f"{path} has no config {config.name} beside it",
+            "a config: its model.source names the file",
+        )
     sections = read(str(config))
     apply(list(overrides), sections)
     if path.endswith(".py"):
@@ -110,13 +118,19 @@ def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contend
         return other if other.name != idea.name else replace(other, name=f"{other.name} (against)")
     sections = copy.deepcopy(idea.sections)
     model = sections["model"]
-    others = ExpertSettings.model_fields.keys() | LatentSettings.model_fields.keys() | {"source", "source_digest"}
+    others = (
+        ExpertSettings.model_fields.keys() | LatentSettings.model_fields.keys() | {"source", "source_digest"}
+    )
     plain = ModelConfig.model_fields.keys() - others
     sections["model"] = model = {key: value for key, value in model.items() if key in plain}
     for key in ("expert", "expert_tensor", "expert_halves"):
         sections.get("parallel", {}).pop(key, None)
     if model == idea.sections["model"]:
-        raise ConfigError("--against", f"{idea.name} is the plain model: it has no model.source, experts or latents", "another config")
+        raise ConfigError(
+            "--against",
+            f"{idea.name} is the plain model: it has no model.source, experts or latents",
+            "another config",
+        )
     return Contender("gpt", sections)
 
 
@@ -125,7 +139,11 @@ def check_alike(idea: Contender, other: Contender, how: str) -> None:
     first, second = (flatten(c.config.model_dump(mode="json", by_alias=True)) for c in (idea, other))
     for key in (*ALIKE, *(() if how == "steps" else ("train.steps",))):
         if first[key] != second[key]:
-            raise ConfigError("--against", f"{idea.name} has {key} {first[key]}, and {other.name} {second[key]}", "the same in both")
+            raise ConfigError(
+                "--against",
+                f"{idea.name} has {key} {first[key]}, and {other.name} {second[key]}",
+                "the same in both",
+            )
 
 
 def matched(idea: Contender, other: Contender, how: str) -> Contender:
@@ -136,7 +154,9 @@ def matched(idea: Contender, other: Contender, how: str) -> Contender:
     wanted, has = idea.flops, other.flops
     if wanted is None or has is None:
         name = (idea if wanted is None else other).name
-        raise ConfigError("--match", f"the operations of {name} cannot be counted", "--match none: as many steps of each")
+        raise ConfigError(
+            "--match", f"the operations of {name} cannot be counted", "--match none: as many steps of each"
+        )
     if how == "steps":
         return other.stretched(wanted / has)
     multiple = FFN * other.config.parallel.tensor
@@ -156,7 +176,9 @@ def differences(idea: Contender, other: Contender) -> list[tuple[str, str, str]]
     """Settings in which both differ, with the value of each, as far as their files and what was matched say."""
     first, second = flatten(idea.sections), flatten(other.sections)
     missing = object()
-    keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key, missing) != second.get(key, missing)]
+    keys = [
+        key for key in dict.fromkeys([*first, *second]) if first.get(key, missing) != second.get(key, missing)
+    ]
     return [(key, str(first.get(key, "–")), str(second.get(key, "–"))) for key in keys]
 
 
@@ -171,7 +193,9 @@ def scaled(sections: Sections, rate: float) -> Sections:
     return found
 
 
-def trials_of(contenders: Sequence[Contender], rates: Sequence[float], seeds: Sequence[int]) -> Iterator[tuple[Contender, Trial]]:
+def trials_of(
+    contenders: Sequence[Contender], rates: Sequence[float], seeds: Sequence[int]
+) -> Iterator[tuple[Contender, Trial]]:
     """Every run that may be asked for. Raises `UserError`, naming the first whose config cannot run."""
     for contender in contenders:
         contender.config  # noqa: B018  (raises)
@@ -183,7 +207,14 @@ def trials_of(contenders: Sequence[Contender], rates: Sequence[float], seeds: Se
                 own = copy.deepcopy(sections)
                 own.setdefault("train", {})["seed"] = seed
                 point = f"{contender.name.replace(' ', '_')},rate={rate:g}"
-                trial = Trial(f"{point},seed={seed}", point, {"contender": contender.name, "rate": rate}, seed, own, contender.ranks)
+                trial = Trial(
+                    f"{point},seed={seed}",
+                    point,
+                    {"contender": contender.name, "rate": rate},
+                    seed,
+                    own,
+                    contender.ranks,
+                )
                 try:
                     trial.config  # noqa: B018  (raises)
                 except UserError as error:

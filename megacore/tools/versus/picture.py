@@ -26,13 +26,24 @@ def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, met
     for which, (name, colour) in enumerate(((verdict.idea, IDEA), (verdict.other, OTHER))):
         band(losses, pairs[0][which].tokens, [pair[which] for pair in smooth], colour, name)
         finals = [pair[which].final for pair in pairs]
-        losses.plot([pairs[0][which].tokens[-1] / MILLION] * len(finals), finals, "o", color=colour, ms=4, mfc="white")
-    ends = [loss for own, theirs in smooth for curve in (own, theirs) for loss in curve[int(SKIPPED * len(curve)) :]]
-    finite = [loss for loss in (*ends, *(curve.final for pair in pairs for curve in pair)) if math.isfinite(loss)]
+        losses.plot(
+            [pairs[0][which].tokens[-1] / MILLION] * len(finals), finals, "o", color=colour, ms=4, mfc="white"
+        )
+    ends = [
+        loss
+        for own, theirs in smooth
+        for curve in (own, theirs)
+        for loss in curve[int(SKIPPED * len(curve)) :]
+    ]
+    finite = [
+        loss for loss in (*ends, *(curve.final for pair in pairs for curve in pair)) if math.isfinite(loss)
+    ]
     if finite:
         losses.set_ylim(min(finite) - 0.05 * (max(finite) - min(finite)), max(finite))
     losses.set_ylabel("training loss, nats a token")
-    losses.set_title(f"mean and {SHARE:.0%} interval of {len(pairs)} seeds; circles: {metric}", loc="left", fontsize=9)
+    losses.set_title(
+        f"mean and {SHARE:.0%} interval of {len(pairs)} seeds; circles: {metric}", loc="left", fontsize=9
+    )
     losses.legend(frameon=False)
     if pairs[0][0].tokens == pairs[0][1].tokens:
         gaps = [[a - b for a, b in zip(own, theirs, strict=True)] for own, theirs in smooth]
@@ -43,7 +54,9 @@ def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, met
             differences.set_ylim(min(*tail, 0) * 1.1 - 1e-3, max(*tail, 0) * 1.1 + 1e-3)
         differences.set_ylabel("difference of training loss; below 0 the first is better")
     else:
-        differences.text(0.5, 0.5, "they read different numbers of tokens", ha="center", transform=differences.transAxes)
+        differences.text(
+            0.5, 0.5, "they read different numbers of tokens", ha="center", transform=differences.transAxes
+        )
     differences.set_title(verdict.lines()[0], loc="left", fontsize=9)
     for axes in (losses, differences):
         axes.set_xlabel("tokens, millions")
@@ -52,10 +65,14 @@ def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, met
     figure.savefig(path)
 
 
-def band(axes: "Axes", tokens: Sequence[int], curves: Sequence[Sequence[float]], colour: str, name: str) -> None:
+def band(
+    axes: "Axes", tokens: Sequence[int], curves: Sequence[Sequence[float]], colour: str, name: str
+) -> None:
     """The mean of curves over seeds, with its interval."""
     places = [count / MILLION for count in tokens]
     found = [interval(values) for values in zip(*curves, strict=True)]
     axes.plot(places, [mean for mean, _ in found], color=colour, label=name)
     if len(curves) > 1:
-        axes.fill_between(places, [m - h for m, h in found], [m + h for m, h in found], color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(
+            places, [m - h for m, h in found], [m + h for m, h in found], color=colour, alpha=0.2, linewidth=0
+        )

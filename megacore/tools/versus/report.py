@@ -1,4 +1,6 @@
-"""What a comparison says: of both models before it, and of their losses behind it; as text, try.json and try.png."""
+"""What a comparison says: of both models before it, and of their losses behind
+it; as text, try.json and try.png.
+"""
 
 import math
 import sys
@@ -18,12 +20,18 @@ def announce(comparison: Comparison, match: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    console = Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140
+    )
     idea, other = comparison.contenders
     table = Table("", "parameters", "operations a token", "tokens", "operations", box=None)
     for contender in comparison.contenders:
         flops = contender.flops
-        work = ("not known", "not known") if flops is None else (f"{flops:,.0f}", f"{flops * contender.tokens:.3g}")
+        work = (
+            ("not known", "not known")
+            if flops is None
+            else (f"{flops:,.0f}", f"{flops * contender.tokens:.3g}")
+        )
         table.add_row(contender.name, f"{contender.parameters:,}", work[0], f"{contender.tokens:,}", work[1])
     console.print(table)
     settings = Table("differs", idea.name, other.name, box=None)
@@ -39,8 +47,14 @@ def report(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
-    metric = "validation loss behind the last step" if comparison.metric == "valid_loss" else f"mean of the last {LAST} logged losses"
+    console = Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140
+    )
+    metric = (
+        "validation loss behind the last step"
+        if comparison.metric == "valid_loss"
+        else f"mean of the last {LAST} logged losses"
+    )
     pairs = [pair for pair in comparison.pairs() if all(row.finished for row in pair)]
     if not pairs:
         console.print("no pair of runs has finished")
@@ -61,14 +75,27 @@ def report(comparison: Comparison) -> None:
     for line in lines:
         console.print(line)
     path = comparison.folder.path
-    written = {"idea": idea.name, "other": other.name, "metric": comparison.metric, "pairs": [finite(gap) for gap in verdict.differences]}
-    found = {"mean": finite(verdict.mean), "half": finite(verdict.half), "sure": verdict.sure, "reached": verdict.reached, "lines": lines}
+    written = {
+        "idea": idea.name,
+        "other": other.name,
+        "metric": comparison.metric,
+        "pairs": [finite(gap) for gap in verdict.differences],
+    }
+    found = {
+        "mean": finite(verdict.mean),
+        "half": finite(verdict.half),
+        "sure": verdict.sure,
+        "reached": verdict.reached,
+        "lines": lines,
+    }
     write_json("--folder", path / "try.json", written | found)
     try:
         with replaced(str(path / "try.png")) as aside:
             draw(verdict, curves, LAST, metric, aside)
     except OSError as error:
-        raise ConfigError("--folder", f"cannot write {path / 'try.png'}: {error.strerror}", "a folder with room") from None
+        raise ConfigError(
+            "--folder", f"cannot write {path / 'try.png'}: {error.strerror}", "a folder with room"
+        ) from None
     console.print(f"\nin {path}: try.json, try.png")
 
 
@@ -78,7 +105,9 @@ def finite(value: float) -> float | None:
 
 
 def edges(comparison: Comparison) -> list[str]:
-    """A line for each contender whose best rate is the smallest or the largest that was tried, or the only one."""
+    """A line for each contender whose best rate is the smallest or the largest
+    that was tried, or the only one.
+    """
     if len(comparison.rates) == 1:
         return ["One learning rate was tried for both, and it may suit one of them better: --rates 0.5,1,2."]
     found = []
@@ -86,5 +115,8 @@ def edges(comparison: Comparison) -> list[str]:
         best = comparison.best_rate(contender)
         if best in (comparison.rates[0], comparison.rates[-1]):
             which = "smallest" if best == comparison.rates[0] else "largest"
-            found.append(f"The best rate of {contender.name}, ×{best:g}, is the {which} that was tried: a better one may lie beyond it.")
+            found.append(
+                f"The best rate of {contender.name}, ×{best:g}, is the {which} that was tried: a better "
+                "one may lie beyond it."
+            )
     return found

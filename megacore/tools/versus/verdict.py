@@ -23,8 +23,9 @@ def t_quantile(share: float, degrees: int) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and how far to both sides of it the true one lies with `SHARE`, if values are normally distributed (Student 1908).
-    Infinitely far for one value, or where one is not finite."""
+    """The mean, and how far to both sides of it the true one lies with `SHARE`, if values are normally
+    distributed (Student 1908). Infinitely far for one value, or where one is not finite.
+    """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return fmean(values), math.inf
     return fmean(values), t_quantile(SHARE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -51,7 +52,8 @@ class Verdict:
     idea: str
     other: str
     differences: list[float]  # idea's final loss less the other's
-    reached: list[float | None]  # the part of the other's tokens after which the idea has the other's last training loss
+    # the part of the other's tokens after which the idea has the other's last training loss
+    reached: list[float | None]
 
     @property
     def mean(self) -> float:
@@ -72,13 +74,26 @@ class Verdict:
         """It in words."""
         pairs = len(self.differences)
         if not all(map(math.isfinite, self.differences)):
-            return [f"A run of {self.idea} or {self.other} diverged, so their losses cannot be compared: try lower --rates."]
+            return [
+                f"A run of {self.idea} or {self.other} diverged, so their losses cannot be compared: try "
+                "lower --rates."
+            ]
         if pairs < 2:
-            return [f"{self.idea} - {self.other}: {self.mean:+.4f} nats a token. One seed says nothing about noise: --seeds 5."]
-        range_ = f"{self.mean - self.half:+.4f} to {self.mean + self.half:+.4f} with {SHARE:.0%}, {pairs} pairs"
+            return [
+                f"{self.idea} - {self.other}: {self.mean:+.4f} nats a token. One seed says nothing about "
+                "noise: --seeds 5."
+            ]
+        range_ = (
+            f"{self.mean - self.half:+.4f} to {self.mean + self.half:+.4f} with {SHARE:.0%}, {pairs} pairs"
+        )
         said = f"{self.idea} - {self.other}: {self.mean:+.4f} nats a token ({range_})."
         better = "better" if self.mean < 0 else "worse"
-        found = [said, f"So {self.idea} is {better}, by more than noise." if self.sure else "That is no more than noise."]
+        found = [
+            said,
+            f"So {self.idea} is {better}, by more than noise."
+            if self.sure
+            else "That is no more than noise.",
+        ]
         if self.mean < 0 and self.sure:
             found.append(self.reach())
         return found
@@ -97,10 +112,24 @@ class Verdict:
 
 def compare(idea: str, other: str, pairs: Sequence[tuple[Curve, Curve]], width: int) -> Verdict:
     """The verdict of pairs of runs, (idea, other). Training losses are means of `width` logged ones."""
-    return Verdict(idea, other, [own.final - theirs.final for own, theirs in pairs], [reached(*pair, width) for pair in pairs])
+    return Verdict(
+        idea,
+        other,
+        [own.final - theirs.final for own, theirs in pairs],
+        [reached(*pair, width) for pair in pairs],
+    )
 
 
 def reached(own: Curve, theirs: Curve, width: int) -> float | None:
-    """The part of the other's tokens after which a run has the other's last training loss; None if it never has."""
+    """The part of the other's tokens after which a run has the other's last
+    training loss; None if it never has.
+    """
     goal = theirs.smooth(width)[-1]
-    return next((t / theirs.tokens[-1] for t, loss in zip(own.tokens, own.smooth(width), strict=True) if loss <= goal), None)
+    return next(
+        (
+            t / theirs.tokens[-1]
+            for t, loss in zip(own.tokens, own.smooth(width), strict=True)
+            if loss <= goal
+        ),
+        None,
+    )
