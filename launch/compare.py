@@ -1,4 +1,6 @@
-"""Compares runs: where their losses part, what their configs differ in, and loss, speed, gradient norm and memory in one figure."""
+"""Compares runs: where their losses part, what their configs differ in, and loss, speed, gradient
+norm and memory in one figure.
+"""
 
 import argparse
 import json
@@ -12,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EXAMPLE = "python launch/compare.py runs/a runs/b --plot compare.png"
-MORE = """A run is its folder, log.dir. Each run is compared with the first one, over the steps that both logged: where their losses differ
-in any bit, and where by more than --tolerance. Time leaves out validation and saving, as metrics.jsonl does.
+MORE = """A run is its folder, log.dir. Each run is compared with the first one, over the steps that both
+logged: where their losses differ in any bit, and where by more than --tolerance. Time leaves out validation
+and saving, as metrics.jsonl does.
 Exit status: 0 done, 2 bad arguments or records."""
 COLOURS = ("#2f6fab", "#e67e22", "#2a9d5c", "#c0392b", "#7d5ba6", "#8a8a8a", "#17a2b8", "#b8860b")
 DASHES = ("-", "--", ":", "-.")  # behind the last colour they change
@@ -53,7 +55,9 @@ class Written(Record):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's records: its flat config, and its lines of training and of validation in the order of their steps."""
+    """A run's records: its flat config, and its lines of training and of
+    validation in the order of their steps.
+    """
 
     name: str
     every: int  # steps between records
@@ -62,8 +66,11 @@ class Run:
     validations: list[Validation]
 
     def seconds(self) -> list[float]:
-        """Time spent in training steps up to each logged step. A run that went on from another folder's checkpoint did not do the
-        steps before it: its first record stands for the steps since the logged one before."""
+        """Time spent in training steps up to each logged step.
+
+        A run that went on from another folder's checkpoint did not do the steps before it: its first record
+        stands for the steps since the logged one before.
+        """
         done, out = 0.0, []
         before = max(0, self.steps[0].step - self.every)
         for line in self.steps:
@@ -139,7 +146,9 @@ def flat(value: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def parting(first: Run, other: Run, tolerance: float) -> dict[str, Any]:
-    """How many logged steps two runs share, and the first of them whose losses differ: in any bit, and by more than `tolerance`."""
+    """How many logged steps two runs share, and the first of them whose losses differ: in any
+    bit, and by more than `tolerance`.
+    """
     losses = {line.step: line.loss for line in first.steps}
     shared = [(line.step, losses[line.step], line.loss) for line in other.steps if line.step in losses]
     apart = [(step, difference(a, b)) for step, a, b in shared]
@@ -152,7 +161,9 @@ def parting(first: Run, other: Run, tolerance: float) -> dict[str, Any]:
 
 
 def difference(a: float | None, b: float | None) -> float:
-    """Relative difference of two losses; null, which stands for a loss that is not finite, equals null alone."""
+    """Relative difference of two losses; null, which stands for a loss that is not
+    finite, equals null alone.
+    """
     if a is None or b is None:
         return 0.0 if a is b else 1.0
     return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
@@ -177,8 +188,10 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def differing(runs: list[Run]) -> dict[str, list[Any]]:
-    """The config keys whose values are not the same in all runs, with each run's value; where a run writes to is left out.
-    A key that a run's record lacks, because it was written before there was the key, has its default."""
+    """The config keys whose values are not the same in all runs, with each run's value; where a
+    run writes to is left out. A key that a run's record lacks, because it was written before
+    there was the key, has its default.
+    """
     defaults = flat(Config().model_dump(mode="json", by_alias=True))
     keys = sorted({key for run in runs for key in run.config} - {"log.dir"})
     values = {key: [run.config.get(key, defaults.get(key)) for run in runs] for key in keys}
@@ -195,10 +208,16 @@ def show(runs: list[Run], found: dict[str, Any]) -> None:
     )
     results = Table("", *(shown(run.name) for run in runs), box=None)
     rows = {
-        "steps": "{step:,}", "tokens": "{tokens:,}", "seconds": "{seconds:,.1f}", "loss": "{loss}",
-        "best validation loss": "{best_valid_loss}", "tokens/s, median": "{tokens_per_second:,.0f}", "MFU, median": "{mfu}",
-        "peak memory, GB": "{gigabytes:.2f}", "skipped": "{skipped}",
-    }  # fmt: skip
+        "steps": "{step:,}",
+        "tokens": "{tokens:,}",
+        "seconds": "{seconds:,.1f}",
+        "loss": "{loss}",
+        "best validation loss": "{best_valid_loss}",
+        "tokens/s, median": "{tokens_per_second:,.0f}",
+        "MFU, median": "{mfu}",
+        "peak memory, GB": "{gigabytes:.2f}",
+        "skipped": "{skipped}",
+    }
     for label, form in rows.items():
         cells = []
         for run in runs:
@@ -237,7 +256,10 @@ def sentence(first: Run, other: Run, found: dict[str, Any], tolerance: float) ->
         else f"by more than {tolerance:g} from step {beyond}"
     )
     most = found["largest_relative_difference"]
-    return f"{names}: losses differ from step {found['first_differing_step']}, {more} (at most {most:.1e}, {shared} steps in common)"
+    return (
+        f"{names}: losses differ from step {found['first_differing_step']}, {more} (at most "
+        f"{most:.1e}, {shared} steps in common)"
+    )
 
 
 def draw(runs: list[Run], path: str) -> None:
@@ -254,10 +276,8 @@ def draw(runs: list[Run], path: str) -> None:
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         style: dict[str, Any] = {"color": colour, "linestyle": dash, "label": run.name}
         tokens, seconds = [line.tokens for line in run.steps], run.seconds()
-        style |= {
-            "marker": "o" if len(tokens) == 1 else "",
-            "linewidth": 3.5 if number == 0 else 1.3,
-        }  # an equal run lies on the first
+        # an equal run lies on the first
+        style |= {"marker": "o" if len(tokens) == 1 else "", "linewidth": 3.5 if number == 0 else 1.3}
         loss.plot(tokens, column(run.steps, "loss"), **style)
         a_step = run.steps[-1].tokens / run.steps[-1].step
         valid = [line.step * a_step for line in run.validations]

@@ -1,22 +1,27 @@
-"""Checks that muP is right for a model: sizes of activations and updates after some steps, over the width, standard beside muP."""
+"""Checks that muP is right for a model: sizes of activations and updates after some steps, over
+the width, standard beside muP.
+"""
 
 import argparse
 import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 
-EXAMPLE = "python launch/coordinates.py --config configs/gpt_tiny.json --widths 64,128,256 --layouts one,tp2 optim.lr=0.01"
-MORE = """The config's model is trained for some steps at each width, by real gloo ranks on this machine's CPU, with few layers and
-tokens: with model.parametrization=standard, and with mup from model.base_width or the smallest width. Its heads grow in number; all else
-is in proportion. A slope is d log(size) / d log(width): with muP about 0, also for logits, which may shrink at first.
-Every layout must have the sizes of the first one.
+EXAMPLE = (
+    "python launch/coordinates.py --config configs/gpt_tiny.json --widths 64,128,256 --layouts "
+    "one,tp2 optim.lr=0.01"
+)
+MORE = """The config's model is trained for some steps at each width, by real gloo ranks on this machine's
+CPU, with few layers and
+tokens: with model.parametrization=standard, and with mup from model.base_width or the smallest width. Its
+heads grow in number; all else is in proportion. A slope is d log(size) / d log(width): with muP about 0, also
+for logits, which may shrink at first. Every layout must have the sizes of the first one.
 
 docs/mup.md says more.
 

@@ -1,4 +1,6 @@
-"""Trains with a fault and shows when it was noticed, what was lost, and whether the weights are those of a run without it."""
+"""Trains with a fault and shows when it was noticed, what was lost, and whether the weights
+are those of a run without it.
+"""
 
 import argparse
 import json
@@ -8,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.rank_info import RankInfo
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     from tests.drills.drills import Drill, Outcome
     from tests.drills.faults import Fault
 
-EXAMPLE = "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault nan:rank=0,step=5 parallel.tensor=2"
-MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest of two checkpoints);
-each strikes one rank at the beginning of one step. Every run has 12 steps and a checkpoint every 4 unless overridden.
-With --soak, random ranks are killed for so many seconds instead.
+EXAMPLE = (
+    "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault "
+    "nan:rank=0,step=5 parallel.tensor=2"
+)
+MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest
+of two checkpoints); each strikes one rank at the beginning of one step. Every run has 12 steps and a
+checkpoint every 4 unless overridden. With --soak, random ranks are killed for so many seconds instead.
 Exit status: 0 if all went as it should, 1 if not."""
 MOST_RANKS = 1024  # of one machine
 SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard=false"]

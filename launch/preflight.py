@@ -1,4 +1,6 @@
-"""Looks at the machines of a run before it starts: each by itself first, then the groups and links between them."""
+"""Looks at the machines of a run before it starts: each by itself first, then the
+groups and links between them.
+"""
 
 import argparse
 import json
@@ -7,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -35,8 +36,9 @@ from megacore.tools.relaunch.hosts import SSH, check_ranks, chosen_hosts, read_h
 from megacore.tools.settings.load import load, smallest_world
 
 EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
-MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks of any launcher look at their
-machines (srun python launch/preflight.py --config …), and a process alone looks at this machine.
+MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks
+of any launcher look at their machines (srun python launch/preflight.py --config …), and a process alone looks
+at this machine.
 Exit status: 0 all hosts pass, 1 some should be left out, 2 bad config, hostfile or arguments."""
 
 
@@ -65,9 +67,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="start nothing; print what a launch would run on each host"
     )
-    parser.add_argument(
-        "--together", action="store_true", help=argparse.SUPPRESS
-    )  # ranks that preflight itself has started
+    # ranks that preflight itself has started
+    parser.add_argument("--together", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if not 0 < args.port < 65536:
@@ -160,7 +161,10 @@ def tell(
     result: dict[str, Any] | str,
     names: list[str],
 ) -> int:
-    """Prints what was found; returns the exit status. `result`: of all machines together, called `names`, or why there is none."""
+    """Prints what was found; returns the exit status.
+
+    `result`: of all machines together, called `names`, or why there is none.
+    """
     findings = [*findings, *(judge_together(result, names) if isinstance(result, dict) else [])]
     unwell = isinstance(result, str) and result and not any(finding.fatal for finding in findings)
     findings += [HostFinding("all hosts together", "links", str(result))] if unwell else []

@@ -1,4 +1,6 @@
-"""Runs a past step of a run again, or one that it skipped, and says what was wrong with it: the first tensor, the sample, the document."""
+"""Runs a past step of a run again, or one that it skipped, and says what was wrong with it: the first
+tensor, the sample, the document.
+"""
 
 import argparse
 import math
@@ -7,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from launch.samples import beginning, named, table
@@ -26,18 +27,15 @@ if TYPE_CHECKING:
 
 EXAMPLE = """python launch/replay.py runs/gpt_1b --step 4210
   python launch/replay.py runs/gpt_1b --step 4210 --skipped --device cpu data.train=copy/of/corpus"""
-MORE = """It goes on from the newest whole checkpoint before the step, in one process, whatever layout the run had, with the samples that
-the run dealt to each step, also behind its returns to a checkpoint. It writes nothing into the run's folder.
-First it says whether loss and gradient norm are those on record, within rounding. If not, a device or an environment may be to blame.
-Then it names the first tensor of the step that is not finite, or else the first that is out of line: 10 robust deviations too large,
-against the steps before it and the step's other samples. Then it names the sample whose loss or gradient stands out, and its document.
+MORE = """It goes on from the newest whole checkpoint before the step, in one process, whatever layout the run
+had, with the samples that the run dealt to each step, also behind its returns to a checkpoint. It writes
+nothing into the run's folder. First it says whether loss and gradient norm are those on record, within
+rounding. If not, a device or an environment may be to blame. Then it names the first tensor of the step that
+is not finite, or else the first that is out of line: 10 robust deviations too large, against the steps before
+it and the step's other samples. Then it names the sample whose loss or gradient stands out, and its document.
 Exit status: 0 as recorded, 1 other than recorded, 2 bad arguments, records, data or checkpoints."""
-OWN = (
-    "data.train",
-    "data.tokenizer",
-    "model.kernels",
-    "model.attention",
-)  # what may be elsewhere, or another, on this machine
+# what may be elsewhere, or another, on this machine
+OWN = ("data.train", "data.tokenizer", "model.kernels", "model.attention")
 BEFORE = 24  # tokens before the costliest one from which text is shown
 
 
@@ -120,7 +118,10 @@ def said_of_record(found: dict[str, Any], step: int, precision: str, lossy: str 
             f"{precision} does not round so much: {likely}."
         )
     if not found["steps"]:
-        return f"neither step {step} nor those before it since the checkpoint are on record (log.every): nothing to compare with"
+        return (
+            f"neither step {step} nor those before it since the checkpoint are on record (log.every): "
+            "nothing to compare with"
+        )
     rounding = f"{precision}'s rounding" if lossy is None else f"what {lossy} may change"
     return f"loss and gradient norm are as recorded within {rounding}, in {found['steps']} recorded steps"
 
@@ -176,7 +177,9 @@ class Look:
         }
 
     def samples(self, microbatch: int, tokens: "Microbatch") -> list[dict[str, Any]]:
-        """The sample whose loss is largest in the microbatch, or all of it if no sample's loss can be told; with its costliest token."""
+        """The sample whose loss is largest in the microbatch, or all of it if no sample's loss can be
+        told; with its costliest token.
+        """
         config, stream = self.replay.config, self.replay.stream
         size = config.train.micro_batch_size
         rows = named(stream, range(self.batch_of, self.batch_of + 1), config, False)[
@@ -228,17 +231,20 @@ def said_of_step(report: dict[str, Any], step: int, others: int) -> list[str]:
     elif tensor is None:
         before = f"{others} step{'' if others == 1 else 's'} before it"
         lines = [
-            f"every tensor of step {step} is finite and in line with those of {before} and of its other samples"
+            f"every tensor of step {step} is finite and in line with those of {before} and of its other "
+            "samples"
         ]
     elif tensor["deviations"] is None:
         lines = [f"first tensor that is not finite: the {tensor['what']} of {tensor['name']}"]
     else:
         lines = [
-            f"first tensor out of line: the {tensor['what']} of {tensor['name']}, by {tensor['deviations']:.3g} robust deviations"
+            f"first tensor out of line: the {tensor['what']} of {tensor['name']}, by "
+            f"{tensor['deviations']:.3g} robust deviations"
         ]
     if report["all_samples"]:
         lines.append(
-            "it is so in every sample: the model or the device is to blame rather than one sample; the first is"
+            "it is so in every sample: the model or the device is to blame rather than one sample; the "
+            "first is"
         )
     elif report["stands_out"]:
         lines.append("the sample that stands out:")
@@ -275,7 +281,8 @@ def run(argv: list[str]) -> int:
     attempt = past.attempt(args.step, args.skipped)
     ahead = attempt.ahead(args.step)
     print(
-        f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch {args.step + ahead}",
+        f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch "
+        f"{args.step + ahead}",
         flush=True,
     )
     with replaying(

@@ -1,4 +1,6 @@
-"""Keeps a run going: starts its launcher, and restarts it when it fails, until the run has finished or is asked to stop."""
+"""Keeps a run going: starts its launcher, and restarts it when it fails, until the run
+has finished or is asked to stop.
+"""
 
 import argparse
 import math
@@ -7,9 +9,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.errors import ConfigError
@@ -23,13 +24,15 @@ from megacore.tools.relaunch.supervisor import Supervisor
 EXAMPLE = (
     "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
 )
-MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in it.
-With a hostfile, or a command that prints one, machines that do not answer are left out. Machines that join or leave while the run
+MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in
+it. With a hostfile, or a command that prints one, machines that do not answer are left out. Machines that
+join or leave while the run
 goes on are used or left: the run saves, stops, and goes on with the same global batch, laid out anew.
-A command has 30 s; it is no shell. --hosts-command finds MEGACORE_LOG_DIR in its environment, and MEGACORE_HOSTS, the hosts in use
-between commas; --ranks-command finds MEGACORE_LOG_DIR, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have room.
-SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) let the run save and stop; a second one, but of SIGHUP, ends it at once.
-Where the supervisor is killed itself, its run saves and stops.
+A command has 30 s; it is no shell. --hosts-command finds MEGACORE_LOG_DIR in its environment, and
+MEGACORE_HOSTS, the hosts in use between commas; --ranks-command finds MEGACORE_LOG_DIR, MEGACORE_RANKS, the
+ranks in use, and MEGACORE_ROOM, those that have room. SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal)
+let the run save and stop; a second one, but of SIGHUP, ends it at once. Where the supervisor is killed
+itself, its run saves and stops.
 Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else that of the last start."""
 
 
@@ -112,8 +115,11 @@ def config_in(command: list[str]) -> tuple[str, list[str]]:
 
 
 def fleet_of(args: argparse.Namespace, config: str, overrides: list[str]) -> Fleet | None:
-    """The machines, if a hostfile or a command names them. Takes the launcher's filters of hosts out of its command. Raises `ConfigError`
-    for an option that needs machines, without them."""
+    """The machines, if a hostfile or a command names them.
+
+    Takes the launcher's filters of hosts out of its command. Raises `ConfigError` for an option that needs
+    machines, without them.
+    """
     option = hostfile_option(args.command)
     size = None if args.ranks is None else size_of("--ranks", args.ranks)
     rules = rules_of(args, size)

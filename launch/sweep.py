@@ -1,4 +1,6 @@
-"""Runs an array of trainings over settings, on this machine or under Slurm; then a table, a picture, and the best one as a config."""
+"""Runs an array of trainings over settings, on this machine or under Slurm; then a table, a
+picture, and the best one as a config.
+"""
 
 import argparse
 import math
@@ -7,9 +9,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.processes import available_cores
@@ -24,13 +25,15 @@ from megacore.tools.sweep.spec import read_spec
 from megacore.tools.sweep.trials import trials_of
 
 EXAMPLE = "python launch/sweep.py configs/sweeps/learning_rate.json"
-MORE = """The file names a config, what is changed in it for all trials, and what is swept: every combination of a grid, or a random search.
+MORE = """The file names a config, what is changed in it for all trials, and what is swept: every combination
+of a grid, or a random search.
   {"config": "configs/gpt_tiny.json", "overrides": {"train.steps": 100},
    "grid": {"optim.lr": [0.001, 0.002, 0.004], "size": [{"model.hidden_size": 64, "model.num_heads": 2},
                                                         {"model.hidden_size": 128, "model.num_heads": 4}]},
    "linked": {"optim.min_lr": {"of": "optim.lr", "times": 0.1}}, "seeds": [0, 1, 2]}
   "random": {"trials": 20, "seed": 0, "keys": {"optim.lr": {"log_uniform": [1e-4, 1e-2]}}}  in place of "grid"
-The same command goes on: finished trials are kept, others go on from their checkpoints, and values that were added are run too.
+The same command goes on: finished trials are kept, others go on from their checkpoints, and values that were
+added are run too.
 Exit status: 0 all trials finished, 1 some failed, 2 bad arguments, 75 stopped on request (Ctrl-C)."""
 
 

@@ -1,13 +1,15 @@
-"""Is an idea better than a baseline, and is that more than noise? Trains both over several seeds; then a table and a picture."""
+"""Is an idea better than a baseline, and is that more than noise?
+
+Trains both over several seeds; then a table and a picture.
+"""
 
 import argparse
 import math
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.processes import available_cores
@@ -21,11 +23,13 @@ from megacore.tools.versus.contenders import check_alike, matched, opponent, rea
 from megacore.tools.versus.report import announce, report
 
 EXAMPLE = "python launch/try.py configs/forks/speedrun.py --against gpt --seeds 5"
-MORE = """The fork's config stands beside it (speedrun.json), or is given in its place. The baseline gets it without model.source and
-experts: the same data, layout, optimizer and batches. With --match ffn its feed-forward layers are made as wide as it takes for the same
-operations a token, so both have the same tokens and the same FLOPs; with steps it reads more or fewer tokens instead.
-Every rate multiplies all learning rates of a config, and is tried on the first seed; each contender then has its best one on all seeds.
-A pair of one seed reads the same samples in the same order, so their difference has less noise than their losses.
+MORE = """The fork's config stands beside it (speedrun.json), or is given in its place. The baseline gets it
+without model.source and
+experts: the same data, layout, optimizer and batches. With --match ffn its feed-forward layers are made as
+wide as it takes for the same operations a token, so both have the same tokens and the same FLOPs; with steps
+it reads more or fewer tokens instead. Every rate multiplies all learning rates of a config, and is tried on
+the first seed; each contender then has its best one on all seeds. A pair of one seed reads the same samples
+in the same order, so their difference has less noise than their losses.
 The same command goes on: runs that are finished are kept, and seeds and rates may be added.
 
 docs/sweeps.md says more.
@@ -108,7 +112,10 @@ def status_of(rows: list[Row]) -> int:
 
 
 def train(comparison: Comparison, at_once: int, gpus: list[str]) -> int:
-    """Runs what is missing: first all rates on one seed, then the best of each on the others. Returns the exit status."""
+    """Runs what is missing: first all rates on one seed, then the best of each on the others.
+
+    Returns the exit status.
+    """
     from megacore.tools.folder_lock import FolderLock
     from megacore.tools.sweep.local import Local, Stopping
 

@@ -14,15 +14,17 @@ from pathlib import Path
 from megacore.tools.verify import worker
 from megacore.tools.verify.line_workers import LineWorker
 from megacore.tools.verify.workers import ProofWorkers
-from tests.pool import CONTEXT, ROOT
+from tests.pool import CONTEXT, PATIENCE, ROOT
 
 
 def run_script(
-    script: str, *arguments: str, timeout: float = 120, folder: Path = ROOT, **variables: str
+    script: str, *arguments: str, timeout: float = PATIENCE, folder: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `python SCRIPT ARGUMENTS` says and its status, in `folder`; `variables` are added to the environment.
+    """What `python SCRIPT ARGUMENTS` says and its status, in `folder`;
+    `variables` are added to the environment.
 
-    The script runs as `__main__`, in a session and with files for output of its own, and everything that it starts ends with it.
+    The script runs as `__main__`, in a session and with files for output of its own, and everything that it
+    starts ends with it.
     """
     environment = (
         {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
@@ -54,7 +56,9 @@ RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def play(
     argv: list[str], environment: dict[str, str], files: list[Path], terminal: str = "", folder: Path = ROOT
 ) -> None:
-    """Becomes the script `argv`, in a session of its own, whose terminal is the one given; `files`: for stdout and stderr."""
+    """Becomes the script `argv`, in a session of its own, whose terminal is the one given;
+    `files`: for stdout and stderr.
+    """
     os.setsid()
     if terminal:
         os.open(terminal, os.O_RDWR)  # open for writing alone it would not become the session's
@@ -115,7 +119,9 @@ class Prover(LineWorker):
 
 
 def serve_proofs(tasks: Connection, answers: Connection, complaints: str) -> None:
-    """Becomes a rank of proofs, with these for stdin, stdout and stderr; nobody needs the last one's name any longer."""
+    """Becomes a rank of proofs, with these for stdin, stdout and stderr; nobody needs
+    the last one's name any longer.
+    """
     for descriptor, source in enumerate(
         (tasks.fileno(), answers.fileno(), os.open(complaints, os.O_WRONLY | os.O_APPEND))
     ):

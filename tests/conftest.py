@@ -10,6 +10,7 @@ import pytest
 
 from tests import costs
 from tests.kernel_checks import interpret
+from tests.plain_modules import PRELOAD
 from tests.pool import CONTEXT, Pool
 
 
@@ -61,17 +62,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before the first test. DeepSpeed takes seconds to import, and its engines as long again: once for all workers that will need it."""
+    """Before the first test.
+
+    DeepSpeed and transformers take many seconds to import: once for all workers that will need them.
+    """
     if any("deepspeed" in item.nodeid for item in session.items):
         CONTEXT.set_forkserver_preload(
             ["tests.preload", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.frozen"]
         )
+    elif any("test_plain_" in item.nodeid for item in session.items):
+        CONTEXT.set_forkserver_preload(PRELOAD)
     import tests.frozen  # noqa: F401  (all that tests import is there)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Worker processes that live as long as a test file: engines leave threads behind that would slow down whoever comes after them."""
+    """Worker processes that live as long as a test file: engines leave threads behind that would slow
+    down whoever comes after them.
+    """
     pool = Pool()
     yield pool
     pool.close()
@@ -79,13 +87,17 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
-    """`run_ranks(world, function, *args, timeout=120)`: the results of a module-level function on that many ranks."""
+    """`run_ranks(world, function, *args, timeout=PATIENCE)`: the results of a
+    module-level function on that many ranks.
+    """
     return pool.run
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Callable[..., Any]]:
-    """`interpreted(function, *args)`: its result where Triton kernels are interpreted on the CPU, for the kernels' tests."""
+    """`interpreted(function, *args)`: its result where Triton kernels are interpreted on
+    the CPU, for the kernels' tests.
+    """
     pool = Pool(bare=True)
     yield partial(interpret, pool)
     pool.close()
@@ -106,8 +118,9 @@ Refused = Callable[[str, tuple[str, ...], str], None]
 
 @pytest.fixture
 def refused(tree: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
-    """`refused(script, arguments, line)`: the script's body raises a `UserError` of one line with that text, in bounded time and memory,
-    and says, writes and starts nothing."""
+    """`refused(script, arguments, line)`: the script's body raises a `UserError` of one line with that text,
+    in bounded time and memory, and says, writes and starts nothing.
+    """
     from megacore.errors import UserError
     from tests.bad_inputs import SCRIPTS, bounded, files_in
 

@@ -1,7 +1,8 @@
 """Persistent worker processes for distributed tests: `import torch` is paid once a worker, not once a test.
 
-`Pool.run(world, function, *args)` calls a module-level function on `world` workers, each with the environment that
-torchrun would have given that rank. What goes wrong in a rank is raised in the test with that rank's own traceback.
+`Pool.run(world, function, *args)` calls a module-level function on `world` workers, each with the environment
+that torchrun would have given that rank. What goes wrong in a rank is raised in the test with that rank's own
+traceback.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from megacore.tools.verify.line_workers import WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
+PATIENCE = 900.0  # seconds that a test waits for what a busy machine may do late: only a hang takes as long
 
 # Workers are forked from one process that has imported torch, and has not computed anything yet.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -53,8 +55,8 @@ class RankTimeout(TimeoutError):
 class Forked:
     """A worker (see `tools.verify.line_workers.LineWorker`) that is forked, or spawned, and talks in pickles.
 
-    Plain pickle, not `Connection.send`: torch replaces the latter's treatment of tensors by shared memory, which dies with the worker
-    that owns it.
+    Plain pickle, not `Connection.send`: torch replaces the latter's treatment of tensors by shared memory,
+    which dies with the worker that owns it.
     """
 
     def __init__(self, context: Any, rank: int, bare: bool) -> None:
@@ -86,19 +88,24 @@ class Forked:
 
 
 class Pool(Workers):
-    """Up to eight workers, started when first needed and replaced after any failure, so that no test sees another's wreck."""
+    """Up to eight workers, started when first needed and replaced after any failure, so
+    that no test sees another's wreck.
+    """
 
     def __init__(self, *, bare: bool = False) -> None:
-        """`bare`: workers start with the environment of the moment and have imported nothing yet; else they are forked from one
-        that has imported torch, and have its environment."""
+        """`bare`: workers start with the environment of the moment and have imported nothing yet; else they
+        are forked from one that has imported torch, and have its environment.
+        """
         context: Any = multiprocessing.get_context("spawn") if bare else CONTEXT
         super().__init__(lambda rank: Forked(context, rank, bare))
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
+    ) -> list[Any]:
         """Calls `function(*args)` on ranks 0 .. world-1 and returns their results by rank.
 
-        Raises `RankError` with the first failing rank's traceback, or `RankTimeout` naming the ranks that did not
-        return in `timeout` seconds (workers' start-up not counted).
+        Raises `RankError` with the first failing rank's traceback, or `RankTimeout` naming the ranks that did
+        not return in `timeout` seconds (workers' start-up not counted).
         """
         assert 1 <= world <= MAX_WORLD, f"the pool has at most {MAX_WORLD} workers"
         try:
@@ -151,14 +158,14 @@ def _serve(connection: Connection, bare: bool) -> None:
             reply = pickle.dumps({"error": None, "result": function(*args)})
         except BaseException:
             reply = pickle.dumps({"error": traceback.format_exc(), "finished": time.monotonic()})
-        connection.send_bytes(
-            reply
-        )  # before the group goes, or the peers' complaints would come before the cause
+        # before the group goes, or the peers' complaints would come before the cause
+        connection.send_bytes(reply)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         gc.collect()  # a group that is only forgotten keeps threads, which wake a hundred times a second
         if bare:
-            gc.freeze()  # what the task has imported: to look at it behind each would take longer than the tasks
+            # what the task has imported: to look at it behind each would take longer than the tasks
+            gc.freeze()
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         os.chdir(home)

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from tests.pool import PATIENCE
+
 
 @dataclass
 class Meeting:
@@ -14,7 +16,7 @@ class Meeting:
     world: int
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.world, timeout=30)
+        self.barrier = threading.Barrier(self.world, timeout=PATIENCE)
         self.values: list[Any] = [None] * self.world
 
     def exchange(self, rank: int, value: Any) -> list[Any]:

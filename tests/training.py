@@ -36,7 +36,7 @@ BASE: dict[str, dict[str, Any]] = {
         "device": "cpu",
     },
     "optim": {"lr": 3e-3, "warmup_steps": 5, "grad_clip": 0.5},
-    "parallel": {"timeout_seconds": 60},
+    "parallel": {"timeout_seconds": 600},
     "log": {"every": 1, "tensorboard": False},
 }
 
@@ -92,7 +92,9 @@ def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def write_weights(folder: Path, config: Config, but: str | None = None) -> Path:
-    """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves it; returns the step's folder."""
+    """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves
+    it; returns the step's folder.
+    """
     model = whole_model(config)
     weights = {
         f"model/{name}": (parameter.data, shard_of(parameter))

@@ -1,4 +1,6 @@
-"""Writes the Kubernetes manifest of a run: an Indexed Job with a headless Service, or a JobSet; a pod a node."""
+"""Writes the Kubernetes manifest of a run: an Indexed Job with a headless Service, or a
+JobSet; a pod a node.
+"""
 
 import argparse
 import math
@@ -7,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[2])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -20,18 +21,17 @@ from megacore.tools.settings.load import load
 
 EXAMPLE = """python launch/kubernetes/render.py --config configs/gpt_7b.json --nodes 4 --gpus 8 --image megacore:1 \\
       --volume training data.train=data/train > run.yaml
-  kubectl apply -f run.yaml"""
-MORE = """Every pod runs the deepspeed launcher for its node; `--nodes` × `--gpus` ranks train. The config is checked here first.
-The image holds megacore in /megacore (launch/kubernetes/Dockerfile makes it). The volume, which all pods must be able to write,
-holds data/ and runs/. When a pod is lost, all pods end and start again from the newest checkpoint: a lost pod ends the ranks of the
-others, and --restarts says how often. A bad config (status 2) fails the job at once; a stop on request (75) and an evicted pod do
-not count as failures. --gpus 0 trains on CPUs, a rank a pod.
+  kubectl apply -f run.yaml"""  # noqa: E501
+MORE = """Every pod runs the deepspeed launcher for its node; `--nodes` × `--gpus` ranks train. The config is
+checked here first. The image holds megacore in /megacore (launch/kubernetes/Dockerfile makes it). The volume,
+which all pods must be able to write, holds data/ and runs/. When a pod is lost, all pods end and start again
+from the newest checkpoint: a lost pod ends the ranks of the others, and --restarts says how often. A bad
+config (status 2) fails the job at once; a stop on request (75) and an evicted pod do not count as failures.
+--gpus 0 trains on CPUs, a rank a pod.
 Needs PyYAML: pip install 'megacore[kubernetes]'."""
 HOME, SETTINGS, PORT = "/megacore", "/etc/megacore", 29500
-FOLDERS = (
-    "data",
-    "runs",
-)  # of the volume; relative paths in a config then mean there what they mean in a checkout
+# of the volume; relative paths in a config then mean there what they mean in a checkout
+FOLDERS = ("data", "runs")
 GIB = 1 << 30
 GRACE_SECONDS = 120  # for a checkpoint, when a pod must go
 BAD_CONFIG, STOPPED = 2, 75
@@ -82,9 +82,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, least in (("nodes", 1), ("gpus", 0), ("restarts", 0)):
         if getattr(args, option) < least:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is too few", f"{least} or more")
-    if not re.fullmatch(
-        r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", args.name
-    ):  # of 63 characters some are for what Kubernetes appends
+    # of 63 characters some are for what Kubernetes appends
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", args.name):
         raise ConfigError(
             "--name",
             f"{args.name!r} is no name for a job",
@@ -110,12 +109,15 @@ def sized(option: str, size: str) -> float:
 
 
 def checked(args: argparse.Namespace) -> Config:
-    """The resolved config. Raises `ConfigError` unless it fits the ranks, and keeps what it writes on the volume."""
+    """The resolved config.
+
+    Raises `ConfigError` unless it fits the ranks, and keeps what it writes on the volume.
+    """
     config = load(args.config, args.overrides, args.nodes * max(1, args.gpus)).config
     data, checkpoint = config.data, config.checkpoint
-    if config.model.source is not None:
+    if config.model.is_custom:
         raise ConfigError(
-            "model.source",
+            config.model.custom_key,
             "a manifest holds the text of the config alone",
             "null, or a ConfigMap of your own",
         )
@@ -165,13 +167,19 @@ def training(args: argparse.Namespace, leader: str) -> dict[str, Any]:
 
 
 def resources(args: argparse.Namespace) -> dict[str, Any]:
-    """What a pod asks for. It may use more cores and memory where there are more: it has no limits but its GPUs."""
+    """What a pod asks for.
+
+    It may use more cores and memory where there are more: it has no limits but its GPUs.
+    """
     asked = {"requests": {"cpu": f"{args.cpus:g}", "memory": args.memory}}
     return asked | ({"limits": {"nvidia.com/gpu": args.gpus}} if args.gpus else {})
 
 
 def job(args: argparse.Namespace, leader: str, subdomain: str | None, *, limit: int) -> dict[str, Any]:
-    """The spec of an Indexed Job: as many pods as nodes, each on a node of its own. `limit`: failed pods that it bears."""
+    """The spec of an Indexed Job: as many pods as nodes, each on a node of its own.
+
+    `limit`: failed pods that it bears.
+    """
     apart = {"labelSelector": {"matchLabels": {"app": args.name}}, "topologyKey": "kubernetes.io/hostname"}
     pod: dict[str, Any] = {
         "restartPolicy": "Never",  # a pod that ended is replaced: only so the failure policy sees its status
@@ -235,7 +243,8 @@ def manifest(args: argparse.Namespace) -> list[dict[str, Any]]:
             "replicatedJobs": [replicated],
         }
         return [settings, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", **named, "spec": spec}]
-    # Pods get names in the service's domain before they are ready: ranks look for the first of them while they start.
+    # Pods get names in the service's domain before they are ready: ranks look for the first of them while
+    # they start.
     domain = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,

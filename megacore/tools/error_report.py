@@ -1,4 +1,6 @@
-"""Makes one rank of a job say why it ends, in one line, however many find the mistake and however fast the launcher ends the others."""
+"""Makes one rank of a job say why it ends, in one line, however many find the mistake and however
+fast the launcher ends the others.
+"""
 
 import fcntl
 import json
@@ -27,10 +29,12 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 def say_once(error: UserError, place: RankInfo) -> None:
     """Prints a mistake on stderr, unless another rank of the job has. Returns when it is printed.
 
-    On a machine, the first rank that finds the mistake speaks. On other machines than rank 0's, it speaks only if rank 0 has found
-    nothing wrong, or cannot be asked. Its line then names the machine, as it does for mistakes that may concern only one machine.
+    On a machine, the first rank that finds the mistake speaks. On other machines than rank 0's, it speaks
+    only if rank 0 has found nothing wrong, or cannot be asked. Its line then names the machine, as it does
+    for mistakes that may concern only one machine.
     """
-    # On another machine than rank 0; or ranks were dealt to machines in turn, and rank 0, which may be here, must not wait for this one.
+    # On another machine than rank 0; or ranks were dealt to machines in turn, and rank 0, which may be here,
+    # must not wait for this one.
     beside = place.rank != place.local_rank
     named = beside or (error.of_this_machine and place.local_world_size < place.world_size)
     line = f"rank {place.rank} on {socket.gethostname()}: {error}" if named else str(error)
@@ -47,14 +51,15 @@ def say_once(error: UserError, place: RankInfo) -> None:
     if place.world_size == 1 and not any(name in os.environ for name in RANKS):
         speak()
     elif not (first_of_job(speak_for_machine, "-beside") if beside else first_of_job(speak)):
-        time.sleep(
-            GRACE_SECONDS
-        )  # the launcher reports the rank that ended first, which should be the one that spoke
+        # the launcher reports the rank that ended first, which should be the one that spoke
+        time.sleep(GRACE_SECONDS)
 
 
 def first_of_job(speak: Callable[[], None], among: str = "") -> bool:
-    """Calls `speak` if no rank of this job has done so on this machine; returns whether it did. While another rank speaks it waits,
-    and speaks itself if that rank is ended meanwhile. `among`: of some ranks, which go by a name of their own.
+    """Calls `speak` if no rank of this job has done so on this machine; returns whether it did.
+
+    While another rank speaks it waits, and speaks itself if that rank is ended meanwhile. `among`: of some
+    ranks, which go by a name of their own.
     """
     me = "/".join(os.environ.get(name, "") for name in RANKS)
     try:
@@ -96,7 +101,10 @@ def own_start() -> float:
 
 
 def private_folder() -> Path:
-    """A folder that only this user can write, without files of earlier jobs. Raises `OSError` if there is none."""
+    """A folder that only this user can write, without files of earlier jobs.
+
+    Raises `OSError` if there is none.
+    """
     folder = Path(tempfile.gettempdir()) / f"megacore-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -112,9 +120,8 @@ def private_folder() -> Path:
 
 def job_name(env: Mapping[str, str]) -> str:
     """A name for this start of ranks, unique on this machine: the launcher's own name, or its process."""
-    if (
-        "RANK" not in env and "PMIX_NAMESPACE" in env
-    ):  # Open MPI: each rank's parent may be a shell of its own
+    # Open MPI: each rank's parent may be a shell of its own
+    if "RANK" not in env and "PMIX_NAMESPACE" in env:
         return "mpi-" + env["PMIX_NAMESPACE"].replace("/", "_")
     if "RANK" not in env and "SLURM_STEP_ID" in env:
         return "slurm-" + "-".join(
@@ -124,27 +131,31 @@ def job_name(env: Mapping[str, str]) -> str:
     began = ""
     with suppress(OSError):  # not Linux
         began = stat_fields(parent)[19]
-    return f"process-{parent}-{began}-{env.get('MASTER_PORT', '').replace('/', '_')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return (
+        f"process-{parent}-{began}-{env.get('MASTER_PORT', '').replace('/', '_')}"
+        f"-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    )
 
 
 def rank_0_has_spoken(place: RankInfo) -> bool:
-    """Whether rank 0 has found a mistake, so that it has said it and ended: it does not come to where the ranks meet.
+    """Whether rank 0 has found a mistake, so that it has said it and ended: it does
+    not come to where the ranks meet.
 
-    This rank then ends too, or its launcher ends it before. Where rank 0's machine cannot be reached, nobody knows: rather twice than
-    never.
+    This rank then ends too, or its launcher ends it before. Where rank 0's machine cannot be reached, nobody
+    knows: rather twice than never.
     """
     time.sleep(GRACE_SECONDS)  # torchrun itself listens there, until its ranks have ended
     deadline, refused = time.monotonic() + MEETING_SECONDS, False
-    while time.monotonic() < deadline:
+    while True:
         try:
             socket.create_connection((place.master_address, place.master_port), timeout=1.0).close()
             return False
         except OSError as error:
-            refused |= isinstance(
-                error, ConnectionRefusedError
-            )  # the machine answers, and nobody listens there
-            time.sleep(0.5)
-    return refused
+            # the machine answers, and nobody listens there
+            refused |= isinstance(error, ConnectionRefusedError)
+        if time.monotonic() > deadline:
+            return refused
+        time.sleep(0.5)
 
 
 def record(reason: str) -> None:
@@ -152,7 +163,8 @@ def record(reason: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # torchrun takes the earliest, in whole seconds: this must not be later than those of the ranks that it ends now.
+    # torchrun takes the earliest, in whole seconds: this must not be later than those of the ranks that it
+    # ends now.
     began = str(int(time.time()) - 1)
     report = {"message": {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": began}}}
     with suppress(OSError):  # it has been said on stderr

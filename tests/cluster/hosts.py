@@ -1,6 +1,8 @@
-"""Several hosts on one machine: each has its own network, processes, mounts, host name and sshd; a bridge joins them. Needs root.
+"""Several hosts on one machine: each has its own network, processes, mounts, host name and sshd; a
+bridge joins them. Needs root.
 
-The checkout and all folders are shared, as over a network file system; `Hosts.own_folder` gives every host a folder of its own.
+The checkout and all folders are shared, as over a network file system; `Hosts.own_folder` gives every host a
+folder of its own.
 """
 
 import os
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 
 PROGRAMS = ("ip", "unshare", "nsenter", "mount", "ssh", "ssh-keygen", "sshd")
 NETWORK = "10.77.0"
@@ -131,7 +133,7 @@ class Hosts:
                 stderr=log,
                 start_new_session=True,
             )
-        pid, deadline = self.inits[host].pid, time.monotonic() + 30
+        pid, deadline = self.inits[host].pid, time.monotonic() + PATIENCE
         children = Path(f"/proc/{pid}/task/{pid}/children")
         while not children.exists() or not children.read_text().split() or self._ssh(host) != 0:
             assert time.monotonic() < deadline, (self.folder / f"sshd{host}.log").read_text()
@@ -148,9 +150,12 @@ class Hosts:
         return ["nsenter", "-t", str(self.pids[host]), "-n", "-m", "-p", "-u", "--wd=.", *command]
 
     def run(
-        self, host: int, *command: str, cwd: Path = ROOT, timeout: float = 120, **variables: str
+        self, host: int, *command: str, cwd: Path = ROOT, timeout: float = PATIENCE, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """What a command on a host prints, and its status. All that it started there on hosts ends with it when it takes too long."""
+        """What a command on a host prints, and its status.
+
+        All that it started there on hosts ends with it when it takes too long.
+        """
         process = self.popen(host, *command, cwd=cwd, **variables)
         try:
             out, err = process.communicate(timeout=timeout)
@@ -175,9 +180,14 @@ class Hosts:
         )
         return subprocess.Popen(
             self.inside(host, *command),
-            cwd=cwd, env=environment, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=cwd,
+            env=environment,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def cut(self, host: int) -> None:
         """Takes a host's link away; its processes go on."""
@@ -190,7 +200,7 @@ class Hosts:
     def end(self, host: int) -> None:
         """Ends a host with all its processes, as a power cut does."""
         os.kill(self.pids[host], signal.SIGKILL)
-        self.inits.pop(host).wait(20)
+        self.inits.pop(host).wait(PATIENCE)
         self._switch("link", "del", f"p{host}")
         ip("netns", "del", f"{self.prefix}{host}")
 

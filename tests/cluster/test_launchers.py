@@ -12,7 +12,7 @@ from megacore.checkpoint.read import Reader
 from megacore.tools.verify.checkpoint_diff import compare
 from tests.cluster.hosts import Hosts, missing
 from tests.commands import run_script
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 from tests.training import write_config, write_corpus
 
 WHY_NOT = missing("pdsh")
@@ -26,13 +26,15 @@ TOLERANCE = 1e-9  # fp64: sums in another order, over some steps
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared folder with a config of two stages of two tensor ranks, a corpus, and the run of one process."""
+    """A shared folder with a config of two stages of two tensor ranks, a corpus, and
+    the run of one process.
+    """
     found = tmp_path_factory.mktemp("shared")
     write_config(
         found,
         write_corpus(found),
         train={"steps": STEPS, "precision": "fp64"},
-        parallel={"timeout_seconds": 60},
+        parallel={"timeout_seconds": 600},
     )
     one = run_script("launch/pretrain.py", "--config", f"{found}/config.json", f"log.dir={found}/one")
     assert one.returncode == 0, one.stderr
@@ -110,7 +112,7 @@ def test_torchrun_static(two: Hosts, folder: Path) -> None:
 def on_both(two: Hosts, commands: list[list[str]], folder: Path) -> "subprocess.CompletedProcess[str]":
     """A command on each host, at a time; what the first says, and the worst status."""
     started = [two.popen(host, *command, cwd=folder) for host, command in enumerate(commands)]
-    ended = [(process.communicate(timeout=120), process.returncode) for process in started]
+    ended = [(process.communicate(timeout=PATIENCE), process.returncode) for process in started]
     return subprocess.CompletedProcess(
         commands[0],
         max(status for _, status in ended),

@@ -1,4 +1,6 @@
-"""log.dir on two hosts that do not share it: a run that saves is refused before it trains, one that saves nothing works."""
+"""log.dir on two hosts that do not share it: a run that saves is refused before it
+trains, one that saves nothing works.
+"""
 
 import json
 import os
@@ -25,7 +27,7 @@ def folder(two: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config, a corpus and a hostfile that both hosts see, and a folder of each host's own."""
     found = tmp_path_factory.mktemp("shared")
     write_config(
-        found, write_corpus(found), train={"steps": 3, "precision": "fp64"}, parallel={"timeout_seconds": 60}
+        found, write_corpus(found), train={"steps": 3, "precision": "fp64"}, parallel={"timeout_seconds": 600}
     )
     (found / "hostfile").write_text("node0 slots=1\nnode1 slots=1\n")
     (found / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
@@ -53,7 +55,10 @@ def test_checkpoints_need_a_shared_folder(two: Hosts, folder: Path) -> None:
     status, said = train(two, folder)
     assert status == 2, said[-3000:]
     right = "a folder that all machines share;"
-    line = f"config error: log.dir: {folder}/own/run on node1 is not the folder that rank 0's machine has ({right}"
+    line = (
+        f"config error: log.dir: {folder}/own/run on node1 is not the folder that rank 0's machine has "
+        f"({right}"
+    )
     assert said.count("config error") == 1 and line in said, said[-3000:]
     assert "step 1/3" not in said
 

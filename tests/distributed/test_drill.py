@@ -15,7 +15,7 @@ from tests import training
 from tests.distributed.test_launch import ENVIRONMENT
 from tests.drills.drills import EXPECTED, Drill
 from tests.drills.faults import KINDS, check, parse
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 
 
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -34,8 +34,12 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Pa
     ]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "drill"), "train.steps=5", "checkpoint.every=2"],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     (outcome,) = json.loads((tmp_path / "drill/drill.json").read_text())
     said = (tmp_path / "drill/kill_rank1_step4.txt").read_text()
     assert done.returncode == 0 and outcome["as_expected"], done.stdout + done.stderr + said
@@ -118,18 +122,29 @@ def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("spec, overrides", [
-    ("kill:rank=3,step=1", []), ("sigterm:rank=0,step=12", []), ("corrupt:rank=0,step=9", []), ("corrupt:rank=0,step=12", []),
-    ("corrupt:rank=0,step=9", ["checkpoint.keep=1", "checkpoint.keep_every=4"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, overrides",
+    [
+        ("kill:rank=3,step=1", []),
+        ("sigterm:rank=0,step=12", []),
+        ("corrupt:rank=0,step=9", []),
+        ("corrupt:rank=0,step=12", []),
+        ("corrupt:rank=0,step=9", ["checkpoint.keep=1", "checkpoint.keep_every=4"]),
+    ],
+)
 def test_a_fault_that_can_strike_is_not(spec: str, overrides: list[str]) -> None:
     check(parse(spec), load("configs/gpt_tiny.json", [*SHORT, *overrides], 4).config, 4)
 
 
-@pytest.mark.parametrize("spec, wrong", [
-    ("earthquake:rank=0", "earthquake is no kind of fault"), ("kill:rank=inf", "kill:rank=inf is none"),
-    ("kill:rank=one", "kill:rank=one is none"), ("kill:rnak=0,step=3", "kill:rnak=0,step=3: rnak is unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, wrong",
+    [
+        ("earthquake:rank=0", "earthquake is no kind of fault"),
+        ("kill:rank=inf", "kill:rank=inf is none"),
+        ("kill:rank=one", "kill:rank=one is none"),
+        ("kill:rnak=0,step=3", "kill:rnak=0,step=3: rnak is unknown"),
+    ],
+)
 def test_what_is_no_fault_is_refused(spec: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"config error: --fault: {wrong}"):
         parse(spec)

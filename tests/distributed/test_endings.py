@@ -1,4 +1,6 @@
-"""How a script's process ends: with its own status after the last step, quietly after Ctrl-C, in one line where nobody can read it."""
+"""How a script's process ends: with its own status after the last step, quietly after Ctrl-C, in one
+line where nobody can read it.
+"""
 
 import os
 import runpy
@@ -12,7 +14,7 @@ import pytest
 
 from megacore.tools.settings.load import load
 from tests import training
-from tests.pool import CONTEXT, ROOT
+from tests.pool import CONTEXT, PATIENCE, ROOT
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
 BENCHMARKS = sorted(
@@ -68,7 +70,7 @@ def test_a_finished_run_keeps_its_status() -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (75, "the last words", "")
@@ -94,7 +96,9 @@ OUTPUTS = {
 
 
 def play(argv: list[str], stdout: str | None, stderr: Path) -> None:
-    """Becomes the script `argv`, which writes to the device `stdout`; None: to a pipe that nobody reads any more."""
+    """Becomes the script `argv`, which writes to the device `stdout`; None: to a
+    pipe that nobody reads any more.
+    """
     reading, writing = os.pipe()
     os.close(reading)
     os.dup2(writing if stdout is None else os.open(stdout, os.O_WRONLY), 1)
@@ -106,17 +110,22 @@ def play(argv: list[str], stdout: str | None, stderr: Path) -> None:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_output_that_nobody_reads_or_that_has_no_room(weights: str, tmp_path: Path, output: str) -> None:
-    """`| head` is no mistake, and a full disk is one line; neither is a traceback, nor what a finished command returns."""
+    """`| head` is no mistake, and a full disk is one line; neither is a traceback, nor
+    what a finished command returns.
+    """
     script, arguments = OUTPUTS[output]
     argv = [
         str(ROOT / "launch" / script),
         *(weights if argument == "WEIGHTS" else argument for argument in arguments),
     ]
-    no_room = "config error: stdout: cannot be written: No space left on device (a terminal, a pipe or a file with room)\n"
+    no_room = (
+        "config error: stdout: cannot be written: No space left on device (a terminal, a pipe or a "
+        "file with room)\n"
+    )
     for stdout, expected in ((None, (141, "")), ("/dev/full", (2, no_room))):
         process = CONTEXT.Process(target=play, args=(argv, stdout, tmp_path / "stderr"))
         process.start()
-        process.join(120)
+        process.join(PATIENCE)
         assert (process.exitcode, (tmp_path / "stderr").read_text()) == expected
 
 
@@ -167,7 +176,9 @@ IMPORTS = [  # compare.py imports nothing before it has read the runs
 
 
 def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
-    """In every script: seconds, in which a traceback would be of no use, and a Ctrl-C that is swallowed would be none."""
+    """In every script: seconds, in which a traceback would be of no use, and a Ctrl-C
+    that is swallowed would be none.
+    """
     found = {}
     for module, command in IMPORTS:
         folder = tmp_path / module
@@ -175,9 +186,8 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
         (folder / f"{module}.py").write_text(SWALLOWED if module == "torch" else INTERRUPTED)
         environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
         command = [word.replace("TEMP", str(tmp_path)) for word in command]
-        heeds = partial(
-            signal.signal, signal.SIGINT, signal.SIG_DFL
-        )  # also where the suite itself was started to ignore it, as by nohup
+        # also where the suite itself was started to ignore it, as by nohup
+        heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
@@ -187,7 +197,7 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
             start_new_session=True,
             preexec_fn=heeds,
         )
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=PATIENCE)[1]
         found[f"{module} in {' '.join(command)}"] = (
             process.returncode,
             said.removeprefix("interrupted: nothing was written\n"),

@@ -1,9 +1,12 @@
-"""The heartbeats of hosts: three real processes of three hosts, whose ranks are connections of the test's own or processes."""
+"""The heartbeats of hosts: three hosts that a clock of the test's own drives, so that a busy machine
+loses none; and real processes.
+"""
 
 import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,6 +15,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,42 +26,41 @@ from megacore.tools.diagnosis import beats, heartbeat
 from megacore.tools.diagnosis import heartbeat_client as pulse
 from megacore.tools.diagnosis.beats import Beat
 from megacore.tools.local_ranks import free_port
-from tests.pool import CONTEXT, ROOT
+from tests.pool import CONTEXT, PATIENCE, ROOT
 from tests.strangers import GARBAGE
 
-SECONDS = 1.5  # of silence, after which a host is lost here
+SECONDS = 30.0  # of silence, after which a host is lost here, by the test's clock
+BEAT = SECONDS / heartbeat.BEATS
 TOKEN = "ours"
-LATE = 10 * SECONDS  # a verdict that is not there by then never comes
 
 
 class Rank:
     """A rank that says to its host's process what `heartbeat_client.HeartbeatClient` does."""
 
-    def __init__(self, door: str, rank: int, pid: int = 0) -> None:
-        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.connection.connect("\0" + door)
-        self.connection.settimeout(LATE)
-        self.lines = self.connection.makefile("rb")
+    def __init__(self, cluster: "Cluster", host: str, rank: int, pid: int = 0) -> None:
+        self.connection, self.received = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), b""
+        self.connection.connect(cluster.hosts[host].door.getsockname())
         self.tell(rank=rank, pid=pid)
-        self.port = json.loads(self.lines.readline())["port"]
+        while not (answer := self.told()):
+            cluster.hosts[host].act()
+        self.port = json.loads(answer)["port"]
 
     def tell(self, **message: Any) -> None:
         self.connection.send(f"{TOKEN}{json.dumps(message)}\n".encode())
 
-    def verdict(self) -> str:
-        """What it is told, at the latest after `LATE` seconds; empty if the process ends without a verdict."""
-        line = self.lines.readline()
-        return str(json.loads(line)["verdict"]) if line else ""
+    def told(self) -> str:
+        """The next line that has come from its host's process; empty if there is none."""
+        with contextlib.suppress(BlockingIOError):
+            self.received += self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        line, newline, rest = self.received.partition(b"\n")
+        if newline:
+            self.received = rest
+        return line.decode() if newline else ""
 
-    def calm(self, seconds: float) -> bool:
-        """Whether it is told nothing for so long."""
-        self.connection.settimeout(seconds)
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except TimeoutError:
-            return True
-        finally:
-            self.connection.settimeout(LATE)
+    def verdict(self) -> str:
+        """What it was told to end with; empty if nothing."""
+        line = self.told()
+        return str(json.loads(line)["verdict"]) if line else ""
 
     def leave(self) -> None:
         self.tell(farewell=True)
@@ -68,55 +71,113 @@ class Rank:
         self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class Host:
-    """A host's process."""
+class PlayedHost(heartbeat.Heartbeat):
+    """A host's process with its real sockets, which acts when its cluster tells it to."""
 
-    def __init__(self, name: str, folder: Path, seconds: float) -> None:
-        self.said = folder / f"{name}.txt"
-        with self.said.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", heartbeat.__name__],
-                cwd=ROOT,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=out,
-            )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        settings = {"name": name, "token": TOKEN, "seconds": seconds, "folder": str(folder)}
-        self.process.stdin.write(json.dumps(settings) + "\n")
-        self.process.stdin.close()
-        self.door = self.process.stdout.readline().strip()
+    def __init__(self, name: str, cluster: "Cluster", folder: Path) -> None:
+        super().__init__(name, TOKEN, SECONDS, str(folder))
+        self.cluster, self.due = cluster, cluster.now + self.beat
+        self.said: list[str] = []
+        self.stopped = self.ended = False
+        self.coming = 0  # datagrams that others have sent, and that it has not read yet
+        self.accepted = 0  # connections
+        wait = self.selector.select
+        self.selector.select = lambda timeout=None: wait(0)  # type: ignore[method-assign]
 
-    def ended(self) -> int:
-        """Its status once it has ended."""
-        return self.process.wait(LATE)
+    def _send(self, address: Any, parting: bool = False) -> None:
+        super()._send(address, parting)
+        self.cluster.by_port[address[1]].coming += 1
+
+    def _hear(self, beat: Beat, address: Any) -> None:
+        self.coming -= 1
+        super()._hear(beat, address)
+
+    def _accept(self) -> None:
+        self.accepted += 1
+        super()._accept()
+
+    def act(self) -> None:
+        """Takes turns until it would wait for the next beat."""
+        if self.stopped or self.ended:
+            return
+        self.cluster.acting = self
+        while self.coming:  # however late the kernel delivers them
+            assert select.select([self.datagrams], [], [], PATIENCE)[0], "a datagram is lost"
+            self._guarded(self._receive)
+        while not self._over():
+            self.due = self._turn(self.due)
+            if self.due > self.cluster.now:
+                return
+        if self.is_hub or not self.verdict:
+            self.part()
+        self.ended = True
 
 
-@contextlib.contextmanager
-def run_of(
-    folder: Path, ranks: dict[str, list[int]], seconds: float = SECONDS
-) -> Iterator[tuple[dict[str, Host], dict[int, Rank]]]:
-    """Hosts with their ranks, the first with rank 0, all of which have heard of each other."""
-    hosts = {name: Host(name, folder, seconds) for name in ranks}
-    try:
-        found = {rank: Rank(hosts[name].door, rank) for name, those in ranks.items() for rank in those}
+class Cluster:
+    """Hosts a, b and c with their ranks, the first with rank 0, all of which have heard of each other."""
+
+    def __init__(self, folder: Path, ranks: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(
+            heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
+        )
+        monkeypatch.setattr(heartbeat, "say", lambda line: self.acting.said.append(line))
+        self.hosts = {name: PlayedHost(name, self, folder) for name in ranks}
+        self.by_port = {host.port: host for host in self.hosts.values()}
+        self.acting = self.hosts["a"]
+        self.ranks = {rank: Rank(self, name, rank) for name, those in ranks.items() for rank in those}
         for those in ranks.values():
             if 0 not in those:
-                found[those[0]].tell(hub=["127.0.0.1", found[0].port])
-        time.sleep(3 * seconds / heartbeat.BEATS)
-        yield hosts, found
-    finally:
-        for host in hosts.values():
-            host.process.kill()
-            host.process.wait()
+                self.ranks[those[0]].tell(hub=["127.0.0.1", self.ranks[0].port])
+        self.wait(3 * BEAT)
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass for all hosts."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += BEAT / 4
+            for host in self.hosts.values():
+                host.act()
+
+    def stop(self, *names: str) -> None:
+        for name in names:
+            self.hosts[name].stopped = True
+
+    def go_on(self, *names: str) -> None:
+        for name in names:
+            self.hosts[name].stopped = False
+
+    def verdicts(self) -> dict[int, str]:
+        """The verdicts that ranks have been told since this was last asked."""
+        return {rank: verdict for rank, each in self.ranks.items() if (verdict := each.verdict())}
+
+    def ended(self) -> str:
+        """The hosts whose processes have ended."""
+        return "".join(name for name, host in self.hosts.items() if host.ended)
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.selector.close()
+            for each in (host.door, host.datagrams, *(seat.connection for seat in host.seats)):
+                each.close()
+        for rank in self.ranks.values():
+            rank.connection.close()
 
 
 THREE = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
 
 
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Three hosts of two ranks each."""
+    with contextlib.closing(Cluster(tmp_path, THREE, monkeypatch)) as found:
+        yield found
+
+
 def test_a_host_is_lost_at_the_tenth_beat_that_it_misses() -> None:
-    """Counted, because a busy machine's clock proves nothing: rank 0's host and another, each of which hears nothing more."""
+    """Counted, because a busy machine's clock proves nothing: rank 0's host and another,
+    each of which hears nothing more.
+    """
     hub, other = (heartbeat.Heartbeat(name, TOKEN, 1e3, None) for name in "ab")
     hub.ranks, other.ranks, other.heard = [0], [1], True
     hub.hosts["b"] = heartbeat.Host("b", [1], other.datagrams.getsockname(), open=[1])
@@ -127,143 +188,167 @@ def test_a_host_is_lost_at_the_tenth_beat_that_it_misses() -> None:
 
 
 @pytest.mark.parametrize("lost", ["b", "a"])
-def test_a_silent_host_is_named_by_all_others(tmp_path: Path, lost: str) -> None:
-    """A collective would wait for it half an hour. The silent one's own ranks end too: nobody reads what they compute."""
-    with run_of(tmp_path, THREE) as (hosts, ranks):
-        hosts[lost].process.send_signal(signal.SIGSTOP)
-        others = [rank for name, those in THREE.items() if name != lost for rank in those]
-        verdicts = {ranks[rank].verdict() for rank in others}
-        if lost == "b":
-            assert verdicts == {
-                f"nothing was heard from host b (ranks 2-3) for {SECONDS:.0f} s: down, or the network to it is cut"
-            }
-        else:
-            right = "host {} hears nothing from host a (ranks 0-1): it is down, or the network between them is cut"
-            assert verdicts == {right.format(name) for name in "bc"}
-        for rank in others:
-            ranks[rank].end()
-        for name in set(THREE) - {lost}:
-            assert hosts[name].ended() == 0
-            said = hosts[name].said.read_text()
-            own = heartbeat.named(THREE[name])
-            assert (
-                said.count("\n") == 1
-                and f"host {lost} (" in said
-                and said.endswith(f"; {name} ends its {own}\n")
-            )
-        if lost == "b":
-            assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["b"]
-        hosts[lost].process.send_signal(signal.SIGCONT)
-        lone = [ranks[rank] for rank in THREE[lost]]
-        assert all(rank.verdict() for rank in lone)
-        for rank in lone:
-            rank.end()
-        assert hosts[lost].ended() == 0
+def test_a_silent_host_is_named_by_all_others(three: Cluster, tmp_path: Path, lost: str) -> None:
+    """A collective would wait for it half an hour.
 
-
-def test_a_host_that_hears_nobody_is_the_one_that_is_cut_off(tmp_path: Path) -> None:
-    """That all others went down together is less likely; a spare must come for this one, not for them."""
-    with run_of(tmp_path, THREE) as (hosts, ranks):
-        for name in "bc":
-            hosts[name].process.send_signal(signal.SIGSTOP)
-        assert ranks[0].verdict().endswith(", nor from any other host: the network of host a is cut")
-        for rank in (0, 1):
-            ranks[rank].end()
-        assert hosts["a"].ended() == 0
-        assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["a"]
-
-
-def test_a_host_that_pauses_is_not_lost(tmp_path: Path) -> None:
-    """A machine may stand still for some seconds, and its clock jump: neither is a fault, however often."""
-    with run_of(tmp_path, THREE) as (hosts, ranks):
-        for name in "ba":
-            hosts[name].process.send_signal(signal.SIGSTOP)
-            assert ranks[4].calm(0.6 * SECONDS)
-            hosts[name].process.send_signal(signal.SIGCONT)
-            assert ranks[4].calm(0.5 * SECONDS)
-        for rank in ranks.values():
-            assert rank.calm(0.01)
-            rank.leave()
-        assert [host.ended() for host in hosts.values()] == [0, 0, 0]
-        assert [host.said.read_text() for host in hosts.values()] == ["", "", ""]
-
-
-def test_an_ended_rank_is_named_if_the_others_go_on(tmp_path: Path) -> None:
-    """With NCCL a killed rank's peers may wait for ever, and the launcher of another host sees nothing."""
-    with run_of(tmp_path, THREE) as (hosts, ranks):
-        ranks[3].end()
-        assert ranks[0].calm(0.2 * SECONDS), "those that lost it may know more, and speak first"
-        others = [rank for number, rank in ranks.items() if number != 3]
-        right = "rank 3 on host b has ended, and others go on: killed, or out of memory?"
-        assert {rank.verdict() for rank in others} == {right}
-        for rank in others:
-            rank.end()
-        assert [host.ended() for host in hosts.values()] == [0, 0, 0]
-
-
-def test_ranks_that_leave_at_different_times_are_missed_by_nobody(tmp_path: Path) -> None:
-    """One host may still write a checkpoint when others have done. No process stays behind."""
-    with run_of(tmp_path, THREE) as (hosts, ranks):
-        for rank in (0, 1, 2, 3):
-            ranks[rank].leave()
-        assert ranks[4].calm(1.5 * SECONDS)
-        for rank in (4, 5):
-            ranks[rank].leave()
-        assert [host.ended() for host in hosts.values()] == [0, 0, 0]
-        assert not any(host.said.read_text() for host in hosts.values())
-
-
-def test_a_lost_host_is_not_waited_for_when_all_others_have_failed(tmp_path: Path) -> None:
-    """They lost it as a peer and ended: the job cannot be started again while processes beside them hold its output."""
-    seconds = 4.0  # c must beat meanwhile, also where many others want its core
-    with run_of(tmp_path, THREE, seconds) as (hosts, ranks):
-        hosts["b"].process.send_signal(signal.SIGSTOP)
-        for rank in (0, 1, 4, 5):
-            ranks[rank].end()
-        assert [hosts[name].ended() for name in "ac"] == [0, 0]
-        lost = json.loads((tmp_path / heartbeat.LOST).read_text())
-        assert (
-            lost["hosts"] == ["b"]
-            and f" for {heartbeat.FEW * seconds / heartbeat.BEATS:.0f} s: " in lost["verdict"]
+    The silent one's own ranks end too: nobody reads what they compute.
+    """
+    three.stop(lost)
+    three.wait(0.8 * SECONDS)
+    assert not three.verdicts()
+    three.wait(0.4 * SECONDS)
+    verdicts = three.verdicts()
+    others = [rank for name, those in THREE.items() if name != lost for rank in those]
+    assert sorted(verdicts) == others
+    if lost == "b":
+        right = (
+            f"nothing was heard from host b (ranks 2-3) for {SECONDS:.0f} s: down, or the network to "
+            "it is cut"
         )
-        assert not hosts["a"].said.read_text(), "nobody is there to be ended"
+        assert set(verdicts.values()) == {right}
+    else:
+        right = (
+            "host {} hears nothing from host a (ranks 0-1): it is down, or the network between them is cut"
+        )
+        assert set(verdicts.values()) == {right.format(name) for name in "bc"}
+    for rank in others:
+        three.ranks[rank].end()
+    three.wait(2 * BEAT)
+    assert three.ended() == "abc".replace(lost, "")
+    for name in set(THREE) - {lost}:
+        (said,) = three.hosts[name].said
+        assert f"host {lost} (" in said and said.endswith(f"; {name} ends its {heartbeat.named(THREE[name])}")
+    if lost == "b":
+        assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["b"]
+    three.go_on(lost)
+    three.wait(2 * SECONDS)
+    assert sorted(three.verdicts()) == THREE[lost]
+    for rank in THREE[lost]:
+        three.ranks[rank].end()
+    three.wait(2 * BEAT)
+    assert three.ended() == "abc"
 
 
-def test_a_rank_that_cannot_end_is_killed(tmp_path: Path) -> None:
+def test_a_host_that_hears_nobody_is_the_one_that_is_cut_off(three: Cluster, tmp_path: Path) -> None:
+    """That all others went down together is less likely; a spare must come for this one, not for them."""
+    three.stop("b", "c")
+    three.wait(1.2 * SECONDS)
+    verdicts = three.verdicts()
+    assert sorted(verdicts) == [0, 1]
+    assert verdicts[0].endswith(", nor from any other host: the network of host a is cut")
+    for rank in (0, 1):
+        three.ranks[rank].end()
+    three.wait(2 * BEAT)
+    assert three.ended() == "a"
+    assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["a"]
+
+
+def test_a_host_that_pauses_is_not_lost(three: Cluster) -> None:
+    """A machine may stand still for some seconds, and its clock jump: neither is a fault, however often;
+    nor an hour, if all stand still.
+    """
+    for names in ("b", "a", "b", "a"):
+        three.stop(*names)
+        three.wait(0.6 * SECONDS)
+        three.go_on(*names)
+        three.wait(0.5 * SECONDS)
+    three.now += 3600.0
+    three.wait(SECONDS)
+    assert not three.verdicts()
+    for rank in three.ranks.values():
+        rank.leave()
+    three.wait(SECONDS)
+    assert three.ended() == "abc" and not any(host.said for host in three.hosts.values())
+
+
+def test_an_ended_rank_is_named_if_the_others_go_on(three: Cluster) -> None:
+    """With NCCL a killed rank's peers may wait for ever, and the launcher of another host sees nothing."""
+    three.ranks[3].end()
+    three.wait(2 * BEAT)
+    assert not three.verdicts(), "those that lost it may know more, and speak first"
+    three.wait(0.5 * SECONDS)
+    verdicts = three.verdicts()
+    assert sorted(verdicts) == [0, 1, 2, 4, 5]
+    assert set(verdicts.values()) == {
+        "rank 3 on host b has ended, and others go on: killed, or out of memory?"
+    }
+    for rank in verdicts:
+        three.ranks[rank].end()
+    three.wait(2 * BEAT)
+    assert three.ended() == "abc"
+
+
+def test_ranks_that_leave_at_different_times_are_missed_by_nobody(three: Cluster) -> None:
+    """One host may still write a checkpoint when others have done. No process stays behind."""
+    for rank in (0, 1, 2, 3):
+        three.ranks[rank].leave()
+    three.wait(1.5 * SECONDS)
+    assert not three.verdicts()
+    for rank in (4, 5):
+        three.ranks[rank].leave()
+    three.wait(SECONDS)
+    assert three.ended() == "abc" and not any(host.said for host in three.hosts.values())
+
+
+def test_a_lost_host_is_not_waited_for_when_all_others_have_failed(three: Cluster, tmp_path: Path) -> None:
+    """They lost it as a peer and ended: the job cannot be started again while
+    processes beside them hold its output.
+    """
+    three.stop("b")
+    for rank in (0, 1, 4, 5):
+        three.ranks[rank].end()
+    three.wait((heartbeat.FEW + 2) * BEAT)
+    assert three.ended() == "ac"
+    lost = json.loads((tmp_path / heartbeat.LOST).read_text())
+    assert lost["hosts"] == ["b"] and f" for {heartbeat.FEW * BEAT:.0f} s: " in lost["verdict"]
+    assert not three.hosts["a"].said, "no process is there to be ended"
+
+
+def test_a_rank_that_cannot_end_is_killed(three: Cluster) -> None:
     """A stopped process ends by no message; it would hold its GPU, and its host could not be used again."""
-    sleeper = subprocess.Popen(["sleep", "60"])
+    sleeper = subprocess.Popen(["sleep", "3600"])
     os.kill(sleeper.pid, signal.SIGSTOP)
-    with run_of(tmp_path, {"a": [0], "b": [1], "c": [2]}) as (hosts, ranks):
-        stuck = Rank(hosts["c"].door, 3, sleeper.pid)
-        ranks[1].end()
-        assert stuck.verdict()
-        assert sleeper.wait(LATE) == -signal.SIGKILL
+    try:
+        stuck = Rank(three, "c", 6, sleeper.pid)
+        three.ranks[3].end()
+        three.wait(SECONDS)
+        assert stuck.verdict() and sleeper.wait(PATIENCE) == -signal.SIGKILL
+    finally:
+        sleeper.kill()
 
 
-def test_strangers_neither_end_a_run_nor_blind_its_watch(tmp_path: Path) -> None:
-    """Whoever finds a port or a door could end the process that watches, keep it busy, or fill it; nobody would notice a loss then."""
-    with run_of(tmp_path, THREE) as (hosts, ranks):
-        targets = [f"udp:127.0.0.1:{ranks[first].port}" for first in (0, 2, 4)] + [
-            f"unix:{host.door}" for host in hosts.values()
-        ]
-        stranger = [sys.executable, "-m", "tests.strangers", "30", *targets]
-        those = [subprocess.Popen([*stranger, *who], cwd=ROOT) for who in ([], ["--nobody"])]
-        try:
-            assert ranks[0].calm(0.5 * SECONDS) and ranks[5].calm(0.01)
-            late = Rank(hosts["c"].door, 6)  # who comes now is still let in
-            hosts["b"].process.send_signal(signal.SIGSTOP)
-            assert ranks[0].verdict().startswith("nothing was heard from host b (ranks 2-3)")
-            assert ranks[4].verdict() and late.verdict() and not any(one.poll() for one in those)
-        finally:
-            for one in those:
-                one.kill()
-                one.wait()
-        for host in ("a", "c"):
-            assert "watches on" not in hosts[host].said.read_text()
+def test_strangers_neither_end_a_run_nor_blind_its_watch(three: Cluster) -> None:
+    """Whoever finds a port or a door could end the process that watches, keep it busy, or fill it;
+    nobody would notice a loss then.
+    """
+    targets = [f"udp:127.0.0.1:{host.port}" for host in three.hosts.values()]
+    targets += [f"unix:{host.door.getsockname()[1:].decode()}" for host in three.hosts.values()]
+    stranger = [sys.executable, "-m", "tests.strangers", "3600", *targets]
+    those = [subprocess.Popen([*stranger, *who], cwd=ROOT) for who in ([], ["--nobody"])]
+    try:
+        while any(host.accepted < 2 * heartbeat.UNNAMED for host in three.hosts.values()):
+            three.wait(BEAT)
+            assert not three.ended() and not any(one.poll() for one in those)
+        three.wait(2 * SECONDS)
+        assert not three.verdicts()
+        late = Rank(three, "c", 6)  # who comes now is still let in
+        three.stop("b")
+        three.wait(1.2 * SECONDS)
+        assert three.verdicts()[0].startswith("nothing was heard from host b (ranks 2-3)")
+        assert late.verdict() and not any(one.poll() for one in those)
+    finally:
+        for one in those:
+            one.kill()
+            one.wait()
+    for host in ("a", "c"):
+        assert not any("watches on" in line for line in three.hosts[host].said)
 
 
 def test_nothing_is_read_before_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is parsed can end the parser. With the token, what does not fit its lengths is counted, and nothing of it is kept."""
+    """What is parsed can end the parser.
+
+    With the token, what does not fit its lengths is counted, and nothing of it is kept.
+    """
     ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, None)
     ours.ranks = [0]
     good = Beat("b", "", False, [1, 2], [2], [1]).packed(TOKEN.encode())
@@ -318,7 +403,9 @@ def test_a_flood_takes_no_beats_place() -> None:
 
 
 def test_another_users_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody on the machine can find the door; and this user's own programs may fill neither its memory nor its descriptors."""
+    """Everybody on the machine can find the door; and this user's own programs may fill neither
+    its memory nor its descriptors.
+    """
     ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, None)
     monkeypatch.setattr(heartbeat, "say", lambda line: None)
     with ours.door, ours.datagrams, contextlib.ExitStack() as opened:
@@ -350,24 +437,36 @@ def test_another_users_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         assert not ours._over(), "no rank has come yet"
 
 
+LIMIT, HELD = (
+    6.0,
+    8,
+)  # seconds of silence after which a real host is lost, and in which a rank holds its interpreter
+
+
 def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
     """A rank on a host of its own, which joins as training does, and then does as `fault` says."""
     pulse.machine = lambda: f"host{rank}"  # type: ignore[assignment]
     pulse.LOOK_SECONDS = 0.05
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    ours = pulse.HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), SECONDS, Path(folder))
+    store = dist.TCPStore(
+        "127.0.0.1", port, 2, rank == 0, timedelta(seconds=PATIENCE), wait_for_workers=False
+    )
+    ours = pulse.HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), LIMIT, Path(folder))
     while ours.connection is None or not store.check(["doctor/heartbeat/hub"]):
         time.sleep(0.05)
-    time.sleep(0.5 * SECONDS)
+    store.set(f"beats{rank}", "yes")
+    store.wait(["beats0", "beats1"])
     if rank == 1 and fault == "killed":
+        time.sleep(
+            LIMIT
+        )  # rank 0's host has heard of it by then: a host that it has never heard of is not missed
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "busy":  # a compiler, or a collection of garbage: nothing else in this process runs
-        ctypes.PyDLL(None).sleep(int(2 * SECONDS))
+    if rank == 1:  # a compiler, or a collection of garbage: nothing else in this process runs
+        ctypes.PyDLL(None).sleep(HELD)
+        ours.close()
+        store.set("left", "yes")
     else:
-        time.sleep(LATE)
-    ours.close()
-    if rank == 0:
-        time.sleep(0.5)  # it holds the store
+        store.wait(["left"], timedelta(seconds=PATIENCE))  # it holds the store, and has other things to do
+        ours.close()
     os._exit(0)
 
 
@@ -383,7 +482,7 @@ def test_a_busy_rank_is_left_alone_and_a_killed_one_is_not(
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(3 * LATE)
+        rank.join(PATIENCE)
     assert [rank.exitcode for rank in ranks] == statuses
 
 

@@ -1,4 +1,6 @@
-"""launch/kubernetes: the manifests fit the published schemas, say what a run needs, and their commands train."""
+"""launch/kubernetes: the manifests fit the published schemas, say what a run needs, and
+their commands train.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ from launch.kubernetes import render
 from megacore.errors import ConfigError
 from megacore.tools.local_ranks import free_port
 from tests.commands import run_script
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 from tests.training import write_config, write_corpus
 
 ASKED = ["--nodes", "2", "--gpus", "0", "--image", "megacore:1", "--volume", "training", "--name", "run"]
@@ -52,7 +54,9 @@ def test_job_fits_the_schema(config: str, version: str) -> None:
 
 
 def test_jobset_holds_the_same_job(config: str) -> None:
-    """No schema of a JobSet is at hand: its job is checked as one, and its own keys are those of JobSet's v1alpha2."""
+    """No schema of a JobSet is at hand: its job is checked as one, and its own keys
+    are those of JobSet's v1alpha2.
+    """
     settings, jobset = rendered(config, "--kind", "jobset")
     assert (jobset["apiVersion"], jobset["kind"], settings["kind"]) == (
         "jobset.x-k8s.io/v1alpha2",
@@ -111,7 +115,9 @@ def test_pods_ask_for_cores_and_memory(
 
 
 def test_statuses_are_told_apart(config: str) -> None:
-    """A bad config would be tried again and again, and a run that saved when it was asked to stop would count as failed."""
+    """A bad config would be tried again and again, and a run that saved when it was asked
+    to stop would count as failed.
+    """
     *_, job = rendered(config, "--restarts", "3")
     rules = job["spec"]["podFailurePolicy"]["rules"]
     by_status = {
@@ -127,7 +133,9 @@ def test_statuses_are_told_apart(config: str) -> None:
 
 
 def test_commands_train_as_one_process_does(config: str, tmp_path: Path) -> None:
-    """The pods' commands, with the variables that Kubernetes sets, would not start, or train each node alone."""
+    """The pods' commands, with the variables that Kubernetes sets, would not start, or
+    train each node alone.
+    """
     settings, _, job = rendered(config, "--", "train.seed=7")
     (tmp_path / "settings").mkdir()
     for name, text in settings["data"].items():
@@ -135,7 +143,7 @@ def test_commands_train_as_one_process_does(config: str, tmp_path: Path) -> None
     (tmp_path / "launch").symlink_to(ROOT / "launch")  # an image holds the checkout beside data/ and runs/
     port = str(free_port())
     pods = [start(container(job), index, tmp_path, port) for index in range(2)]
-    ended = [pod.communicate(timeout=120)[0] for pod in pods]
+    ended = [pod.communicate(timeout=PATIENCE)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], ended
     one = run_script(
         "launch/pretrain.py",
@@ -154,7 +162,9 @@ def test_commands_train_as_one_process_does(config: str, tmp_path: Path) -> None
 
 
 def start(found: dict[str, Any], index: int, folder: Path, port: str) -> subprocess.Popen[str]:
-    """A pod's command, in a folder that stands for /megacore, with /etc/megacore in it; the first pod's name is this machine's."""
+    """A pod's command, in a folder that stands for /megacore, with /etc/megacore in it; the
+    first pod's name is this machine's.
+    """
     own = {variable["name"]: variable["value"] for variable in found["env"]} | {
         "JOB_COMPLETION_INDEX": str(index)
     }

@@ -1,4 +1,6 @@
-"""The commands that users type: every launcher starts the same training, mistakes end in one line, failures name their cause."""
+"""The commands that users type: every launcher starts the same training, mistakes end in one
+line, failures name their cause.
+"""
 
 import json
 import os
@@ -18,7 +20,7 @@ from megacore.tools.local_ranks import free_port
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from tests import training
 from tests.commands import run_script
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 
 PRETRAIN = str(ROOT / "launch/pretrain.py")
 ENVIRONMENT = {
@@ -55,9 +57,8 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     ],
 }
 
-NOT_MEASURED = (
-    "train.compile=false"  # a run of many steps on a busy machine would measure compiled blocks first
-)
+# a run of many steps on a busy machine would measure compiled blocks first
+NOT_MEASURED = "train.compile=false"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def start(command: list[str], *, anew: bool = False, **variables: str) -> subpro
         cwd=ROOT,
     ) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -220,14 +221,16 @@ SLOW_RANK_0 = """
 import os, runpy, time
 rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
 if rank == "0":
-    time.sleep(60)
+    time.sleep(3600)
 runpy.run_path({pretrain!r}, run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "python"])
 def test_a_mistake_is_said_once_though_rank_0_is_late(config: str, tmp_path: Path, launcher: str) -> None:
-    """The launcher ends the others when one rank ends: on a busy machine that may be before rank 0 could have said a word."""
+    """The launcher ends the others when one rank ends: on a busy machine that may be before
+    rank 0 could have said a word.
+    """
     command = LAUNCHERS[launcher](3)
     if shutil.which(command[0], path=ENVIRONMENT["PATH"]) is None:
         pytest.skip(f"{command[0]} is not installed")
@@ -263,9 +266,8 @@ def test_unusable_log_dir_is_refused(config: str, tmp_path: Path) -> None:
 def test_missing_hostfile_is_refused(config: str, tmp_path: Path) -> None:
     """The launcher itself would only warn, and train on this machine alone."""
     command = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--master_port", str(free_port())]
-    done = start(
-        [*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], anew=True
-    )  # ranks look at its command line
+    # ranks look at its command line
+    done = start([*command, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run"], anew=True)
     assert done.returncode == 2
     assert f"config error: --hostfile: {tmp_path / 'hostfile'} does not exist" in done.stderr
 
@@ -315,16 +317,21 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(config: str, tmp_path: Path) 
         "checkpoint.every=1000000",
     ]
     process = subprocess.Popen(
-        [*command, "train.steps=100000", NOT_MEASURED], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, cwd=ROOT,
-    )  # fmt: skip
+        [*command, "train.steps=100000", NOT_MEASURED],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+    )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not (log_dir / "metrics.jsonl").exists() or not training.metrics(log_dir):
             assert process.poll() is None and time.monotonic() < deadline, "the run did not start"
             time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""Gradients summed over hosts in two levels, and sent in 16 bits: the right sum, the same bits on every rank, within the bound."""
+"""Gradients summed over hosts in two levels, and sent in 16 bits: the right sum, the same
+bits on every rank, within the bound.
+"""
 
 import os
 from typing import Any
@@ -23,12 +25,14 @@ SETTINGS = [
     "train.device=cpu",
     "train.global_batch_size=8",
     "train.micro_batch_size=1",
-    "parallel.timeout_seconds=60",
+    "parallel.timeout_seconds=600",
 ]
 
 
 def parts_of(rank: int) -> Tensor:
-    """A rank's gradients: half of them random, half such that a sum in bf16 stays where the first rank began."""
+    """A rank's gradients: half of them random, half such that a sum in bf16 stays where
+    the first rank began.
+    """
     random = torch.randn(ELEMENTS // 2, generator=torch.Generator().manual_seed(rank))
     return torch.cat([random, torch.full((ELEMENTS // 2,), 1.0 if rank == 0 else 0.9 * UNIT)])
 
@@ -67,7 +71,9 @@ TURNS, UNEVEN = ["a", "b"] * 4, ["a", "b", "b", "b"]
 def test_sums_are_right_and_alike(
     pool: Any, levels: int, narrow: torch.dtype | None, hosts: list[str], sizes: tuple[int, int]
 ) -> None:
-    """A rank's part lost or doubled, another order of parts on some rank, ranks that round apart, or a sum that is not in fp32."""
+    """A rank's part lost or doubled, another order of parts on some rank, ranks that round
+    apart, or a sum that is not in fp32.
+    """
     world = len(hosts)
     parts = torch.stack([parts_of(rank) for rank in range(world)])
     exact, size = parts.double().sum(0), parts.double().abs().sum(0)

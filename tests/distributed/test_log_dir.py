@@ -15,6 +15,7 @@ from megacore.tools.folder_lock import FolderLock, apart_from_owner
 from megacore.tools.launchers import LAUNCHERS, place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
+from tests.pool import PATIENCE
 from tests.training import write_config
 
 
@@ -58,7 +59,7 @@ def try_to_take(folder: str, tried: str) -> bool:
     with contextlib.suppress(ConfigError):
         lock.take()
     (Path(tried) / f"tried{rank}").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(list(Path(tried).glob("tried*"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)  # it keeps what it has while others try
     got = lock.file is not None
@@ -68,7 +69,9 @@ def try_to_take(folder: str, tried: str) -> bool:
 
 
 def test_of_several_writers_one_has_the_folder(run_ranks: Any, tmp_path: Path) -> None:
-    """Tasks of an array, jobs and machines, under any name of the folder: two that both wrote would delete each other's checkpoints."""
+    """Tasks of an array, jobs and machines, under any name of the folder: two that both wrote would
+    delete each other's checkpoints.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
     assert sorted(run_ranks(3, try_to_take, str(folder), str(tmp_path))) == [False, False, True]
@@ -82,7 +85,9 @@ def test_of_several_writers_one_has_the_folder(run_ranks: Any, tmp_path: Path) -
 def test_folders_apart_are_noticed_on_every_rank(
     run_ranks: Any, tmp_path: Path, folders: str, on_a_machine: int, apart: bool
 ) -> None:
-    """Ranks of one machine alone would hang in a save; and a lock that an earlier run left must not pass for this run's."""
+    """Ranks of one machine alone would hang in a save; and a lock that an earlier run
+    left must not pass for this run's.
+    """
     for name in "abc":
         (tmp_path / name).mkdir()
     (tmp_path / "c" / "lock").write_text("process 12 on node0 since 2026-01-01 00:00:00\n")

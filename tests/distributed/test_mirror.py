@@ -1,4 +1,6 @@
-"""checkpoint.mirror: every checkpoint has a second copy, and a run whose first one is damaged or gone goes on from it."""
+"""checkpoint.mirror: every checkpoint has a second copy, and a run whose first one is
+damaged or gone goes on from it.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from megacore.checkpoint import checkpoints_in, opened
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools import mirror
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.mirror import Mirror, copied
 from megacore.tools.settings.load import load
@@ -48,12 +51,19 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("loss", ["damaged", "gone"])
 def test_the_second_copy_is_used(train: Any, pool: Any, config: str, tmp_path: Path, loss: str) -> None:
-    """A disk that fails takes the run with it; and what went on would train on other weights, had the copy another content."""
+    """A disk that fails takes the run with it; and what went on would train on other
+    weights, had the copy another content.
+    """
     train("train.steps=6")
     first, second = tmp_path / "run/checkpoints", tmp_path / "second"
     assert names(first) == names(second) == ["step_00000006", "step_00000004"]
     for path in checkpoints_in(second):
         opened(path, deep=True)  # raises, if it is damaged
+    inputs = Inputs(load(config, [f"checkpoint.mirror={second}"]).config, rank=0)
+    steps = ("step_00000006", "step_00000004")
+    assert [inputs.checkpoint, *inputs.candidates] == [
+        folder / name for name in steps for folder in (first, second)
+    ], "of each step the run's own, and its copy only where that is damaged"
     for path in checkpoints_in(first):
         if loss == "gone":
             shutil.rmtree(path)
@@ -107,9 +117,8 @@ def test_a_copy_that_fails_ends_no_run(
     assert pool.run(1, rank, config, "train.steps=4") == [0]
     older, newer = reversed(checkpoints_in(tmp_path / "run"))
     blocks = mirror.blocks
-    monkeypatch.setattr(
-        mirror, "blocks", lambda *args: [bytes(len(part)) for part in blocks(*args)]
-    )  # the planted fault
+    # the planted fault
+    monkeypatch.setattr(mirror, "blocks", lambda *args: [bytes(len(part)) for part in blocks(*args)])
     with one(config, tmp_path / "second") as second:
         second.copy(older)
         second.thread.submit(lambda: None).result()
@@ -121,6 +130,20 @@ def test_a_copy_that_fails_ends_no_run(
     assert [path.name for path in (tmp_path / "second").iterdir()] == ["step_00000004"], (
         "and nothing is left of the one that failed"
     )
+
+
+def test_saves_that_come_faster_than_copies(pool: Any, config: str, tmp_path: Path) -> None:
+    """The newest one counts, and those of `keep_every` are copied all the same: they are kept for good."""
+    assert pool.run(1, rank, config, "train.steps=4") == [0]
+    newer, older = checkpoints_in(tmp_path / "run")
+    for keep_every, copies in ((0, [newer]), (2, [newer, older])):
+        folder, saved = tmp_path / f"second{keep_every}", Event()
+        with one(config, folder, "checkpoint.keep=1", f"checkpoint.keep_every={keep_every}") as second:
+            second.thread.submit(saved.wait)
+            second.copy(older)
+            second.copy(newer)
+            saved.set()
+        assert names(folder) == [path.name for path in copies]
 
 
 def test_a_copy_with_other_content_is_none(
@@ -137,7 +160,9 @@ def test_a_copy_with_other_content_is_none(
 
 
 def test_a_run_that_fails_waits_for_no_copy(config: str, tmp_path: Path) -> None:
-    """Of a checkpoint of some terabytes, a copy goes on for an hour, and a launcher waits for the rank to end."""
+    """Of a checkpoint of some terabytes, a copy goes on for an hour, and a
+    launcher waits for the rank to end.
+    """
     with pytest.raises(KeyError), one(config, tmp_path / "second") as second:
         raise KeyError
     (tmp_path / "file").write_bytes(b"some")

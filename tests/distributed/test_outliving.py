@@ -1,4 +1,7 @@
-"""A run outlives its terminal, its standard output, its log folder and TensorBoard. Without its records it saves, and ends."""
+"""A run outlives its terminal, its standard output, its log folder and TensorBoard.
+
+Without its records it saves, and ends.
+"""
 
 import contextlib
 import errno
@@ -26,10 +29,9 @@ from megacore.train.trainer import FINISHED, STOPPED, Trainer
 from tests import training
 from tests.checkpoints import find_latest
 from tests.commands import play
-from tests.pool import CONTEXT
+from tests.pool import CONTEXT, PATIENCE
 
 ENDLESS = ("train.steps=1000000", "train.compile=false")  # a run so long would first measure compiled blocks
-SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,10 @@ def _command(arguments: list[str], out: str, err: str, nohup: bool, report: str)
 def command(
     config: str, run: Path, *overrides: str, out: str, err: str, nohup: bool = False
 ) -> Iterator[BaseProcess]:
-    """launch/pretrain.py in a session of its own, whose output goes to files, pipes or a terminal. `RUN.error` has
-    the traceback, if it ends with one: a closed terminal shows nothing."""
+    """launch/pretrain.py in a session of its own, whose output goes to files, pipes or a terminal.
+
+    `RUN.error` has the traceback, if it ends with one: a closed terminal shows nothing.
+    """
     arguments = ["--config", config, f"log.dir={run}", *overrides]
     process = CONTEXT.Process(target=_command, args=(arguments, out, err, nohup, f"{run}.error"))
     process.start()
@@ -67,7 +71,7 @@ def command(
 
 
 def wait_for(what: Callable[[], Any], process: BaseProcess) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not what():
         assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.05)
@@ -78,7 +82,7 @@ def has_begun(run: Path) -> bool:
 
 
 def ended(process: BaseProcess) -> int | None:
-    process.join(SECONDS)
+    process.join(PATIENCE)
     return process.exitcode
 
 
@@ -121,7 +125,9 @@ def test_sighup_asks_to_stop_unless_it_was_ignored_at_the_start(config: str, tmp
 
 @pytest.mark.parametrize("kind", ["pipe", "both pipes", "full"])
 def test_standard_output_may_go_away(config: str, tmp_path: Path, kind: str) -> None:
-    """`pretrain | head -1`, `pretrain 2>&1 | head -1` and `pretrain > /dev/full`: the run ends as if nothing had happened."""
+    """`pretrain | head -1`, `pretrain 2>&1 | head -1` and `pretrain > /dev/full`: the run
+    ends as if nothing had happened.
+    """
     out, err, first = str(tmp_path / "out"), str(tmp_path / "err"), []
     if kind == "full":
         out = "/dev/full"
@@ -213,7 +219,9 @@ def test_a_deleted_folder_is_said_once_and_made_again(run_ranks: Any, config: st
 
 
 def test_tensorboard_may_fail(run_ranks: Any, config: str, tmp_path: Path) -> None:
-    """When it is opened, and in the thread that writes for it; the reason is one line, without a traceback."""
+    """When it is opened, and in the thread that writes for it; the reason is one line,
+    without a traceback.
+    """
     (tmp_path / "never").mkdir()
     (tmp_path / "never/tensorboard").touch()
     for name, disturb, reason in (
@@ -246,7 +254,10 @@ def unrecorded_rank(config_path: str, overrides: list[str], log_dir: str) -> str
 def test_without_its_records_a_run_saves_and_ends(
     run_ranks: Any, config: str, tmp_path: Path, steps: int
 ) -> None:
-    """Nobody would know what was trained. All ranks end alike, also where only the last step's record is lost."""
+    """Nobody would know what was trained.
+
+    All ranks end alike, also where only the last step's record is lost.
+    """
     overrides = [f"train.steps={steps}", "checkpoint.last=false", "parallel.tensor=2"]
     lines = run_ranks(2, unrecorded_rank, config, overrides, str(tmp_path / "run"))
     saved = find_latest(tmp_path / "run")

@@ -32,7 +32,9 @@ def try_together(config_path: str, layout: list[str], names: list[str], wrong: i
 
 @pytest.mark.parametrize("wrong", [None, 2])
 def test_groups_and_links(run_ranks: Any, tmp_path: Any, wrong: int | None) -> None:
-    """Every group once, by the mesh's own ranks; every machine's links; and a device that sums wrongly is seen in its group alone."""
+    """Every group once, by the mesh's own ranks; every machine's links; and a device that sums
+    wrongly is seen in its group alone.
+    """
     config = write_config(tmp_path, "nothing")
     found = run_ranks(4, try_together, config, ["parallel.tensor=2"], ["a", "a", "b", "b"], wrong)
     assert found[0] == found[3]
@@ -48,7 +50,7 @@ def test_groups_and_links(run_ranks: Any, tmp_path: Any, wrong: int | None) -> N
         [True] * 4 if wrong is None else [False, True, True, False]
     )
     assert [(link["from"], link["to"]) for link in result["links"]] == [(0, 1), (1, 0)]
-    assert all(link["bytes_per_second"] > 1e6 for link in result["links"])
+    assert all(link["bytes_per_second"] > 0 for link in result["links"])
     named = {finding.host for finding in judge_together(result, ["a", "b"]) if finding.fatal}
     assert named == (set() if wrong is None else {"a", "b"})
 

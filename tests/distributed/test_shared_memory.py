@@ -1,4 +1,6 @@
-"""Ranks that exchange through memory get what they would get through gloo, however far one of them lags; what cannot be is noticed."""
+"""Ranks that exchange through memory get what they would get through gloo, however far one of them
+lags; what cannot be is noticed.
+"""
 
 import fcntl
 import mmap
@@ -25,6 +27,7 @@ from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from tests import training
+from tests.pool import PATIENCE
 
 ROUNDS = 40
 
@@ -92,7 +95,9 @@ def test_the_same_as_gloo(pool: Any, tmp_path: Path, world: int) -> None:
 
 
 def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
-    """Ranks whose replicated weights differ in a bit drift apart; PyTorch's own sum over a dim does not keep the order."""
+    """Ranks whose replicated weights differ in a bit drift apart; PyTorch's own sum over
+    a dim does not keep the order.
+    """
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for ranks, shape in ((2, (7,)), (5, (3, 5)), (8, (1000,)), (8, (7,))):
             parts = torch.randn(ranks, *shape, generator=torch.Generator().manual_seed(ranks)).to(dtype)
@@ -105,8 +110,23 @@ def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
             assert torch.equal(out, expected.to(dtype)), (dtype, ranks, shape)
 
 
+def wait_for_others(group: Group) -> None:
+    """Returns when all others have begun an operation that this rank has not: they have
+    used a slot of its last two again.
+    """
+    assert group.communicator is not None and group.communicator.shared is not None
+    shared = group.communicator.shared
+    while any(
+        shared.counts[other * shared_memory.LINE + PUBLISHED] <= shared.published for other in shared.others
+    ):
+        time.sleep(1e-3)
+
+
 def lagging(config_path: str, careless: bool) -> int:
-    """Two operations in flight, one rank late with reading; returns wrong sums. `careless`: slots are used again without asking."""
+    """Two operations in flight, one rank late with reading; returns wrong sums.
+
+    `careless`: slots are used again without asking.
+    """
     mesh = opened(config_path)
     wait, wrong, lags = SharedMemory._wait, 0, random.Random(mesh.place.rank)
 
@@ -119,7 +139,10 @@ def lagging(config_path: str, careless: bool) -> int:
             x, y = torch.full((50,), float(number)), torch.full((20, 3), 2.0 * number)
             works = [comm.all_reduce_start(x, mesh.tp), comm.all_reduce_start(y, mesh.tp)]
             if mesh.place.rank == number % mesh.tp.size:
-                time.sleep(0.02 * lags.random())
+                if careless and number + 1 < ROUNDS:
+                    wait_for_others(mesh.tp)
+                else:
+                    time.sleep(0.02 * lags.random())
             for work in works:
                 work.wait()
             wrong += int(not (x == number * mesh.tp.size).all()) + int(
@@ -130,14 +153,18 @@ def lagging(config_path: str, careless: bool) -> int:
 
 
 def test_a_rank_that_lags_loses_nothing(pool: Any, tmp_path: Path) -> None:
-    """And the planted fault: a slot that is written before everybody has read it gives some rank a wrong sum."""
+    """And the planted fault: a slot that is written before everybody has read it gives
+    some rank a wrong sum.
+    """
     config = training.write_config(tmp_path, "nothing")
     assert pool.run(4, lagging, config, False) == [0, 0, 0, 0]
     assert sum(pool.run(4, lagging, config, True)) > 0
 
 
 def test_a_part_is_kept_until_it_is_read_whatever_was_read_before() -> None:
-    """Of two operations in flight the second may be waited for first: the first one's slot must not count as read then."""
+    """Of two operations in flight the second may be waited for first: the first one's
+    slot must not count as read then.
+    """
     memory = mmap.mmap(-1, mmap.PAGESIZE * (1 + 2 * shared_memory.SLOTS))
     early, late = (SharedMemory(memory, rank, 2, timeout=0.01) for rank in range(2))
     sums = {
@@ -175,7 +202,9 @@ def test_ranks_of_two_machines_use_the_network(pool: Any, tmp_path: Path) -> Non
 
 
 def misled(config_path: str, folder: str) -> dict[str, bool]:
-    """By what the store names in place of a peer's memory: whether anything is shared then, or whatever it names was touched."""
+    """By what the store names in place of a peer's memory: whether anything is shared then, or
+    whatever it names was touched.
+    """
     mesh = opened(config_path)
     assert mesh.store is not None and mesh.tp.process_group is not None
     slot, rank = mmap.PAGESIZE, mesh.tp.rank
@@ -204,7 +233,9 @@ def misled(config_path: str, folder: str) -> dict[str, bool]:
     found = {}
     for what, path in named.items():
         store = Mock(get=lambda key, path=path: f"{shared_memory.machine()} {path}".encode())
-        shared = shared_memory.join(mesh.tp.process_group, "key", rank, mesh.tp.size, slot, store, timeout=60)
+        shared = shared_memory.join(
+            mesh.tp.process_group, "key", rank, mesh.tp.size, slot, store, timeout=PATIENCE
+        )
         files = [victim, *(f"/proc/self/fd/{each}" for each in (disguised, *memory.values()))]
         found[what] = shared is not None or any(Path(file).read_bytes() != content for file in files)
     mesh.close()
@@ -212,7 +243,9 @@ def misled(config_path: str, folder: str) -> dict[str, bool]:
 
 
 def test_memory_of_a_peer_and_nothing_else_is_mapped(pool: Any, tmp_path: Path) -> None:
-    """Whoever reaches the store of a run may name what they like: a file of this user's would be written over."""
+    """Whoever reaches the store of a run may name what they like: a file of this
+    user's would be written over.
+    """
     for found in pool.run(2, misled, training.write_config(tmp_path, "nothing"), str(tmp_path)):
         assert len(found) == 8 and not any(found.values()), found
 
@@ -229,7 +262,7 @@ def test_only_a_process_of_the_same_user_is_a_peer(monkeypatch: pytest.MonkeyPat
     os.close(descriptor)
 
 
-def alone_with(process: int, timeout: float = 60.0) -> SharedMemory:
+def alone_with(process: int, timeout: float = PATIENCE) -> SharedMemory:
     """Rank 0 of 2, whose other rank is said to be `process`."""
     memory = SharedMemory(mmap.mmap(-1, 3 * mmap.PAGESIZE), 0, 2, timeout=timeout)
     memory.counts[shared_memory.LINE + PROCESS] = process
@@ -237,21 +270,24 @@ def alone_with(process: int, timeout: float = 60.0) -> SharedMemory:
 
 
 def test_a_dead_rank_is_not_waited_for() -> None:
-    """gloo would say that the connection is closed; without a word the others would wait until the timeout."""
+    """gloo would say that the connection is closed; without a word the others would
+    wait until the timeout.
+    """
     ended = subprocess.Popen(["true"])
     ended.wait()
     for memory, words in (
         (alone_with(ended.pid), "connection closed"),
         (alone_with(os.getpid(), timeout=0.5), "timed out"),
     ):
-        start = time.monotonic()
         with pytest.raises(dist.DistNetworkError, match=words) as caught:
             memory.all_reduce(torch.ones(3)).wait()
-        assert lost_peer(caught.value) and time.monotonic() - start < 5
+        assert lost_peer(caught.value)
 
 
 def test_a_rank_that_waits_soon_leaves_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine another program wants it, or the very rank that is waited for; who only yields is queued behind all others."""
+    """On a busy machine another program wants it, or the very rank that is waited for; who only
+    yields is queued behind all others.
+    """
     memory = alone_with(os.getpid())
     counts, looks = memory.counts, 0
 

@@ -1,4 +1,6 @@
-"""log.statistics: sizes of weights, gradients, updates, activations and logits are what plain code finds, in every layout."""
+"""log.statistics: sizes of weights, gradients, updates, activations and logits are what
+plain code finds, in every layout.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -24,14 +26,22 @@ from megacore.tools.monitoring.statistics import Statistics
 from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep
-from tests import forks, training
+from tests import forks, parameter_owners, training
 from tests.pool import Pool
 
 KINDS = ("weight_rms", "gradient_rms", "update_rms", "activation_rms", "largest_logit")
 MODEL = {
-    "num_layers": 4, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 65, "activation": "swiglu", "position": "rope",
-    "norm": "rmsnorm", "init_std": 0.5, "ffn_size": 24,
-}  # fmt: skip
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 65,
+    "activation": "swiglu",
+    "position": "rope",
+    "norm": "rmsnorm",
+    "init_std": 0.5,
+    "ffn_size": 24,
+}
 DOCUMENTS = "data.document_mask=true"
 LAYOUTS = {
     "one": (1, "train.recompute=full"),
@@ -46,10 +56,16 @@ LAYOUTS = {
     "fsdp2": (2, "parallel.data=2 engine.kind=fsdp"),
     "fsdp4 in pairs": (4, "parallel.data=4 engine.kind=fsdp engine.shard_size=2 train.micro_batch_size=1"),
     "tp2pp2sp": (4, "parallel.tensor=2 parallel.pipeline=2 parallel.sequence=true parallel.schedule=zb_h1"),
-    "cp2tp2": (4, "parallel.context=2 parallel.tensor=2 parallel.sequence=true parallel.context_method=gather"),
-    "dp4 in two levels": (4, "parallel.data=4 engine.reduce_levels=2 engine.shard_optimizer=true train.micro_batch_size=1"),
+    "cp2tp2": (
+        4,
+        "parallel.context=2 parallel.tensor=2 parallel.sequence=true parallel.context_method=gather",
+    ),
+    "dp4 in two levels": (
+        4,
+        "parallel.data=4 engine.reduce_levels=2 engine.shard_optimizer=true train.micro_batch_size=1",
+    ),
     "pp2dp2 sharded": (4, f"parallel.pipeline=2 parallel.data=2 engine.shard_optimizer=true {DOCUMENTS}"),
-}  # fmt: skip
+}
 
 
 def rms(*tensors: Tensor) -> float:
@@ -164,6 +180,40 @@ def test_every_layout_measures_the_same(
     assert apart(measured(pool, config, tmp_path, layout), wanted) == []
 
 
+def test_gradients_are_measured_without_the_loss_scale(pool: Pool, config: str, tmp_path: Path) -> None:
+    """In fp16 they would look some hundred times as large as in bf16, and change with the scale.
+
+    Of weights that are small enough for no gradient to overflow. 16 bits round each product by 2^-11, and
+    some tens of them follow one another.
+    """
+    small, found = "model.init_std=0.1", {}
+    for precision in ("fp32", "fp16"):
+        folder = str(tmp_path / precision)
+        assert pool.run(1, rank_with, config, [small, f"train.precision={precision}"], folder, "") == [0]
+        (line,) = training.metrics(folder)
+        assert line["skipped"] == 0
+        found[precision] = {name: rms for name, rms in line.items() if name.startswith("gradient_rms")}
+    assert len(found["fp32"]) > 50 and found["fp16"] == pytest.approx(found["fp32"], rel=32 * 2.0**-11)
+
+
+def test_every_measured_step_is_measured_by_itself(pool: Pool, config: str, tmp_path: Path) -> None:
+    """What a step before it, or a validation between, has added would make every figure grow with the run.
+    Steps that are not measured have no figures, rather than older ones.
+    """
+    found = {}
+    for every in (1, 2):
+        folder = str(tmp_path / str(every))
+        overrides = ["train.steps=4", "train.precision=fp32", f'log.statistics={{"every": {every}}}']
+        assert pool.run(1, rank_with, config, overrides, folder, "") == [0]
+        found[every] = {
+            line["step"]: {name: rms for name, rms in line.items() if name.partition("/")[0] in KINDS}
+            for line in training.metrics(folder)
+        }
+    each, second = found[1], found[2]
+    assert len({step["activation_rms/blocks.3"] for step in each.values()}) == 4
+    assert second == {1: {}, 2: each[2], 3: {}, 4: each[4]}
+
+
 def rank_with(config: str, overrides: list[str], folder: str, fault: str) -> int:
     """A run whose statistics have a mistake, or none."""
 
@@ -225,3 +275,12 @@ def test_a_model_of_ones_own_has_them_by_its_layers(pool: Pool, config: str, tmp
     assert apart(*found) == []
     layers = [f"blocks.{number}" for number in range(4)]
     assert {f"{kind}/{name}" for kind in KINDS[:4] for name in layers} <= found[0].keys()
+
+
+def test_a_shared_parameter_counts_with_the_layer_that_makes_it(tmp_path: Path) -> None:
+    """A block that reads the head's norm would show its sizes, and the head would have lost them."""
+    model = {"num_layers": 4, "source": parameter_owners.__file__, "head_bias": True}
+    config = load(training.write_config(tmp_path, "unused", model=model)).config
+    layers = {matrix.name: matrix.layer for matrix in statistics.Named(config).every}
+    assert layers["norm.weight"] == layers["head.bias"] == "head"
+    assert layers["embedding.weight"] == "embedding" and layers["blocks.1.norm1.weight"] == "blocks.1"

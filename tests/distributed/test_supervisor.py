@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -18,10 +19,11 @@ from megacore.tools.processes import descendants
 from megacore.tools.relaunch.fleet import Fleet
 from megacore.tools.relaunch.supervisor import Supervisor, environment
 from megacore.tools.stop_request import STOP
-from tests.pool import CONTEXT
+from tests.pool import CONTEXT, PATIENCE
 from tests.unit.test_guardians import DAMAGED
 
-# A run of 20 steps: it logs each, saves every other, goes on from the newest, obeys STOP, and fails as its plan says.
+# A run of 20 steps: it logs each, saves every other, goes on from the newest, obeys STOP, and fails as its
+# plan says. Its plan holds it at a step of a start until there is a file: nothing takes a certain time.
 LAUNCHER = """
 import json, os, pathlib, sys, time
 folder, plan = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -54,9 +56,13 @@ while step < 20:
     if [step, start] == plan.get("once", [0])[:1] + [1]:
         sys.exit(plan["once"][1])
     if step == plan.get("sleep") and start == 1:
-        time.sleep(60)
-    time.sleep(plan.get("pace", 0))
-"""
+        (folder / "new").write_text(str(os.getpid()))
+        (folder / "new").replace(folder / "asleep")
+        time.sleep(3600)
+    for *held, file in plan.get("holds", []):
+        while held == [start, step] and not (folder / file).exists():
+            time.sleep(0.02)
+"""  # noqa: E501
 
 
 def supervised(folder: Path, plan: dict, *words: str, **options: object) -> Supervisor:
@@ -90,16 +96,34 @@ def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.Ca
     assert "given up: 2 restarts in a row brought no progress beyond step 5" in capfd.readouterr().err
 
 
+@pytest.fixture
+def time_flies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the played run sleeps, hours pass between two looks at the clock."""
+    now, asleep, flown = time.monotonic, tmp_path / "asleep", 0.0
+
+    def later() -> float:
+        nonlocal flown
+        if asleep.exists() and process_state(int(asleep.read_text())) not in ENDED:
+            flown += 7200.0
+        return now() + flown
+
+    monkeypatch.setattr(time, "monotonic", later)
+
+
+@pytest.mark.usefixtures("time_flies")
 def test_a_run_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
-    supervisor = supervised(tmp_path, {"sleep": 4}, stall=1.0)
+    supervisor = supervised(tmp_path, {"sleep": 4}, stall=3600.0)
     assert supervisor.run() == 0 and supervisor.attempts == 2
 
 
+@pytest.mark.usefixtures("time_flies")
 def test_nothing_that_a_run_writes_ends_the_watch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The run went on without anybody who would see it stand still, start it again, or read what it prints."""
+    """The run went on without anybody who would see it stand still, start it again, or
+    read what it prints.
+    """
     heard: list[str] = []
     (tmp_path / "damaged").write_bytes(b"\n".join(DAMAGED))
-    supervisor = supervised(tmp_path, {"damage": 3, "sleep": 6}, stall=1.5, listener=heard.append)
+    supervisor = supervised(tmp_path, {"damage": 3, "sleep": 6}, stall=3600.0, listener=heard.append)
     assert supervisor.run() == 0 and supervisor.attempts == 2 and supervisor.progress() == (20, 20)
     assert any("is said" in line for line in heard)
     said = capfd.readouterr().err
@@ -114,7 +138,9 @@ def test_nothing_that_a_run_writes_ends_the_watch(tmp_path: Path, capfd: pytest.
 def test_what_a_launcher_says_of_a_run_that_went_well_until_then_is_not_its_end(
     tmp_path: Path, status: int
 ) -> None:
-    """0 of a launcher that was killed, 2 of a run whose disk was full; and it goes on from what it saved, however it began."""
+    """0 of a launcher that was killed, 2 of a run whose disk was full; and it goes on from
+    what it saved, however it began.
+    """
     supervisor = supervised(tmp_path, {"once": [5, status]}, "checkpoint.resume=never", steps=20)
     assert supervisor.run() == 0
     starts = (tmp_path / "starts").read_text().splitlines()
@@ -131,14 +157,34 @@ def test_a_request_made_while_the_supervisor_asks_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
 def test_a_signal_becomes_a_file_that_is_taken_away_again(tmp_path: Path, numbers: list[int]) -> None:
-    """A launcher that got it would give its ranks no time. Of a closed terminal both the kernel and the shell tell."""
-    supervisor = supervised(tmp_path, {"pace": 0.1})
+    """A launcher that got it would give its ranks no time.
+
+    Of a closed terminal both the kernel and the shell tell.
+    """
+    supervisor = supervised(tmp_path, {"holds": [[1, 7, "released"]]})
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started from
-    for delay, number in enumerate(numbers, 7):
-        threading.Timer(delay / 10, os.kill, (os.getpid(), number)).start()
+    note, noted = supervisor._note, list[int]()
+
+    def count(number: int, frame: FrameType | None) -> None:
+        note(number, frame)
+        noted.append(number)
+
+    def ask() -> None:
+        try:
+            wait_for(lambda: supervisor.progress()[1] == 7)
+            for which, number in enumerate(numbers, 1):
+                os.kill(os.getpid(), number)
+                wait_for(lambda which=which: len(noted) == which)  # type: ignore[misc]
+        finally:
+            (tmp_path / "released").touch()
+
+    supervisor._note = count  # type: ignore[method-assign]
+    thread = threading.Thread(target=ask)
+    thread.start()
     assert supervisor.run() == 75
+    thread.join()
     signal.signal(signal.SIGHUP, before)
-    assert supervisor.attempts == 1 and not (tmp_path / STOP).exists() and 0 < supervisor.progress()[1] < 20
+    assert supervisor.attempts == 1 and not (tmp_path / STOP).exists() and supervisor.progress()[1] == 7
     assert supervised(tmp_path, {}).run() == 0
 
 
@@ -159,14 +205,14 @@ def test_other_machines_take_over_while_it_runs(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("localhost slots=4\n")
     fleet = Fleet(hostfile, str(config), ["parallel.tensor=2", "parallel.pipeline=2"])
-    supervisor = supervised(tmp_path / "run", {"pace": 0.1}, "--hostfile", str(hostfile), fleet=fleet)
+    plan = {"holds": [[1, 5, STOP], [2, 9, STOP]]}
+    supervisor = supervised(tmp_path / "run", plan, "--hostfile", str(hostfile), fleet=fleet)
 
     def resize() -> None:
-        for slots, attempts in ((2, 2), (4, 3)):
-            time.sleep(0.5)
-            hostfile.write_text(f"localhost slots={slots}\n")
-            while supervisor.attempts < attempts:
-                time.sleep(0.05)
+        for slots, step in ((2, 5), (4, 9)):
+            wait_for(lambda step=step: supervisor.progress()[1] == step)  # type: ignore[misc]
+            (tmp_path / "new").write_text(f"localhost slots={slots}\n")
+            (tmp_path / "new").replace(hostfile)
 
     thread = threading.Thread(target=resize)
     thread.start()
@@ -193,11 +239,9 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.Ca
     )
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
-    fleet = Fleet(hostfile, str(config), [], f"{sys.executable} -c '' {{host}}", spares=1)
+    fleet = Fleet(hostfile, str(config), [], "true {host}", spares=1)
     run = tmp_path / "run"
-    supervisor = supervised(
-        run, {"fail": [3], "pace": 0.02, "lost": [3, "b"]}, "--hostfile", str(hostfile), fleet=fleet
-    )
+    supervisor = supervised(run, {"fail": [3], "lost": [3, "b"]}, "--hostfile", str(hostfile), fleet=fleet)
     used = []
     command = fleet.command
 
@@ -218,7 +262,10 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_ssh_is_told_to_notice_a_host_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pdsh would wait for ever for it. What the user says comes first: of two settings ssh takes the first."""
+    """pdsh would wait for ever for it.
+
+    What the user says comes first: of two settings ssh takes the first.
+    """
     monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
     assert environment(unbuffered=False)["PDSH_SSH_ARGS_APPEND"].startswith("-o ConnectTimeout")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
@@ -226,8 +273,10 @@ def test_ssh_is_told_to_notice_a_host_that_is_gone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_supervisor_that_is_killed_lets_its_run_stop(tmp_path: Path) -> None:
-    """Nobody would start it again, nor leave out a machine that is gone; a new supervisor would find the folder taken."""
-    supervisor = CONTEXT.Process(target=run_supervised, args=(tmp_path, {"pace": 0.5}))
+    """Nobody would start it again, nor leave out a machine that is gone; a new
+    supervisor would find the folder taken.
+    """
+    supervisor = CONTEXT.Process(target=run_supervised, args=(tmp_path, {"holds": [[1, 1, STOP]]}))
     supervisor.start()
     metrics, stop = tmp_path / "metrics.jsonl", tmp_path / STOP
     wait_for(metrics.exists)
@@ -239,15 +288,15 @@ def test_a_supervisor_that_is_killed_lets_its_run_stop(tmp_path: Path) -> None:
     supervisor.kill()
     supervisor.join()
     wait_for(lambda: process_state(launcher) in ENDED and not stop.exists())
-    assert len(metrics.read_text().splitlines()) < 20, "the run went on to its end"
+    assert len(metrics.read_text().splitlines()) == 1
 
 
 def run_supervised(folder: Path, plan: dict) -> None:
     supervised(folder, plan).run()
 
 
-def wait_for(happened: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.05)

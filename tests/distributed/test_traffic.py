@@ -1,4 +1,6 @@
-"""A step's traffic, counted where it is sent, is what the formulas say, element for element; and its time adds up."""
+"""A step's traffic, counted where it is sent, is what the formulas say, element for
+element; and its time adds up.
+"""
 
 import math
 import os
@@ -32,7 +34,7 @@ HOST_SIZE = 2  # ranks on a host
 SIZES: dict[str, Any] = {  # every parameter is a multiple of 128 elements, so that nothing is padded
     "model": {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": 4, "vocab_size": 1024},
     "train": {"seq_len": 32, "micro_batch_size": 2, "precision": "fp32", "device": "cpu"},
-    "parallel": {"timeout_seconds": 60},
+    "parallel": {"timeout_seconds": 600},
 }
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -112,7 +114,9 @@ def configured(layout: dict[str, dict[str, Any]]) -> Config:
 def step_on_a_rank(
     layout: dict[str, dict[str, Any]], twice: bool = False
 ) -> tuple[int, list[Transfer], dict[str, float]]:
-    """The rank's stage, what it sent in a step, and the shares of the step's time; `twice`: row-parallel sums are done twice."""
+    """The rank's stage, what it sent in a step, and the shares of the step's time; `twice`:
+    row-parallel sums are done twice.
+    """
     place, config = place_from_environment(), configured(layout)
     os.environ["MEGACORE_HOST"] = f"host {place.rank // HOST_SIZE}"
     mesh = Mesh(config, place, pick_device(config, place))
@@ -140,7 +144,9 @@ def elements(transfers: list[Transfer]) -> Counter[tuple[str, str, int, int]]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
-    """A collective more, less or larger than the plan counts, on any rank of any layout; and a moment charged to no part, or to two."""
+    """A collective more, less or larger than the plan counts, on any rank of any layout; and a moment
+    charged to no part, or to two.
+    """
     config = configured(LAYOUTS[name])
     ranks = pool.run(config.world_size, step_on_a_rank, LAYOUTS[name])
     for stage, transfers, shares_of_time in ranks:
@@ -153,7 +159,9 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
 
 
 class Posted(TorchDispatchMode):
-    """Counts what goes to communicators, on its way: calls and elements, by operation and bytes of an element."""
+    """Counts what goes to communicators, on its way: calls and elements, by
+    operation and bytes of an element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,8 +203,10 @@ def posted_on_a_rank(layout: dict[str, dict[str, Any]]) -> tuple[int, dict[tuple
 def test_fsdp_sends_what_the_formulas_say(
     pool: Any, parallel: dict[str, Any], engine: dict[str, Any]
 ) -> None:
-    """PyTorch's own calls, on real ranks; a dry run, which is compared with the formulas too, has stand-ins around them. A rank with two
-    chunks switches each of them: with those of one for both, values are right, and the other is gathered or summed too often."""
+    """PyTorch's own calls, on real ranks; a dry run, which is compared with the formulas too, has stand-ins
+    around them. A rank with two chunks switches each of them: with those of one for both, values are right,
+    and the other is gathered or summed too often.
+    """
     layout = {
         "parallel": parallel,
         "engine": {"kind": "fsdp"} | engine,
@@ -232,13 +242,14 @@ def sent(layout: str, layers: int = LAYERS) -> list[dict[str, float]]:
 
 
 def test_formulas_are_the_published_ones() -> None:
-    """Bytes of fp32 against 8·b·s·h·(t-1)/t a layer and microbatch, b·s·h a boundary and direction, and 2·Ψ·(d-1)/d."""
+    """Bytes of fp32 against 8·b·s·h·(t-1)/t a layer and microbatch, b·s·h a boundary
+    and direction, and 2·Ψ·(d-1)/d.
+    """
     activations, half = 4 * MICROBATCHES * TOKENS * HIDDEN, 1 / 2  # (t-1)/t and (d-1)/d of two ranks
     for layout, published in (("tp", 8), ("tp, full recomputation", 10), ("sp", 10)):  # see the module on 10
         (one,), (two,) = sent(layout, 1), sent(layout, 2)
-        partial = (
-            4 * 2 * half * 6 * HIDDEN if layout == "sp" else 0
-        )  # a block's norms and row-parallel biases, once a step
+        # a block's norms and row-parallel biases, once a step
+        partial = 4 * 2 * half * 6 * HIDDEN if layout == "sp" else 0
         assert two["tp"] - one["tp"] == published * activations * half + partial, layout
     assert [stage["pp"] for stage in sent("pp")] == [activations, activations]
     (psi,) = rank_parameters(configured(LAYOUTS["dp"]))
@@ -247,6 +258,5 @@ def test_formulas_are_the_published_ones() -> None:
     between = 4 * 2 * psi / 2 * half  # each of a host's two ranks sends its half
     two = sent("dp in two levels")[0]
     assert (two["dp within a host"], two["dp between hosts"]) == (4 * 2 * psi * half, between)
-    assert (
-        sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half
-    )  # gradients in fp32, parameters in bf16
+    # gradients in fp32, parameters in bf16
+    assert sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half

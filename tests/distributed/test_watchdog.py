@@ -1,4 +1,6 @@
-"""The watchdog on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
+"""The watchdog on real ranks: they hang for some seconds, and what it would have ended
+them with is what the test reads.
+"""
 
 import ctypes
 import json
@@ -8,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import judging
 from megacore.distributed import collectives as comm
+from megacore.distributed import init
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
@@ -30,7 +34,7 @@ from megacore.tools.diagnosis import watchdog
 from megacore.tools.diagnosis.device_work import DeviceWork
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, FlightRecorder, channel_of, line_of, ranks_of
 from megacore.tools.diagnosis.guardians import Guardians
-from megacore.tools.diagnosis.hang_diagnosis import Diagnosis
+from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, Snapshot
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
@@ -38,58 +42,73 @@ from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
 from tests import training
-from tests.pool import Pool, RankError
+from tests.pool import PATIENCE, Pool, RankError
 
-WATCH = 1.0  # seconds that are a hang here
+WATCH = 1.0  # seconds that are a hang here: ten looks
+LOOKS, PUBLISHED = watchdog.Watchdog._stands_still, watchdog.Watchdog._published
 
 
 def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | None:
-    """Steps of tensor and world sums, in which the last rank does as `fault` says; returns the verdict that this rank was to end with."""
+    """Steps of tensor and world sums, in which the last rank does as `fault` says; returns the verdict
+    that this rank was to end with.
+
+    Nothing in it takes a certain time: alarms are raised once the others wait for the last rank, and it holds
+    them up until it has seen what came of that.
+    """
     place = place_from_environment()
     config = load(config_path, ["parallel.tensor=2"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
+    last = place.world_size - 1
     verdicts: list[Diagnosis] = []
+
+    def all_have(word: str, ranks: Sequence[int]) -> bool:
+        return all((Path(folder) / f"{word} {rank}").exists() for rank in ranks)
 
     def end(self: watchdog.Watchdog, verdict: Diagnosis) -> None:
         verdicts.append(verdict)
+        (Path(folder) / f"verdict {self.rank}").touch()
         self.closed.set()
 
-    watchdog.Watchdog._end = end  # type: ignore[method-assign]
-    watchdog.START_UP = 1.0
-    dying = Path(folder) / "dying"
+    def stands_still(self: watchdog.Watchdog) -> bool:
+        if self.recorder.step == 2 and self.recorder.waiting is not None:
+            (Path(folder) / f"waits {self.rank}").touch()
+        return LOOKS(self) and all_have("waits", range(last))
+
+    dying, looks = Path(folder) / "dying", count()
 
     def state_of(pid: int) -> str:
-        return (
-            "Z"
-            if dying.exists()
-            and str(pid) == dying.read_text()
-            and time.time() - dying.stat().st_mtime > 2 * WATCH
-            else "S"
-        )
+        """Of a process that dies, which each rank sees at its fifth look."""
+        return "Z" if dying.exists() and str(pid) == dying.read_text() and next(looks) >= 4 else "S"
 
+    watchdog.Watchdog._end = end  # type: ignore[method-assign]
+    watchdog.Watchdog._stands_still = stands_still  # type: ignore[method-assign]
+    watchdog.ANSWER_SECONDS = watchdog.STORE_SECONDS = PATIENCE
     watchdog.process_state = state_of  # type: ignore[assignment]
     recorder = FlightRecorder()
     mesh.observers.append(recorder)
     assert mesh.store is not None
     dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
-    last = place.rank == place.world_size - 1
     x = torch.ones(3)
     for step in range(1, 4):
         recorder.step = step
         recorder.mark("forward", 0)
-        if last and step == 2:
+        if place.rank == last and step == 2:
             if fault == "hang":
-                time.sleep(3 * WATCH)
+                while not verdicts:
+                    time.sleep(0.02)
             elif fault == "dying":  # a killed process is not dead at once: it has memory to give back
                 dying.write_text(str(os.getpid()))
                 dog.closed.set()
-                time.sleep(4 * WATCH)
+                while not all_have("verdict", range(last)):
+                    time.sleep(0.02)
             elif fault == "slow":
-                for _ in range(8):  # longer than the watch, but always on the way
-                    time.sleep(WATCH / 4)
+                while not dog.round:  # the alarm has been raised, and judged; it was always on the way
+                    time.sleep(0.02)
                     recorder.mark("forward", 1)
         comm.all_reduce(x, mesh.tp)
         comm.all_reduce(x, mesh.world)
+    while fault in ("hang", "dying") and not all_have("verdict", range(last)):
+        time.sleep(0.02)  # rank 0 holds the store in which the others still read it
     dog.close()
     mesh.close()
     return asdict(verdicts[0]) if verdicts else None
@@ -114,8 +133,9 @@ def test_ranks_agree_on_who_holds_them_up(pool: Any, tmp_path: Path) -> None:
 def test_a_slow_rank_is_left_alone(pool: Any, tmp_path: Path) -> None:
     """The others stand still for longer than the watch, because of a rank that does not."""
     config = training.write_config(tmp_path, "nothing")
-    assert pool.run(4, hanging_rank, config, "slow", str(tmp_path)) == [None] * 4
-    assert pool.run(4, hanging_rank, config, "none", str(tmp_path)) == [None] * 4
+    for fault in ("slow", "none"):
+        (tmp_path / fault).mkdir()
+        assert pool.run(4, hanging_rank, config, fault, str(tmp_path / fault)) == [None] * 4
 
 
 def test_a_rank_that_takes_its_time_to_die_is_dead(pool: Any, tmp_path: Path) -> None:
@@ -125,7 +145,9 @@ def test_a_rank_that_takes_its_time_to_die_is_dead(pool: Any, tmp_path: Path) ->
 
 
 def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter: bool) -> None:
-    """Hangs for good with a flight recorder that fails, or that waits for ever and lets nobody else run meanwhile."""
+    """Hangs for good with a flight recorder that fails, or that waits for ever and
+    lets nobody else run meanwhile.
+    """
     place = place_from_environment()
     config = load(config_path, [], place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
@@ -139,7 +161,7 @@ def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter:
     watchdog.dump_flight_recorder = dump  # type: ignore[assignment]
     watchdog.START_UP, watchdog.LAST_SECONDS = 1.0, 1.0
     dog = watchdog.Watchdog(mesh.store, place, "", FlightRecorder(), WATCH, mesh.device, Path(folder))
-    dog.thread.join(60)
+    dog.thread.join(PATIENCE)
 
 
 @pytest.mark.parametrize("holds_interpreter", [False, True])
@@ -162,6 +184,7 @@ def test_a_rank_ends_though_its_watchdog_fails(tmp_path: Path, holds_interpreter
 def joining_rank(config_path: str, folder: str) -> None:
     """Joins, but for the last rank, which does not come before the others are about to end."""
     place = place_from_environment()
+    joined_ranks = range(place.world_size - 1)
     config = load(
         config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size
     ).config
@@ -173,10 +196,25 @@ def joining_rank(config_path: str, folder: str) -> None:
         os._exit(1)
 
     def wait_for_verdicts() -> None:
-        while not all(found.with_name(f"verdict_{rank}").exists() for rank in range(place.world_size - 1)):
+        while not all(found.with_name(f"verdict_{rank}").exists() for rank in joined_ranks):
             time.sleep(0.05)
 
+    def stands_still(self: watchdog.Watchdog) -> bool:
+        """Looks count from when all have come that will, however late that is."""
+        return all(seat.pid for seat in self._seats(joined_ranks).values()) and LOOKS(self)
+
+    def published(self: watchdog.Watchdog, folder: str, ranks: Sequence[int]) -> dict[int, Snapshot]:
+        """The judge waits for the answers of those that are there, however late they are."""
+        while len(answers := PUBLISHED(self, folder, joined_ranks)) < len(joined_ranks):
+            time.sleep(0.02)
+        return {rank: snapshot for rank, snapshot in answers.items() if rank in ranks}
+
     watchdog.Watchdog._end = end  # type: ignore[method-assign]
+    watchdog.Watchdog._stands_still = stands_still  # type: ignore[method-assign]
+    watchdog.Watchdog._published = published  # type: ignore[method-assign, assignment]
+    watchdog.Watchdog._watch_store = lambda self: None  # type: ignore[method-assign]
+    watchdog.STORE_SECONDS = PATIENCE
+    init.START_UP = 2 * PATIENCE  # times half a second, for rank 0 to open the store
     if place.rank == place.world_size - 1:
         wait_for_verdicts()
         os._exit(1)
@@ -186,13 +224,13 @@ def joining_rank(config_path: str, folder: str) -> None:
 
 
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
-    """Nobody watched before the groups were made: the others would have waited for the library's timeout, half an hour."""
+    """Nobody watched before the groups were made: the others would have waited for the
+    library's timeout, half an hour.
+    """
     workers = Pool()
     try:
         with pytest.raises(RankError, match="exit code 1"):
-            workers.run(
-                3, joining_rank, training.write_config(tmp_path, "nothing"), str(tmp_path), timeout=40
-            )
+            workers.run(3, joining_rank, training.write_config(tmp_path, "nothing"), str(tmp_path))
     finally:
         workers.close()
     found = [json.loads((tmp_path / f"verdict_{rank}").read_text()) for rank in (0, 1)]
@@ -243,7 +281,9 @@ def fresh_device() -> None:
 
 
 def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
-    """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for elsewhere, and not be found dead."""
+    """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for
+    elsewhere, and not be found dead.
+    """
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
     places = [RankInfo(rank, 4, local_rank, 2) for local_rank, rank in enumerate((1, 3))]
     dogs = [
@@ -255,7 +295,9 @@ def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
 
 
 def test_a_step_that_its_device_is_at_is_no_hang() -> None:
-    """The host has given the device a long step and waits, on all ranks; only the device knows that it goes on."""
+    """The host has given the device a long step and waits, on all ranks; only the
+    device knows that it goes on.
+    """
     device = DeviceWork(Looked)
     for number in range(10):
         device.end(f"forward of microbatch {number} (step 7)", device.begin())
@@ -287,7 +329,10 @@ def test_a_device_that_fails_when_asked_is_quoted() -> None:
 
 
 def test_what_the_runtime_does_is_noted_on_the_device() -> None:
-    """With nothing recorded a device has no progress to show. Reductions wait for others, and are no rank's own work."""
+    """With nothing recorded a device has no progress to show.
+
+    Reductions wait for others, and are no rank's own work.
+    """
     device = DeviceWork(Looked)
     recorder = FlightRecorder(device)
     for op in (Op.FORWARD, Op.SEND_ACTIVATION, Op.BACKWARD, Op.REDUCE_GRADIENTS):
@@ -300,7 +345,9 @@ def test_what_the_runtime_does_is_noted_on_the_device() -> None:
 
 
 def test_a_device_times_what_is_asked_for() -> None:
-    """A straggler is told by how long its own device computes: validations, which take long on all, would hide it."""
+    """A straggler is told by how long its own device computes: validations, which
+    take long on all, would hide it.
+    """
 
     class Clocked(Looked):
         def record(self) -> None:
@@ -326,7 +373,9 @@ def test_a_device_times_what_is_asked_for() -> None:
 
 
 def test_thousands_of_ranks_are_not_asked_one_by_one() -> None:
-    """Two questions a rank were 41,000 for 4,096 ranks, and a verdict after 40 seconds; `benchmarks/judging.py` has the seconds."""
+    """Two questions a rank were 41,000 for 4,096 ranks, and a verdict after 40 seconds;
+    `benchmarks/judging.py` has the seconds.
+    """
     port, ranks = free_port(), 1024
     store = judging.store_of(port, opens=True)
     verdict, _, questions = judging.judged(ranks, port)
@@ -348,7 +397,9 @@ def test_halves_without_a_missing_rank_are_asked_once() -> None:
 
 
 def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
-    """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
+    """The main thread only waits for it, in a line that says nothing of the file
+    system or the data source at fault.
+    """
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
     recorder = FlightRecorder()
     mesh = SimpleNamespace(
@@ -359,7 +410,7 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     class Remote:
         def samples(self, indices: np.ndarray) -> np.ndarray:
             if indices[0] >= config.train.global_batch_size:  # of the step read ahead
-                gone.wait(30)
+                gone.wait(PATIENCE)
             return np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64)
 
         def learned(self, indices: np.ndarray) -> None:
@@ -369,8 +420,7 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     loader.step(1)
     main = threading.Thread(target=loader.step, args=(2,))
     main.start()
-    deadline = time.monotonic() + 10
-    while recorder.worker is None and time.monotonic() < deadline:
+    while recorder.worker is None and main.is_alive():
         time.sleep(0.01)
     where = line_of(recorder.worker or 0)
     gone.set()

@@ -1,4 +1,6 @@
-"""Small programs of two ranks, each with a property of the strict wire: what a program may rely on, and what it may not."""
+"""Small programs of two ranks, each with a property of the strict wire: what a program
+may rely on, and what it may not.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.distributed.communicator import all_gather_single, reduce_scatter_single
 from megacore.distributed.rendezvous import meet
 from megacore.tools.launchers import place_from_environment
 from tests.strict import NAME, Rules, strict
@@ -23,9 +26,9 @@ def right() -> list[float]:
     """Every operation, used as it should be."""
     rank, x, found = dist.get_rank(), number(), torch.zeros(8)
     dist.all_reduce(x)
-    dist.all_gather_single(found, number(), async_op=True).wait()
+    all_gather_single(found, number(), async_op=True).wait()
     part = torch.zeros(2)
-    dist.reduce_scatter_single(part, number(), async_op=True).wait()
+    reduce_scatter_single(part, number(), async_op=True).wait()
     exchanged = torch.zeros(4)
     dist.all_to_all_single(exchanged, number())
     uneven = torch.zeros(3 if rank else 5)
@@ -56,7 +59,7 @@ def poisoned() -> tuple[bool, float, bool, int]:
 def changed() -> float:
     """An input that is changed while it is under way, and what the other rank then gets."""
     x, found = number(), torch.zeros(8)
-    work = dist.all_gather_single(found, x, async_op=True)
+    work = all_gather_single(found, x, async_op=True)
     x.zero_()
     work.wait()
     return found.sum().item()
@@ -88,7 +91,9 @@ def alone() -> None:
 
 
 def ahead() -> float:
-    """Two receives that are posted ahead, and in front of the second's message one that goes back through another communicator."""
+    """Two receives that are posted ahead, and in front of the second's message one that goes
+    back through another communicator.
+    """
     rank, back = dist.get_rank(), dist.new_group([0, 1], backend=NAME, use_local_synchronization=True)
     message, second = torch.zeros(4), torch.zeros(4)
     for group in (dist.group.WORLD, back):  # NCCL sets both up before the plan
@@ -107,7 +112,9 @@ def ahead() -> float:
 
 
 def probe(program: Callable[[], Any], rules: Rules | None) -> Any:
-    """What a program returns, or the error that it ends with, in a world of its own; without `rules` over gloo."""
+    """What a program returns, or the error that it ends with, in a world of its
+    own; without `rules` over gloo.
+    """
     place, timeout = place_from_environment(), timedelta(seconds=20)
     with strict(rules) if rules else nullcontext():
         store = meet(place, timeout)

@@ -42,7 +42,8 @@ class StrictGroup(dist.ProcessGroup):
         except dist.DistError as error:
             ranks = options.global_ranks_in_group
             raise RuntimeError(
-                f"strict: not all of ranks {ranks} make their group number {len(distributed_c10d._world.pg_names)} by one name"
+                f"strict: not all of ranks {ranks} make their group number "
+                f"{len(distributed_c10d._world.pg_names)} by one name"
             ) from error
         self.label = ("", "")  # name and description
         self.communicators: dict[str, Communicator] = {}
@@ -102,53 +103,86 @@ class StrictGroup(dist.ProcessGroup):
         """Reduces in place."""
         (x,) = tensors
         return self.enqueue(
-            "all_reduce", [x], [x], lambda i: dict.fromkeys(self.all, i[0]), dict.fromkeys(self.all, x),
-            lambda parts: [self._reduce(parts, opts.reduceOp)], reduction=index_of(opts.reduceOp),
-        )  # fmt: skip
+            "all_reduce",
+            [x],
+            [x],
+            lambda i: dict.fromkeys(self.all, i[0]),
+            dict.fromkeys(self.all, x),
+            lambda parts: [self._reduce(parts, opts.reduceOp)],
+            reduction=index_of(opts.reduceOp),
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Handle:
         """From the root to all."""
         (x,), root = tensors, opts.rootRank
         return self.enqueue(
-            "broadcast", [x], [x], lambda i: dict.fromkeys(self.all, i[0]) if self.own == root else {}, {root: x},
-            lambda parts: [parts[root]], root=root,
-        )  # fmt: skip
+            "broadcast",
+            [x],
+            [x],
+            lambda i: dict.fromkeys(self.all, i[0]) if self.own == root else {},
+            {root: x},
+            lambda parts: [parts[root]],
+            root=root,
+        )
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Handle:
         """Every rank's tensor, in a row."""
         return self.enqueue(
-            "all_gather", [x], [out], lambda i: dict.fromkeys(self.all, i[0]), dict.fromkeys(self.all, x),
+            "all_gather",
+            [x],
+            [out],
+            lambda i: dict.fromkeys(self.all, i[0]),
+            dict.fromkeys(self.all, x),
             lambda parts: [torch.cat([parts[rank].view(-1) for rank in self.all])],
-        )  # fmt: skip
+        )
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Handle:
         """Every rank's tensor, each in one of its own."""
         (x,), (outs,) = inputs, outputs
         return self.enqueue(
-            "all_gather", [x], outs, lambda i: dict.fromkeys(self.all, i[0]), dict.fromkeys(self.all, x),
+            "all_gather",
+            [x],
+            outs,
+            lambda i: dict.fromkeys(self.all, i[0]),
+            dict.fromkeys(self.all, x),
             lambda parts: [parts[rank] for rank in self.all],
-        )  # fmt: skip
+        )
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> Handle:
         """This rank's part of the sum."""
         return self.enqueue(
-            "reduce_scatter", [x], [out], lambda i: dict(enumerate(i[0].view(-1).chunk(self.members))),
+            "reduce_scatter",
+            [x],
+            [out],
+            lambda i: dict(enumerate(i[0].view(-1).chunk(self.members))),
             dict.fromkeys(self.all, out.view(-1)),
-            lambda parts: [self._reduce(parts, opts.reduceOp)], reduction=index_of(opts.reduceOp),
-        )  # fmt: skip
+            lambda parts: [self._reduce(parts, opts.reduceOp)],
+            reduction=index_of(opts.reduceOp),
+        )
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> Handle:
         """A part for each rank, and one from each."""
-        sends, receives = ([n * (t[0].numel() if len(t) else 0) for n in splits] or [t.numel() // self.members] * self.members
-                           for splits, t in ((in_splits, x), (out_splits, out)))  # fmt: skip
+        sends, receives = (
+            [n * (t[0].numel() if len(t) else 0) for n in splits]
+            or [t.numel() // self.members] * self.members
+            for splits, t in ((in_splits, x), (out_splits, out))
+        )
         return self.enqueue(
-            "all_to_all", [x], [out], lambda i: dict(enumerate(i[0].view(-1).split(sends))),
+            "all_to_all",
+            [x],
+            [out],
+            lambda i: dict(enumerate(i[0].view(-1).split(sends))),
             {rank: out.new_empty(n) for rank, n in enumerate(receives)},
-            lambda parts: [torch.cat([parts[rank] for rank in self.all])], sends=sends, receives=receives,
-        )  # fmt: skip
+            lambda parts: [torch.cat([parts[rank] for rank in self.all])],
+            sends=sends,
+            receives=receives,
+        )
 
+    # as torch 2.11 calls them
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Handle:
@@ -168,16 +202,24 @@ class StrictGroup(dist.ProcessGroup):
         )
 
     def batch(self, operations: Sequence[dist.P2POp]) -> Handle:
-        """Messages to and from several ranks as one operation of the group's communicator; at most one each way between two ranks."""
+        """Messages to and from several ranks as one operation of the group's communicator; at most
+        one each way between two ranks.
+        """
         sent = {op.group_peer: op.tensor for op in operations if op.op is dist.isend}
         received = {op.group_peer: op.tensor for op in operations if op.op is not dist.isend}
         sends, receives = (
             [t[rank].numel() if rank in t else 0 for rank in self.all] for t in (sent, received)
         )
         return self.enqueue(
-            "messages", list(sent.values()), list(received.values()), lambda i: dict(zip(sent, i, strict=True)), received,
-            lambda parts: [parts[rank] for rank in received], sends=sends, receives=receives,
-        )  # fmt: skip
+            "messages",
+            list(sent.values()),
+            list(received.values()),
+            lambda i: dict(zip(sent, i, strict=True)),
+            received,
+            lambda parts: [parts[rank] for rank in received],
+            sends=sends,
+            receives=receives,
+        )
 
     @property
     def all(self) -> range:

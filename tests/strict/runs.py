@@ -1,4 +1,6 @@
-"""A real run of a few steps, with validation and asynchronous checkpoints, over a strict wire or over gloo, and how two runs differ."""
+"""A real run of a few steps, with validation and asynchronous checkpoints, over a strict wire or over
+gloo, and how two runs differ.
+"""
 
 import contextlib
 import io
@@ -42,7 +44,8 @@ class Case:
 
     layout: str  # as `launch/verify.py` names it
     overrides: tuple[str, ...] = ()
-    against: str = "one"  # what it is compared with: one process, or over gloo the same layout, where sums are rounded on their way
+    # what it is compared with: one process, or over gloo the same layout, where sums are rounded on their way
+    against: str = "one"
     generates: bool = False  # a text, in place of training
 
     @property
@@ -75,17 +78,22 @@ class Runs:
         self.pool, self.folder, self.known = Pool(), folder, dict[tuple[str, ...], Outcome]()
         prefix = training.write_corpus(folder)
         self.config = training.write_config(
-            folder, prefix,
+            folder,
+            prefix,
             model={"num_layers": 8, "hidden_size": 16, "num_heads": 4},
             train={
-                "steps": STEPS, "precision": "fp64", "micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH,
-                "eval_every": 1, "eval_batches": 1,
+                "steps": STEPS,
+                "precision": "fp64",
+                "micro_batch_size": MICRO_BATCH,
+                "global_batch_size": BATCH,
+                "eval_every": 1,
+                "eval_batches": 1,
             },
             data={"train": prefix, "valid": prefix},
             engine={"bucket_mib": 0.01},
             checkpoint={"every": SAVED, "async": True, "keep": 9},
-            parallel={"timeout_seconds": 60},
-        )  # fmt: skip
+            parallel={"timeout_seconds": 600},
+        )
 
     def close(self) -> None:
         """Ends the processes."""

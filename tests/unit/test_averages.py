@@ -45,7 +45,9 @@ def averages_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_rate_that_falls_beside_an_average_in_its_place_is_said(configure: Configure) -> None:
-    """`optim.schedule` is cosine unless a config says otherwise: who names the optimizer alone would have both, and not know it."""
+    """`optim.schedule` is cosine unless a config says otherwise: who names the optimizer alone
+    would have both, and not know it.
+    """
     entry = 'optim.groups=[{"match":["*norm*"],"kind":"schedule_free"}]'
     for said, overrides in (
         ("cosine", "optim.kind=schedule_free"),
@@ -66,7 +68,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_a_skipped_step_does_not_move_the_average(configure: Configure, precision: str) -> None:
-    """It would drift to the weights in a run that skips often; and a resumed run would not be what the whole one is."""
+    """It would drift to the weights in a run that skips often; and a resumed run
+    would not be what the whole one is.
+    """
     assert same(*after_a_bad_step(configure, precision))
     update = WeightAverages.update
     always = mock.patch.object(
@@ -76,6 +80,16 @@ def test_a_skipped_step_does_not_move_the_average(configure: Configure, precisio
         assert not same(*after_a_bad_step(configure, precision)), (
             "the planted fault: the mean takes part in skipped steps"
         )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_before_the_first_update_the_average_is_the_weights(configure: Configure, precision: str) -> None:
+    """A run whose first steps are all skipped would validate a model of zeros."""
+    stage, engine = engine_of(configure(f"optim.ema=0.9 train.precision={precision}"))
+    weights = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+    engine.load_state(engine.state(), engine.tensors())
+    with engine.evaluating():
+        assert same(weights, {name: parameter.detach() for name, parameter in stage.named_parameters()})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -95,6 +109,23 @@ def test_a_validation_leaves_everything_as_it_was(configure: Configure, precisio
         raise KeyError
     assert same(before, {name: tensor for name, (tensor, _) in engine.tensors().items()})
     assert same(own, {name: parameter.detach() for name, parameter in stage.named_parameters()})
+
+
+def test_a_validation_swaps_nothing_that_is_being_gathered(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gather of a step's weights, or of the averages, that ends after the swap would put back the values
+    that it began with.
+    """
+    _, engine = engine_of(configure("optim.ema=0.9"))
+    assert engine.averages is not None
+    calls: list[str] = []
+    monkeypatch.setattr(engine, "settle", lambda: calls.append("settle"))
+    monkeypatch.setattr(engine.averages, "swap", lambda: calls.append("swap"))
+    monkeypatch.setattr(engine, "behind_loading", lambda: calls.append("gather"))
+    with engine.evaluating():
+        calls.append("evaluate")
+    assert calls == ["settle", "swap", "gather", "evaluate", "settle", "swap", "gather"]
 
 
 def test_nothing_is_there_without_it(configure: Configure) -> None:
@@ -118,7 +149,9 @@ def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> N
 
 
 def test_a_slow_mean_that_ends_below_the_fast_one_stays_there() -> None:
-    """The paper's bound on beta3: without it, a slow_beta below beta1 would be reached from above, with a share of 0.17 for 0.5."""
+    """The paper's bound on beta3: without it, a slow_beta below beta1 would be reached from
+    above, with a share of 0.17 for 0.5.
+    """
     rule, g = (
         AdEMAMix(AdEMAMixSettings(beta1=0.9, slow_beta=0.5, slow_warmup=10)),
         torch.ones(3, dtype=torch.float64),

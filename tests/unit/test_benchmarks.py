@@ -14,9 +14,10 @@ import torch
 from benchmarks import documents, mup, optimizers, predicted, throughput
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
+from benchmarks.kernel_inputs import zipf, zipf_tokens
 from benchmarks.layer_parts import LAYERS, PARTS, ByPart, LayerParts
 from benchmarks.throughput import hardware_flops_per_token
-from benchmarks.training import Training
+from benchmarks.training import Training, random_batch
 from megacore.context_parallel import attention
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed.axes import ranks_along
@@ -37,9 +38,30 @@ from tests import training
 from tests.training import write_config
 
 
+def test_random_tokens_are_uniform_or_as_in_text(tmp_path: Path) -> None:
+    """The second token is half as frequent as the first, and so on; within six standard deviations."""
+    count, vocabulary = 100_000, 50
+    ids = zipf_tokens(vocabulary, (count,), torch.Generator().manual_seed(0))
+    expected = count * zipf(vocabulary)
+    assert expected[0] == pytest.approx(10 * float(expected[9])) and float(expected.sum()) == pytest.approx(
+        count
+    )
+    counts = torch.bincount(ids, minlength=vocabulary)
+    assert len(counts) == vocabulary and ((counts - expected).abs() < 6 * expected.sqrt()).all()
+
+    config = load(write_config(tmp_path, "unused"), ["train.seq_len=512"]).config
+    (uniform, *_), (text, *_) = (
+        random_batch(config, torch.device("cpu"), zipf=zipf) for zipf in (False, True)
+    )
+    assert uniform.tokens.shape == text.tokens.shape
+    assert (text.tokens == 0).float().mean() > 5 * (uniform.tokens == 0).float().mean()
+
+
 @pytest.mark.parametrize("each", [8, 16, 64, None])
 def test_attention_is_asked_for_what_documents_need(each: int | None) -> None:
-    """Counted at the kernels, in a whole step: pairs within documents and no others, or the prediction of time is for nothing."""
+    """Counted at the kernels, in a whole step: pairs within documents and no others, or the
+    prediction of time is for nothing.
+    """
     contender = documents.Contender(each, 64)
     contender.seconds.append((1.0, 1.0))
     row = contender.row()
@@ -51,7 +73,9 @@ def test_attention_is_asked_for_what_documents_need(each: int | None) -> None:
 
 
 def test_line_is_the_one_that_made_the_times() -> None:
-    """Latency and bandwidth over five decades of sizes; and times that fall with size must not fit a negative term."""
+    """Latency and bandwidth over five decades of sizes; and times that fall with
+    size must not fit a negative term.
+    """
     points = [(4.0**power, 2e-5 + 4.0**power / 5e9) for power in range(5, 15)]
     line = fit(points)
     assert line.alpha == pytest.approx(2e-5, rel=1e-6) and 1 / line.beta == pytest.approx(5e9, rel=1e-6)
@@ -77,9 +101,8 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
     config = resolve(sections, [], "small", 4).config
     (transfers,) = rank_traffic(config)
     seconds, size = seconds_by_group(transfers, config, machine), 32 * 64 * 4
-    assert seconds["tp"] - 2 * 3.5 == pytest.approx(
-        14 * (0.5 + 2 * 3.0 + size / 100.0), rel=0.05
-    )  # one gather of the loss's figures
+    # one gather of the loss's figures
+    assert seconds["tp"] - 2 * 3.5 == pytest.approx(14 * (0.5 + 2 * 3.0 + size / 100.0), rel=0.05)
     (gradients,) = (transfer for transfer in transfers if transfer.group == "dp")
     assert seconds["dp"] == pytest.approx(gradients.calls * (0.5 + 2 * 5.0) + gradients.elements * 4 / 10.0)
     piped = resolve(sections | {"parallel": {"pipeline": 2}}, [], "small", 4).config
@@ -100,8 +123,9 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
     ],
 )
 def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
-    """Ranks of a group that the planner takes for neighbours would have a machine's links where they are on several. Here each call takes
-    as many seconds as its ranks are apart, and the mesh says how far that is."""
+    """Ranks of a group that the planner takes for neighbours would have a machine's links where they are on
+    several. Here each call takes as many seconds as its ranks are apart, and the mesh says how far that is.
+    """
     plain = ["parallel.pipeline=1", "model.num_layers=4", "train.micro_batch_size=1"]
     config = load("configs/gpt_tiny.json", [*plain, *layout.split()], 16).config
     sizes, summing = sizes_of(config), ranks_along(("dp", "cp"), 0, sizes_of(config))
@@ -139,8 +163,10 @@ def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
 
 
 def test_the_first_layout_calibrates_and_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its prediction equals its step by making: shown as an error of 0 %, it would count as a hit. The others' errors are of the calibrated
-    prediction, which goes by what each layout changes."""
+    """Its prediction equals its step by making: shown as an error of 0 %, it would count as a hit.
+
+    The others' errors are of the calibrated prediction, which goes by what each layout changes.
+    """
     seconds = {"one": 3.0, "dp2": 2.0}
     monkeypatch.setattr(
         predicted, "start", lambda args, name: {"step_seconds": {"median": seconds[name], "spread": 0.1}}
@@ -177,7 +203,9 @@ def test_every_moment_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_part_of_a_mixture_is_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part whose calls have another name than the benchmark knows would go into the rest, and so would its backward."""
+    """A part whose calls have another name than the benchmark knows would go into the
+    rest, and so would its backward.
+    """
     small = {
         "num_layers": 2,
         "hidden_size": 8,
@@ -235,7 +263,9 @@ def test_utilisation_needs_a_peak() -> None:
 
 
 def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens a second are the whole run's, so the peak is that of all its devices: of one, eight GPUs would be at 300 %."""
+    """Tokens a second are the whole run's, so the peak is that of all its devices: of
+    one, eight GPUs would be at 300 %.
+    """
     monkeypatch.setattr("platform.processor", lambda: "NVIDIA H100 80GB HBM3")
     config = resolve(
         {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"precision": "bf16"}},
@@ -257,7 +287,9 @@ def test_steps_to_a_loss() -> None:
 
 
 def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
-    """A drawing that mixes up actions, clocks or ranks would send people after differences that are not there."""
+    """A drawing that mixes up actions, clocks or ranks would send people after
+    differences that are not there.
+    """
     config = load(write_config(tmp_path, "unused"), ["parallel.schedule=zb_h1"]).config
     training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
     timeline = beside_each_other(training)
@@ -280,7 +312,9 @@ def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
 
 
 def test_how_far_a_best_rate_moves() -> None:
-    """A run that diverged must not count as the best, nor one that is not finished; and a rate that moves with muP is said."""
+    """A run that diverged must not count as the best, nor one that is not finished; and a
+    rate that moves with muP is said.
+    """
 
     def point(
         rules: str, width: int, rate: float, *losses: float, median: float | None = None
@@ -293,8 +327,12 @@ def test_how_far_a_best_rate_moves() -> None:
             "median": median if median is not None else next(iter(losses), None),
         }
 
-    points = [point(rules, width, rate, abs(rate - best)) for rules, best in (("mup", 4.0), ("standard", 1.0)) for width in (64, 128)
-              for rate in (1.0, 2.0, 4.0)]  # fmt: skip
+    points = [
+        point(rules, width, rate, abs(rate - best))
+        for rules, best in (("mup", 4.0), ("standard", 1.0))
+        for width in (64, 128)
+        for rate in (1.0, 2.0, 4.0)
+    ]
     points += [
         point("standard", 128, 8.0),
         point("standard", 256, 4.0, 2.0),
@@ -307,7 +345,9 @@ def test_how_far_a_best_rate_moves() -> None:
 
 
 def test_a_measurement_with_data_looks_at_it_first(tmp_path: Path) -> None:
-    """A token that the model does not have ended it with a traceback from the embedding, after all ranks had met."""
+    """A token that the model does not have ended it with a traceback from the
+    embedding, after all ranks had met.
+    """
     config = training.write_config(tmp_path, training.write_corpus(tmp_path))
     with pytest.raises(DataError, match="beyond the vocabulary|vocab"):
         throughput.main(["--config", config, "--data", "model.vocab_size=16"], RankInfo())

@@ -32,7 +32,9 @@ class Machine:
             (self.folder / task / "schedstat").write_text(" ".join(map(str, own)) + "\n")
 
     def pass_second(self, granted: float, working: float = 1.0, times: int = 7) -> None:
-        """Every thread ran in this part of the second, or of the part of it in which it could run, and got a core so many times."""
+        """Every thread ran in this part of the second, or of the part of it in which it could
+        run, and got a core so many times.
+        """
         self.now += 1.0
         for own in self.times.values():
             own[0] += round(granted * working * 1e9)
@@ -67,7 +69,9 @@ def numbers(machine: Machine, most: int, granted: list[float]) -> list[int]:
 
 
 def test_threads_leave_when_cores_are_taken_and_come_back(machine: Machine) -> None:
-    """Two threads that share a core with others wait for each other: beside 15 busy loops a step took three times as long as with one."""
+    """Two threads that share a core with others wait for each other: beside 15 busy loops a step took
+    three times as long as with one.
+    """
     assert numbers(machine, 2, [1.0, 0.97, 0.12, 0.3, 0.12, 1.0, 1.0, 1.0]) == [2, 2, 1, 1, 1, 2, 2, 2]
     assert numbers(machine, 64, [0.95, 0.79, 0.79]) == [64, 50, 50], (
         "a large machine's threads all left for a few others"
@@ -75,7 +79,9 @@ def test_threads_leave_when_cores_are_taken_and_come_back(machine: Machine) -> N
 
 
 def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine: Machine) -> None:
-    """One busy loop beside two threads: alone the one thread waits for nobody, and would call the other back at each look."""
+    """One busy loop beside two threads: alone the one thread waits for nobody, and would
+    call the other back at each look.
+    """
     fitting, found = FittingThreads(2, nowhere, machine.folder), []
     for _ in range(40):
         machine.pass_second(0.66 if fitting.threads == 2 else 1.0)
@@ -85,8 +91,10 @@ def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine:
 
 
 def test_a_short_look_is_not_believed_alone(machine: Machine) -> None:
-    """A contender of a benchmark works for a fraction of a second a turn. What was before its turn, or while it began, gave up half of its
-    cores for seconds that hold few turns."""
+    """A contender of a benchmark works for a fraction of a second a turn.
+
+    What was before its turn, or while it began, gave up half of its cores for seconds that hold few turns.
+    """
     fitting, found = FittingThreads(2, nowhere, machine.folder), []
     for granted in (1.0, 0.5, 1.0, 0.5, 0.5, 1.0, 1.0):
         machine.pass_second(granted, working=0.3)
@@ -96,8 +104,10 @@ def test_a_short_look_is_not_believed_alone(machine: Machine) -> None:
 
 
 def test_a_core_that_wakes_up_is_not_somebody_elses(machine: Machine) -> None:
-    """Threads that sleep between operations wait some hundredths of a millisecond each time for an idle core: a third of the time in which
-    they could run, on a machine that is theirs. So they would sleep for ever, and leave."""
+    """Threads that sleep between operations wait some hundredths of a millisecond each time for
+    an idle core: a third of the time in which they could run, on a machine that is theirs. So
+    they would sleep for ever, and leave.
+    """
     fitting, books = FittingThreads(2, nowhere, machine.folder), crowd.Books(machine.folder)
     for _ in range(4):
         machine.pass_second(0.66, times=5000)
@@ -110,7 +120,9 @@ def test_a_core_that_wakes_up_is_not_somebody_elses(machine: Machine) -> None:
 
 @pytest.mark.parametrize("kept", ["0 0 0\n", None], ids=["zeros", "no file"])
 def test_threads_stay_where_the_kernel_keeps_no_books(machine: Machine, kept: str | None) -> None:
-    """Without delay accounting Linux writes zeros, and some containers' kernels have no such file: that is no word of others' load."""
+    """Without delay accounting Linux writes zeros, and some containers' kernels have no such file:
+    that is no word of others' load.
+    """
     for file in machine.folder.glob("*/schedstat"):
         file.unlink() if kept is None else file.write_text(kept)
     fitting = FittingThreads(2, nowhere, machine.folder)
@@ -197,7 +209,9 @@ def available(folder: Path, groups: str, files: dict[str, str]) -> int:
 
 
 def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container of 3 cores sees all 64 of its host; with as many threads the kernel would stop them for most of every period."""
+    """A container of 3 cores sees all 64 of its host; with as many threads the kernel would stop
+    them for most of every period.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
     v2 = {"cpu.max": "max 100000\n", "pods/cpu.max": "350000 100000\n", "pods/one/cpu.max": "max 100000\n"}
     assert available(tmp_path / "v2", "0::/pods/one\n", v2) == 3
@@ -217,8 +231,9 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who always sleeps at once loses a twentieth on a quiet machine; who always spins is ten times slower beside busy loops. By the
-    kernel's books alone a thread takes a team, and ends with it."""
+    """Who always sleeps at once loses a twentieth on a quiet machine; who always spins is ten times slower
+    beside busy loops. By the kernel's books alone a thread takes a team, and ends with it.
+    """
     passed, looks, teams, waits = (
         iter([1.0, 0.97, 0.4, 0.3, 1.0, 0.99]),
         list[Callable[[], None]](),
@@ -247,7 +262,9 @@ def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(
 
 
 def test_no_team_is_held_where_threads_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GCC's OpenMP ends the process if it cannot start a thread, and a run would be lost to be a little faster."""
+    """GCC's OpenMP ends the process if it cannot start a thread, and a run would
+    be lost to be a little faster.
+    """
     (tmp_path / "groups").write_text("0::/pods/one\n3:pids:/x\n")
     (tmp_path / "none").mkdir()
     for name, content in {
@@ -319,18 +336,21 @@ def holding():
 
 team, held, free = set(), threading.Event(), threading.Event()
 found = [spin()]
-holder = threading.Thread(target=holding)
+holder, before = threading.Thread(target=holding), len(os.listdir(TASKS))
 holder.start()
 held.wait()
 found.append(spin())
 free.set()
-holder.join()
+while len(os.listdir(TASKS)) > before:  # its team ends with it, which Python does not wait for
+    time.sleep(0.01)
 print(*found, spin(), len(team))
-"""
+"""  # noqa: E501
 
 
 def test_a_team_that_sleeps_keeps_openmp_from_spinning() -> None:
-    """It is GCC's OpenMP that decides: with more threads than cores nobody spins, even where they otherwise spin for ever."""
+    """It is GCC's OpenMP that decides: with more threads than cores nobody spins, even
+    where they otherwise spin for ever.
+    """
     cores = len(os.sched_getaffinity(0))
     if cores == 1 or not libgomp_mapped():
         pytest.skip("one core, or torch brings along another OpenMP than GCC's")

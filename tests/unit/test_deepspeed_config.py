@@ -1,4 +1,6 @@
-"""A ds_config is completed from the run's config, or refused in one line that names the key, the reason and what works instead."""
+"""A ds_config is completed from the run's config, or refused in one line that names the key, the
+reason and what works instead.
+"""
 
 import json
 import subprocess
@@ -21,6 +23,7 @@ from megacore.tools.settings.ds_config import KNOWN
 from megacore.tools.settings.ds_settings import ds_settings
 from megacore.tools.settings.load import flatten, load, parse_override
 from megacore.tools.verify.replay import rate
+from tests.pool import PATIENCE
 from tests.training import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,45 +122,145 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     (zero(1), "train.precision=fp16", "train.precision", "no fp16 on CPUs"),
     (zero(2), "train.compile=true", "train.compile", "false, or engine.kind=native"),
     (zero(2), "engine.shard_optimizer=true", "engine.shard_optimizer", "ZeRO stage 1"),
-    (zero(0, offload_optimizer={"device": "cpu"}), "", "zero_optimization.offload_optimizer.device", "stage 1 or above"),
-    (zero(2, offload_optimizer={"device": "nvme"}), "", "zero_optimization.offload_optimizer.device", "(stage 3)"),
-    (zero(2, offload_param={"device": "cpu"}), "", "zero_optimization.offload_param.device", "silently ignore cpu (stage 3)"),
-    (zero(3, offload_param={"device": "disk"}), "", "zero_optimization.offload_param.device", "none, cpu or nvme"),
-    (zero(3, zero_hpz_partition_size=2), "parallel.tensor=2", "zero_optimization.zero_hpz_partition_size", "parallel.tensor=1"),
+    (
+        zero(0, offload_optimizer={"device": "cpu"}),
+        "",
+        "zero_optimization.offload_optimizer.device",
+        "stage 1 or above",
+    ),
+    (
+        zero(2, offload_optimizer={"device": "nvme"}),
+        "",
+        "zero_optimization.offload_optimizer.device",
+        "(stage 3)",
+    ),
+    (
+        zero(2, offload_param={"device": "cpu"}),
+        "",
+        "zero_optimization.offload_param.device",
+        "silently ignore cpu (stage 3)",
+    ),
+    (
+        zero(3, offload_param={"device": "disk"}),
+        "",
+        "zero_optimization.offload_param.device",
+        "none, cpu or nvme",
+    ),
+    (
+        zero(3, zero_hpz_partition_size=2),
+        "parallel.tensor=2",
+        "zero_optimization.zero_hpz_partition_size",
+        "parallel.tensor=1",
+    ),
     (zero(3, mics_shard_size=2), "", "zero_optimization.mics_shard_size", "zero_hpz_partition_size"),
     (zero(2) | {"train_batch_size": 16}, "", "train_batch_size", "16 contradicts train.global_batch_size 8"),
-    (zero(2) | {"train_micro_batch_size_per_gpu": 1}, "", "train_micro_batch_size_per_gpu", "contradicts train.micro_batch_size 2"),
-    (zero(2) | {"gradient_accumulation_steps": 4}, "", "gradient_accumulation_steps", "contradicts the microbatches a step 1"),
+    (
+        zero(2) | {"train_micro_batch_size_per_gpu": 1},
+        "",
+        "train_micro_batch_size_per_gpu",
+        "contradicts train.micro_batch_size 2",
+    ),
+    (
+        zero(2) | {"gradient_accumulation_steps": 4},
+        "",
+        "gradient_accumulation_steps",
+        "contradicts the microbatches a step 1",
+    ),
     (zero(2) | {"gradient_clipping": 1.0}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
     (zero(2) | {"bf16": {"enabled": True}}, "", "bf16.enabled", 'contradicts train.precision "fp32"'),
     (zero(2) | {"fp16": {"enabled": 1}}, "", "fp16.enabled", 'contradicts train.precision "fp32"'),
-    (zero(2) | {"optimizer": ADAMW | {"type": "Lamb"}}, "", "optimizer.type", "Lamb is not the run's optimizer"),
-    (zero(2) | {"optimizer": ADAMW | {"type": "OneBitAdam"}}, "", "optimizer.type", "removed its 1-bit optimizers"),
-    (zero(2) | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", "optimizer.type", "AdamW"),
-    (zero(2) | {"optimizer": {"params": {"lr": 1e-4}}}, "", "optimizer.params.lr", "contradicts optim.lr 0.003"),
-    (zero(2) | {"optimizer": {"params": {"betas": [0.9, 0.999]}}}, "optim.beta2=0.9", "optimizer.params.betas", "contradicts optim.beta2"),
-    (zero(2) | {"scheduler": {"type": "WarmupLR"}}, "optim.warmup_steps=10", "scheduler", "1000 contradicts optim.warmup_steps 10"),
-    (zero(2) | {"scheduler": {"type": "LRRangeTest"}}, "", "scheduler.type", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle"),
-    (zero(2) | {"scheduler": {"type": "WarmupDecayLR"}}, "", "scheduler.params.total_num_steps", "is missing"),
+    (
+        zero(2) | {"optimizer": ADAMW | {"type": "Lamb"}},
+        "",
+        "optimizer.type",
+        "Lamb is not the run's optimizer",
+    ),
+    (
+        zero(2) | {"optimizer": ADAMW | {"type": "OneBitAdam"}},
+        "",
+        "optimizer.type",
+        "removed its 1-bit optimizers",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+        "",
+        "optimizer.type",
+        "AdamW",
+    ),
+    (
+        zero(2) | {"optimizer": {"params": {"lr": 1e-4}}},
+        "",
+        "optimizer.params.lr",
+        "contradicts optim.lr 0.003",
+    ),
+    (
+        zero(2) | {"optimizer": {"params": {"betas": [0.9, 0.999]}}},
+        "optim.beta2=0.9",
+        "optimizer.params.betas",
+        "contradicts optim.beta2",
+    ),
+    (
+        zero(2) | {"scheduler": {"type": "WarmupLR"}},
+        "optim.warmup_steps=10",
+        "scheduler",
+        "1000 contradicts optim.warmup_steps 10",
+    ),
+    (
+        zero(2) | {"scheduler": {"type": "LRRangeTest"}},
+        "",
+        "scheduler.type",
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle",
+    ),
+    (
+        zero(2) | {"scheduler": {"type": "WarmupDecayLR"}},
+        "",
+        "scheduler.params.total_num_steps",
+        "is missing",
+    ),
     (zero(2) | warmup(cos_min_ratio=0), "", "scheduler.params.cos_min_ratio", "no such parameter"),
     (zero(2) | warmup(warmup_type="slow"), "", "scheduler.params.warmup_type", "log or linear"),
     (zero(2) | {"scheduler": CYCLE}, "", "scheduler.params", '"cycle_momentum": false'),
-    (zero(2) | {CHECKPOINTING: {"partition_activations": True}}, "", f"{CHECKPOINTING}.partition_activations", "parallel.sequence"),
+    (
+        zero(2) | {CHECKPOINTING: {"partition_activations": True}},
+        "",
+        f"{CHECKPOINTING}.partition_activations",
+        "parallel.sequence",
+    ),
     (zero(2) | {"managed_gradient_accumulation": False}, "", "managed_gradient_accumulation", "leave it out"),
     (zero(2) | {"gradient_cliping": 1.0}, "", "gradient_cliping", "did you mean gradient_clipping?"),
     (zero(2, overlap_com=True), "", "zero_optimization.overlap_com", "did you mean overlap_comm?"),
     (zero(2) | {"steps_per_print": "auto"}, "", "steps_per_print", "nothing to be filled from"),
-    (zero(2, overlap_comm="false"), "", "zero_optimization.overlap_comm", '"false" is not valid (true or false)'),
+    (
+        zero(2, overlap_comm="false"),
+        "",
+        "zero_optimization.overlap_comm",
+        '"false" is not valid (true or false)',
+    ),
     (zero(2, reduce_bucket_size=0), "", "zero_optimization.reduce_bucket_size", "(a whole number above 0)"),
-    (zero(2, sub_group_size=1.5), "", "zero_optimization.sub_group_size", "1.5 is not valid (a whole number, 0 or more)"),
-    (zero(3, zero_hpz_partition_size="2"), "", "zero_optimization.zero_hpz_partition_size", "(a whole number above 0)"),
-    (zero(3, zero_hpz_partition_size="auto"), "", "zero_optimization.zero_hpz_partition_size", "nothing to be filled"),
+    (
+        zero(2, sub_group_size=1.5),
+        "",
+        "zero_optimization.sub_group_size",
+        "1.5 is not valid (a whole number, 0 or more)",
+    ),
+    (
+        zero(3, zero_hpz_partition_size="2"),
+        "",
+        "zero_optimization.zero_hpz_partition_size",
+        "(a whole number above 0)",
+    ),
+    (
+        zero(3, zero_hpz_partition_size="auto"),
+        "",
+        "zero_optimization.zero_hpz_partition_size",
+        "nothing to be filled",
+    ),
     (zero(2) | {"communication_data_type": "int8"}, "", "communication_data_type", "(fp32, bf16 or fp16)"),
     (zero(2) | {"gradient_clipping": 10**400}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
     ({"zero_optimization": True}, "", "zero_optimization", "an object"),
     ("missing.json", "", "", "cannot read missing.json"),
     ("README.md", "", "", "is no JSON"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +276,9 @@ def test_refused(
     path: str,
     says: str,
 ) -> None:
-    """DeepSpeed would hang, train something else, or ignore it, without a word or with a traceback on every rank."""
+    """DeepSpeed would hang, train something else, or ignore it, without a word or
+    with a traceback on every rank.
+    """
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as error:
         configure(ds_config, overrides)
@@ -189,7 +294,9 @@ def test_refused(
 
 @pytest.mark.parametrize("section", KNOWN)
 def test_no_key_takes_any_value(configure: Configure, section: str) -> None:
-    """DeepSpeed took "false" for true, and said of most others with a traceback on every rank that they are none."""
+    """DeepSpeed took "false" for true, and said of most others with a traceback on
+    every rank that they are none.
+    """
     for name in KNOWN[section].split():
         for wrong in (["x"], -1, 10**400, float("nan")):
             given: Any = {name: wrong}
@@ -205,7 +312,9 @@ def test_no_key_takes_any_value(configure: Configure, section: str) -> None:
 
 
 def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
-    """People's files state batch, precision, optimizer and rates: a run that ignored one would train something else."""
+    """People's files state batch, precision, optimizer and rates: a run that ignored
+    one would train something else.
+    """
     path = tmp_path / "silent.json"
     path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}}))
     adamw = {
@@ -234,11 +343,26 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
         key: value for key, value in flatten(loaded.config.model_dump(mode="json")).items() if key in taken
     }
     assert values == {
-        "train.global_batch_size": 128, "train.micro_batch_size": 2, "train.precision": "bf16", "train.recompute": "full",
-        "train.offload_activations": True, "optim.lr": 1e-4, "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-7,
-        "optim.weight_decay": 0.01, "optim.grad_clip": 0.5, "optim.schedule": "linear", "optim.warmup": "log", "optim.warmup_steps": 10,
-        "optim.warmup_lr": 0.0, "optim.min_lr": 0.0, "optim.decay_steps": 500, "optim.lag": [2, 2], "log.every": 7,
-    }  # fmt: skip
+        "train.global_batch_size": 128,
+        "train.micro_batch_size": 2,
+        "train.precision": "bf16",
+        "train.recompute": "full",
+        "train.offload_activations": True,
+        "optim.lr": 1e-4,
+        "optim.beta1": 0.9,
+        "optim.beta2": 0.999,
+        "optim.eps": 1e-7,
+        "optim.weight_decay": 0.01,
+        "optim.grad_clip": 0.5,
+        "optim.schedule": "linear",
+        "optim.warmup": "log",
+        "optim.warmup_steps": 10,
+        "optim.warmup_lr": 0.0,
+        "optim.min_lr": 0.0,
+        "optim.decay_steps": 500,
+        "optim.lag": [2, 2],
+        "log.every": 7,
+    }
     assert not {"scheduler", "optimizer", CHECKPOINTING} & set(ds_settings(loaded.config)), (
         "the run does these"
     )
@@ -247,7 +371,9 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_auto_states_nothing(tmp_path: Path) -> None:
-    """Hugging Face's templates say "auto" in every place: DeepSpeed's own default there would be another rate than the run's."""
+    """Hugging Face's templates say "auto" in every place: DeepSpeed's own default there would
+    be another rate than the run's.
+    """
     path = tmp_path / "silent.json"
     path.write_text(
         json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}, "optim": {"warmup_steps": 100}})
@@ -343,7 +469,9 @@ SCHEDULES: list[dict[str, Any]] = [
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its rates cannot be asked"
 )
 def test_rates_of_a_ds_config_are_deepspeeds_own() -> None:
-    """Its warmup is logarithmic by default, and its steps count from 0: a rate a step late would train something else."""
+    """Its warmup is logarithmic by default, and its steps count from 0: a rate a step
+    late would train something else.
+    """
     program = """
 import json, os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -372,9 +500,8 @@ for scheduler in json.load(sys.stdin):
     ]
     for scheduler, rates in zip(SCHEDULES, theirs, strict=True):
         if scheduler["type"] == "WarmupCosineLR":
-            rates[0] = rates[
-                1
-            ]  # it begins with a step of rate 0, wherever its warmup begins; the run does not
+            # it begins with a step of rate 0, wherever its warmup begins; the run does not
+            rates[0] = rates[1]
         found = {"lr": 3e-3, "decay_steps": 100} | from_ds_config.rates(scheduler, 3e-3)
         optim = OptimConfig.model_validate_json(json.dumps(found))
         assert [learning_rate(optim, step, 100) for step in range(1, 21)] == pytest.approx(
@@ -407,7 +534,7 @@ def test_refusal_of_the_script_is_one_line(tmp_path: Path) -> None:
     ]
     command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--config", path, *overrides]
     environment = {"PATH": "", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "deadlocks" in run.stderr, run.stderr
 
 
@@ -425,7 +552,7 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 models = {"zero_optimization": DeepSpeedZeroConfig, "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
     "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
 print(json.dumps({name: [field.alias or key for key, field in model.model_fields.items()] for name, model in models.items()}))
-"""
+"""  # noqa: E501
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     for section, theirs in json.loads(run.stdout.splitlines()[-1]).items():
         ours = set(KNOWN[section].split())

@@ -1,4 +1,6 @@
-"""Why a job ends is said once: by the first rank that finds it, on another machine than rank 0's only if rank 0 has found nothing."""
+"""Why a job ends is said once: by the first rank that finds it, on another machine than rank 0's
+only if rank 0 has found nothing.
+"""
 
 import errno
 import os
@@ -16,7 +18,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
 from megacore.tools import error_report as reasons
 from megacore.tools.local_ranks import free_port, rank_environment
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 
 MISTAKE = "from megacore.errors import DataError; error = DataError('corpus', 'is missing', 'a corpus')"
 SAY = f"""
@@ -24,12 +26,13 @@ from megacore.tools import error_report as reasons
 from megacore.tools.launchers import place_from_environment
 {MISTAKE}
 reasons.GRACE_SECONDS, reasons.MEETING_SECONDS = 0.0, 1.0
+reasons.START_SECONDS, reasons.SAID_SECONDS = 1e4, 1e5  # however late the next rank of these tests starts
 reasons.say_once(error, place_from_environment())
 """
 SPEAK_FOR_EVER = """
 import time
 from megacore.tools import error_report as reasons
-reasons.first_of_job(lambda: (print("speaking", flush=True), time.sleep(100)))
+reasons.first_of_job(lambda: (print("speaking", flush=True), time.sleep(3600)))
 """
 
 
@@ -63,7 +66,7 @@ def start(
 
 
 def said(ranks: list[subprocess.Popen[str]]) -> list[str]:
-    return "".join(rank.communicate(timeout=60)[1] for rank in ranks).splitlines()
+    return "".join(rank.communicate(timeout=PATIENCE)[1] for rank in ranks).splitlines()
 
 
 def test_whichever_rank_is_first_says_it_for_all(environment: dict[str, str]) -> None:
@@ -75,20 +78,24 @@ def test_whichever_rank_is_first_says_it_for_all(environment: dict[str, str]) ->
 
 
 def test_a_start_by_hand_with_another_rank_is_not_silent(environment: dict[str, str], tmp_path: Path) -> None:
-    """Who sets RANK in a shell, and tries the next one half a minute later, would get status 2 without a word."""
+    """Who sets RANK in a shell, and tries the next one half a minute later, would
+    get status 2 without a word.
+    """
     assert len(said([start(SAY, 0, environment)])) == 1
     (list_of_ranks,) = (tmp_path / f"megacore-{os.getuid()}").iterdir()
-    earlier = time.time() - 30.0
+    earlier = time.time() - 2e4  # the ranks of one start come closer together
     os.utime(list_of_ranks, (earlier, earlier))
     assert len(said([start(SAY, 1, environment)])) == 1
 
 
 def test_rank_0_waits_for_no_rank_that_waits_for_it(environment: dict[str, str]) -> None:
-    """srun --distribution=cyclic deals ranks to machines in turn, so rank 2 is beside rank 0. It waited for rank 0 to say the mistake or
-    to go on, and rank 0 for it: the job ended without a word."""
+    """srun --distribution=cyclic deals ranks to machines in turn, so rank 2 is beside rank 0.
+
+    It waited for rank 0 to say the mistake or to go on, and rank 0 for it: the job ended without a word.
+    """
     machine, port = (0, 2), free_port()
     later = start(SAY, 2, environment, port, machine)
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE
     while not list(Path(environment["TMPDIR"]).glob("megacore-*/*")):  # rank 2 has begun to wait
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -107,7 +114,10 @@ def test_each_machine_says_once_what_some_of_its_ranks_find(
     machines: tuple[tuple[int, ...], ...],
     lines: int,
 ) -> None:
-    """Ranks 1, 3 and 7 of eight find a mistake, and rank 0 nothing: it waits for the others. A machine without rank 0 is named."""
+    """Ranks 1, 3 and 7 of eight find a mistake, and rank 0 nothing: it waits for the others.
+
+    A machine without rank 0 is named.
+    """
     ranks = []
     for number, machine in enumerate(machines):
         (tmp_path / str(number)).mkdir()
@@ -194,7 +204,9 @@ GONE = [
 def test_where_rank_0s_machine_is_gone_another_speaks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: OSError
 ) -> None:
-    """Whether rank 0 has said it nobody knows then; the other machines ended with status 2 and without a word."""
+    """Whether rank 0 has said it nobody knows then; the other machines ended with
+    status 2 and without a word.
+    """
 
     def unreachable(*_: object, **__: object) -> None:
         raise gone

@@ -1,4 +1,6 @@
-"""Whoever watches over a run goes on, whatever stands in its folder, whoever else runs on the machine, and whoever reads stderr."""
+"""Whoever watches over a run goes on, whatever stands in its folder, whoever else runs on the
+machine, and whoever reads stderr.
+"""
 
 import errno
 import io
@@ -26,20 +28,45 @@ from megacore.tools.relaunch import supervisor
 from megacore.tools.relaunch.supervisor import Supervisor
 from megacore.tools.stop_request import StopRequest
 from tests.drills import drills
+from tests.pool import PATIENCE
 
-# What may stand in metrics.jsonl: lines cut off, joined, overwritten, of another program, of somebody who means harm.
+# What may stand in metrics.jsonl: lines cut off, joined, overwritten, of another program, of somebody who
+# means harm.
 DAMAGED = [
-    b'{"broken": }', b'{"step": "7", "loss": 1.0}', b'{"step": null}', b'{"step": true}', b'{"step": 1.5}', b'{"step": [1]}',
+    b'{"broken": }',
+    b'{"step": "7", "loss": 1.0}',
+    b'{"step": null}',
+    b'{"step": true}',
+    b'{"step": 1.5}',
+    b'{"step": [1]}',
     b'{"step": {}}',
-    b'{"step": -1}', b'{"step": 1e999}', b'{"step": ' + b"9" * 5000 + b"}", b'{"loss": 1.0}', b"[1]", b"7", b'"step"', b"null", b"{}", b"",
-    b'{"step": 3', b'{"step": 3}{"step": 4}', b"\xff\xfe\x00{}", b'{"step": 3, "a": "\xff"}', b"\0" * 100, b"[" * 5000, b'{"a":' * 5000,
-    b'{"step": 3, "a": "\r"}', b"x" * 70000,
-]  # fmt: skip
+    b'{"step": -1}',
+    b'{"step": 1e999}',
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"loss": 1.0}',
+    b"[1]",
+    b"7",
+    b'"step"',
+    b"null",
+    b"{}",
+    b"",
+    b'{"step": 3',
+    b'{"step": 3}{"step": 4}',
+    b"\xff\xfe\x00{}",
+    b'{"step": 3, "a": "\xff"}',
+    b"\0" * 100,
+    b"[" * 5000,
+    b'{"a":' * 5000,
+    b'{"step": 3, "a": "\r"}',
+    b"x" * 70000,
+]
 ENDLESS = b'{"step": 77}' + b" " * LINE_BYTES + b'{"step": 78}'
 
 
 def test_records_are_read_among_whatever_else_stands_there(tmp_path: Path) -> None:
-    """And only what is a record, whole: a step that nobody has done would end the supervisor's work, or a resume's."""
+    """And only what is a record, whole: a step that nobody has done would end the
+    supervisor's work, or a resume's.
+    """
     file = tmp_path / "metrics.jsonl"
     good = [json.dumps({"step": step, "loss": step / 2}).encode() for step in (1, 2, 3)]
     for last in ([], [b'{"step": 4']):
@@ -60,7 +87,9 @@ def test_records_are_read_among_whatever_else_stands_there(tmp_path: Path) -> No
 
 
 def test_the_last_record_is_found_however_long_it_is(tmp_path: Path) -> None:
-    """A healthy run of 15,000 experts would be taken for one that does not move, and be ended; Ray would get all their loads."""
+    """A healthy run of 15,000 experts would be taken for one that does not move, and be ended;
+    Ray would get all their loads.
+    """
     file = tmp_path / "metrics.jsonl"
     long = {"expert_load/blocks.1": [1.2345] * 15_000}
     lines = [{"step": step, "loss": 1.5} | long for step in range(1, 6)]
@@ -72,7 +101,9 @@ def test_the_last_record_is_found_however_long_it_is(tmp_path: Path) -> None:
 
 
 def test_records_that_cannot_be_read_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder, a pipe that nobody fills, a file system that does not answer: behind a launch a failure would leave the run alone."""
+    """A folder, a pipe that nobody fills, a file system that does not answer: behind a launch a
+    failure would leave the run alone.
+    """
     (tmp_path / "metrics.jsonl").mkdir()
     assert Supervisor([], tmp_path).progress() == (0, 0)
     (tmp_path / "metrics.jsonl").rmdir()
@@ -90,15 +121,17 @@ def test_a_look_that_fails_is_said_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Anything may fail once, on a machine that is busy with a failure."""
-    looks: list[int] = []
+    looks, enough = list[int](), tmp_path / "enough"
 
     def look(self: Supervisor, launcher: int, note: Path) -> None:
         looks.append(launcher)
+        if len(looks) == 3:
+            enough.touch()
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(Supervisor, "_look", look)
-    watched = Supervisor([sys.executable, "-c", "import time; time.sleep(1)"], tmp_path)
-    assert watched.run() == 0 and len(looks) > 2
+    run = f"import pathlib, time\nwhile not pathlib.Path({str(enough)!r}).exists(): time.sleep(0.02)"
+    assert Supervisor([sys.executable, "-c", run], tmp_path).run() == 0 and len(looks) > 2
     assert capfd.readouterr().err.count("could not look after the run, and tries on: OSError") == 1
 
 
@@ -123,7 +156,8 @@ def test_what_a_run_prints_is_read_though_nobody_hears_it(tmp_path: Path) -> Non
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     code = "for _ in range(20000): print('a line of a run')"
-    assert Supervisor([sys.executable, "-c", code], tmp_path, listener=deaf, stall=5.0, restarts=0).run() == 0
+    command = [sys.executable, "-c", code]
+    assert Supervisor(command, tmp_path, listener=deaf, stall=PATIENCE, restarts=0).run() == 0
 
 
 def test_a_file_system_that_does_not_answer_is_no_request(
@@ -139,11 +173,17 @@ def test_a_file_system_that_does_not_answer_is_no_request(
     assert not request.requested
 
 
-NAMELESS = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff) Z 1 \\xfe', 0, 0, 0); print(flush=True); time.sleep(60)"  # PR_SET_NAME
+NAMELESS = (
+    # PR_SET_NAME
+    "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff) Z 1 \\xfe', 0, 0, 0); print(flush=True); "
+    "time.sleep(60)"
+)
 
 
 def test_other_processes_may_have_any_name() -> None:
-    """Whoever ends a launcher's ranks reads the names of all processes on the machine, and strangers choose theirs."""
+    """Whoever ends a launcher's ranks reads the names of all processes on the
+    machine, and strangers choose theirs.
+    """
     with subprocess.Popen([sys.executable, "-c", NAMELESS], stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline()
         assert stat_fields(stranger.pid)[1] == str(os.getpid()) and stranger.pid in descendants(os.getpid())

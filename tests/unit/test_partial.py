@@ -1,4 +1,6 @@
-"""A preparation that was killed goes on from what is done, and writes the same bytes as one that was not, with any number of processes."""
+"""A preparation that was killed goes on from what is done, and writes the same bytes as one that was
+not, with any number of processes.
+"""
 
 import errno
 import gzip
@@ -17,11 +19,15 @@ from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.partial import Partial, folder_of
 from megacore.tools.prepare.prepare import Prepared, prepare
+from tests.pool import PATIENCE
 from tests.unit.test_streams import TALKS, as_if_large, as_lines  # noqa: F401 (the fixture, for every test here too)
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"{n} " + "é" * (n % 90) for n in range(300)]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant: {% endif %}"
+)
 INPUTS = {
     "lines.jsonl": as_lines(TEXTS),
     "one.txt": "\n".join(TEXTS).encode(),  # one document, whose end comes after the kill
@@ -208,7 +214,8 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(IndexedWriter, "write", full)
         with pytest.raises(
             DataError,
-            match=r"x: cannot be written: No space left on device \(.*goes on from what is done, in \S+/.x.part",
+            match=r"x: cannot be written: No space left on device \(.*goes on from what is done, in "
+            r"\S+/.x.part",
         ):
             job.run("cut")
     assert [path.name for path in (tmp_path / "cut").iterdir()] == [".x.partial"]
@@ -247,7 +254,7 @@ prepare.TASK_BYTES = 1000
 prepare.COMMIT_BYTES = 1500
 done = iter([False] * 9 + [True])
 prepare.prepare(sys.argv[2:], sys.argv[1], "bytes", workers=2, on_bytes=lambda _: next(done) and os.kill(os.getpid(), signal.SIGKILL))
-"""
+"""  # noqa: E501
 
 
 def test_after_kill_9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +271,7 @@ def test_after_kill_9(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     killed = subprocess.run(
-        command, env=environment, timeout=60, stdout=subprocess.PIPE, check=False
+        command, env=environment, timeout=PATIENCE, stdout=subprocess.PIPE, check=False
     )  # to the end of all that hold the pipe
     assert killed.returncode == -signal.SIGKILL and [path.name for path in (tmp_path / "cut").iterdir()] == [
         ".x.partial"

@@ -1,4 +1,6 @@
-"""What preflight makes of the facts of machines: each check, with the fault that it is for planted among healthy hosts."""
+"""What preflight makes of the facts of machines: each check, with the fault that it is
+for planted among healthy hosts.
+"""
 
 import copy
 import json
@@ -7,14 +9,16 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megacore.errors import ConfigError
 from megacore.tools.diagnosis.watchdog import START_UP
-from megacore.tools.preflight import devices, facts, launching
+from megacore.tools.preflight import devices, facts, launching, reach
 from megacore.tools.preflight.facts import Question
 from megacore.tools.preflight.host_report import (
     as_json,
@@ -31,7 +35,7 @@ from megacore.tools.preflight.patience import patience
 from megacore.tools.preflight.rank_checks import VERDICT_SECONDS, short
 from megacore.tools.preflight.reach import Hosts, forwarded
 from megacore.tools.settings.load import load
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 
 GIB = 1 << 30
 GPU = {
@@ -71,7 +75,9 @@ SLOTS = dict.fromkeys("abcd", 8)
 
 
 def with_fault(path: str, value: Any, host: str = "c") -> dict[str, Any]:
-    """Four healthy hosts, and one value changed on one of them; `path` is the value's, such as `memory.total`."""
+    """Four healthy hosts, and one value changed on one of them; `path` is the
+    value's, such as `memory.total`.
+    """
     hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
     at: Any = hosts[host]
     *way, last = [int(key) if key.isdigit() else key for key in path.split(".")]
@@ -89,7 +95,13 @@ def test_healthy_hosts_have_no_findings() -> None:
 CORES = {"model": "CPU of a kind", "gpus": [], "cores": {"0": 100.0, "1": 40.0}}
 FAULTS: list[tuple[str, Any, str, str, bool]] = [
     ("unreached", "no answer within 15 s", "reached", "no answer within 15 s", True),
-    ("code.commit", "ffffffffffff", "code", "commit ffffffffffff (sources aaaaaaaaaaaa), and commit 0123456789ab", True),
+    (
+        "code.commit",
+        "ffffffffffff",
+        "code",
+        "commit ffffffffffff (sources aaaaaaaaaaaa), and commit 0123456789ab",
+        True,
+    ),
     ("code.files", "bbbbbbbbbbbb", "code", "(sources bbbbbbbbbbbb)", True),
     ("versions.torch", "2.9.1", "versions", "torch 2.9.1, and torch 2.13.0 on a and 2 more", True),
     ("versions.numpy", "absent", "versions", "numpy absent", True),
@@ -98,7 +110,13 @@ FAULTS: list[tuple[str, Any, str, str, bool]] = [
     ("ahead", 60.0, "clock", "60.0 s ahead of the others", True),
     ("ahead", -3.0, "clock", "3.0 s behind the others", True),
     ("log_dir.free", GIB, "disk", "1 GiB free in /runs/a, and a checkpoint needs 10 GiB", True),
-    ("log_dir.error", "Read-only file system", "disk", "cannot write in /runs/a: Read-only file system", True),
+    (
+        "log_dir.error",
+        "Read-only file system",
+        "disk",
+        "cannot write in /runs/a: Read-only file system",
+        True,
+    ),
     ("log_dir.write", 1e7, "disk", "9.537 MiB/s written in /runs/a, and 953.7 MiB/s on most hosts", False),
     ("log_dir.seen", ["c"], "shared", "/runs/a is not the folder that a, b, c and 1 more have", True),
     ("memory.total", 512 * GIB, "memory", "512 GiB, and 1 TiB on most hosts", False),
@@ -108,15 +126,45 @@ FAULTS: list[tuple[str, Any, str, str, bool]] = [
     ("limits", HEALTHY["limits"] | {"locked memory": 65536}, "limits", "ulimit -l is 64 KiB", True),
     ("ports.29500", True, "ports", "port 29500 is taken", True),
     ("network.first", None, "network", "does not know the first host's name", True),
-    ("network.first", "10.9.9.9", "network", "the first host's address is 10.9.9.9, and the first host's address is 10.0.0.1", True),
+    (
+        "network.first",
+        "10.9.9.9",
+        "network",
+        "the first host's address is 10.9.9.9, and the first host's address is 10.0.0.1",
+        True,
+    ),
     ("network.own", "127.0.1.1", "network", "its own name leads to 127.0.1.1", False),
     ("devices.gpus", [GPU] * 7, "devices", "7 GPUs are visible, and the run has 8 ranks there", True),
     ("devices.gpus", [], "devices", "0 GPUs are visible", True),
-    ("devices.gpus.3", GPU | {"tflops": 560.0}, "devices", "GPU 3 is slow: 560 TFLOP/s, and 700 is usual (GPU of a kind)", True),
-    ("devices.gpus.5", GPU | {"right": False}, "devices", "GPU 5 (GPU of a kind): computes a wrong product", True),
-    ("devices.gpus.0", GPU | {"tflops": 0.0, "error": "ECC error"}, "devices", "GPU 0 (GPU of a kind): ECC error", True),
-    ("devices", {"error": "no answer within 40 s"}, "devices", "cannot be tried: no answer within 40 s", True),
-]  # fmt: skip
+    (
+        "devices.gpus.3",
+        GPU | {"tflops": 560.0},
+        "devices",
+        "GPU 3 is slow: 560 TFLOP/s, and 700 is usual (GPU of a kind)",
+        True,
+    ),
+    (
+        "devices.gpus.5",
+        GPU | {"right": False},
+        "devices",
+        "GPU 5 (GPU of a kind): computes a wrong product",
+        True,
+    ),
+    (
+        "devices.gpus.0",
+        GPU | {"tflops": 0.0, "error": "ECC error"},
+        "devices",
+        "GPU 0 (GPU of a kind): ECC error",
+        True,
+    ),
+    (
+        "devices",
+        {"error": "no answer within 40 s"},
+        "devices",
+        "cannot be tried: no answer within 40 s",
+        True,
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "value", "check", "text", "fatal"), FAULTS)
@@ -230,12 +278,12 @@ def test_all_cores_are_measured_and_given_back() -> None:
 
 QUESTION = Question("config.json", [], 2, "a", 29500, ".preflight-x")
 SHELLS = {
-    "whole": ("""echo "{\\"clock\\": $(($(date +%s) + 100))}"; echo Welcome; cat {facts}""", ""),
+    "whole": ("""echo "{\\"clock\\": $(($(date +%s) + 10000))}"; echo Welcome; cat {facts}""", ""),
     # A login shell may say anything, before and after.
     "talking": (
         """echo 3; echo '"a"'; echo '[{"clock": 1}]'; echo null; echo '{"clock": "noon"}'
         printf '%050000d\\n' 0 | tr 0 '['; printf '\\377\\n'
-        echo "{\\"clock\\": $(($(date +%s) + 100))}"; cat {facts}; echo 7; echo '{}'; echo '["devices"]'""",
+        echo "{\\"clock\\": $(($(date +%s) + 10000))}"; cat {facts}; echo 7; echo '{}'; echo '["devices"]'""",
         "",
     ),
     "another version": (
@@ -253,8 +301,12 @@ SHELLS = {
 
 @pytest.mark.parametrize("name", SHELLS)
 def test_what_a_host_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is not there, one that breaks off, one whose shell greets: the others' answers count all the same."""
+    """A host that is not there, one that breaks off, one whose shell greets: the
+    others' answers count all the same.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reach, "REACH_SECONDS", PATIENCE)
+    monkeypatch.setattr(reach, "FACTS_SECONDS", PATIENCE)
     script, wrong = SHELLS[name]
     (tmp_path / "facts").write_text(json.dumps(HEALTHY) + "\n")
     (tmp_path / "shell").write_text(
@@ -263,7 +315,7 @@ def test_what_a_host_answers(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     found = Hosts({"a": 1}, f"sh {tmp_path}/shell {{host}}").ask(QUESTION, "run", lambda line: None)["a"]
     assert found.get("unreached", "") == wrong
     if not wrong:
-        assert found["ahead"] == pytest.approx(100, abs=5)
+        assert found["ahead"] == pytest.approx(10_000, abs=1000)
 
 
 def test_the_variables_that_the_launcher_takes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +324,11 @@ def test_the_variables_that_the_launcher_takes_along(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
     (tmp_path / ".deepspeed_env").write_text("NCCL_SOCKET_IFNAME=ib0\nTEXT=a b=c\n")
     assert forwarded({"PYTHONHASHSEED": "1", "SECRET": "2"}) == {
-        "PYTHONHASHSEED": "1", "PYTHONPATH": str(tmp_path), "NCCL_SOCKET_IFNAME": "ib0", "TEXT": "a b=c",
-    }  # fmt: skip
+        "PYTHONHASHSEED": "1",
+        "PYTHONPATH": str(tmp_path),
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "TEXT": "a b=c",
+    }
     (tmp_path / ".deepspeed_env").write_text("export\n")
     with pytest.raises(ConfigError, match=r"\.deepspeed_env: has a line `export`"):
         forwarded({})
@@ -293,7 +348,9 @@ def rounds(count: int, slow: dict[tuple[int, int], float]) -> dict[str, Any]:
 
 
 def test_links_are_judged_against_the_median() -> None:
-    """A machine whose links are all slow is named, its neighbours are not; a single slow link is only told."""
+    """A machine whose links are all slow is named, its neighbours are not; a single
+    slow link is only told.
+    """
     names = [f"n{i}" for i in range(8)]
     assert judge_together(rounds(8, {}), names) == []
     sends = {(3, 4): 1e8, (3, 5): 1e8, (3, 7): 1e8}
@@ -349,37 +406,44 @@ def test_an_answer_that_cannot_be_judged_is_its_hosts_fault(key: str) -> None:
         assert table(read, found).row_count == 4 and settings_lines(read) and as_json(read, found, "", "")
 
 
-PLAYED = """import json, sys, time
+PLAYED = """import sys, time
 for done in range(int(sys.argv[1])):
     print("node0: preflight: groups of axis", done, flush=True)
-    time.sleep(0.3)
 time.sleep(float(sys.argv[2]))
 print('node0: preflight-together {"links": []}', flush=True)
 """
 
 
 def test_ranks_may_take_long_if_they_get_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 ranks that set up their groups for the first time take minutes: a limit for all of it ends them, or nobody sees them hang."""
+    """512 ranks that set up their groups for the first time take minutes: a limit for all of it ends
+    them, or nobody sees them hang.
+    """
     monkeypatch.setattr(launching.shutil, "which", lambda name: name)
     monkeypatch.setattr(launching, "END_SECONDS", 0.0)
-    monkeypatch.setattr(launching, "patience", lambda ranks: 1.5)
+    monkeypatch.setattr(launching, "patience", lambda ranks: 1000.0)
     monkeypatch.setattr(launching, "LOOK_SECONDS", 0.05)
     (tmp_path / "runner.py").write_text(PLAYED)
-    for marks, silent, expected in (
-        (8, 0, {"links": []}),
-        (1, 30, "nothing more within 2 s after: groups of axis 0"),
+    for marks, silent, passes, expected in (
+        (8, 0, 600.0, {"links": []}),
+        (1, 3600, 1200.0, "nothing more within 1000 s after: groups of axis 0"),
     ):
         monkeypatch.setattr(
             launching, "LAUNCHER", [sys.executable, str(tmp_path / "runner.py"), str(marks), str(silent)]
         )
         said: list[str] = []
+        # So much time passes after each mark, and next to none meanwhile.
+        clock = SimpleNamespace(monotonic=lambda: passes * len(said), sleep=time.sleep)  # noqa: B023
+        monkeypatch.setattr(launching, "time", clock)
         assert launch_together({"a": 8}, "c.json", [], 29500, True, said.append) == expected
         assert said[1:] == [f"groups of axis {done}" for done in range(marks)]
 
 
 @pytest.mark.parametrize("world", [1, 512, 16384])
 def test_limits_grow_with_the_world_and_keep_their_order(world: int) -> None:
-    """Setting up 2,048 GPUs has taken 1,047 s. The doctor speaks before a rank is ended, and that before the launcher is."""
+    """Setting up 2,048 GPUs has taken 1,047 s.
+
+    The doctor speaks before a rank is ended, and that before the launcher is.
+    """
     limits = dict(word.split("=") for word in short(world))
     verdict = START_UP * float(limits["parallel.hang_seconds"])
     assert verdict >= 1047 / 2048 * world * 0.97 and verdict >= 60
@@ -391,7 +455,9 @@ def test_limits_grow_with_the_world_and_keep_their_order(world: int) -> None:
 
 
 def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that is not activated has DeepSpeed beside its interpreter, and nothing of it on PATH."""
+    """An environment that is not activated has DeepSpeed beside its interpreter, and
+    nothing of it on PATH.
+    """
     runner = tmp_path / "deepspeed" / "launcher" / "runner.py"
     runner.parent.mkdir(parents=True)
     for package in (runner.parent, runner.parent.parent):
@@ -410,6 +476,9 @@ def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_failed_ranks_say() -> None:
-    text = "node1: warning: x\nnode0: hang doctor: the network between node0 and node1 is cut\npdsh@node0: node0: ssh exited\n"
+    text = (
+        "node1: warning: x\nnode0: hang doctor: the network between node0 and node1 is cut\n"
+        "pdsh@node0: node0: ssh exited\n"
+    )
     assert reason_in(text) == "node0: hang doctor: the network between node0 and node1 is cut"
     assert reason_in("Traceback\nRuntimeError: no\n\n") == "RuntimeError: no"

@@ -40,9 +40,11 @@ from megacore.tools.monitoring.prometheus import DEVICES, OTHERS, PARTS, RANKS, 
 from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
 from megacore.tools.settings.load import load, resolve
+from megacore.tools.stop_request import STOP
 from megacore.train.logs import Report
+from megacore.train.trainer import STOPPED
 from tests.commands import run_script
-from tests.pool import ROOT
+from tests.pool import PATIENCE, ROOT
 from tests.training import write_config, write_corpus
 
 CPU = torch.device("cpu")
@@ -51,13 +53,15 @@ MONITORING = ROOT / "launch" / "monitoring"
 
 def scrape(port: int) -> dict[str, float]:
     """Figures by their name and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 def test_a_machine_serves_its_ranks() -> None:
-    """Figures of another machine's ranks, or a null that reads as 0, would send people to the wrong machine."""
+    """Figures of another machine's ranks, or a null that reads as 0, would send people
+    to the wrong machine.
+    """
     port = free_port()
     exporter = Exporter(port, RankInfo(rank=1, world_size=4, local_rank=0, local_world_size=2), CPU)
     exporter.watch([1, 3])
@@ -117,7 +121,9 @@ def served_by_rank(config_path: str, log_dir: str, hosts: list[str]) -> list[str
 def test_ranks_of_a_machine_need_not_be_neighbours(
     run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """Slurm's cyclic distribution, or machines with unequally many: one machine would serve another's ranks, or end in an IndexError."""
+    """Slurm's cyclic distribution, or machines with unequally many: one machine would serve another's
+    ranks, or end in an IndexError.
+    """
     train = {"steps": 2, "global_batch_size": 8}
     config = write_config(tmp_path, write_corpus(tmp_path), model={"num_layers": 2}, train=train)
     found = run_ranks(4, served_by_rank, config, str(tmp_path / "run"), ["a", "b", "a", "a"])
@@ -146,19 +152,37 @@ def test_a_port_that_is_taken_is_one_line() -> None:
             Exporter(port, RankInfo(), CPU)
 
 
-def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out() -> None:
-    """A save could open no file any more, and nobody would see the run's figures: connections idle, slow, garbled and never ending."""
+def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save could open no file any more, and nobody would see the run's figures: connections idle,
+    slow, garbled and never ending.
+    """
+    monkeypatch.setattr(scrapes, "LONGEST_SECONDS", PATIENCE)
+    between_looks, look = threading.Lock(), ScrapeServer._look
+
+    def alone(server: ScrapeServer) -> None:
+        with between_looks:
+            look(server)
+
+    def ask() -> socket.socket:
+        """A scrape whose request comes at once, however busy the machine is."""
+        with between_looks:
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        return connection
+
+    monkeypatch.setattr(ScrapeServer, "_look", alone)
     exporter = Exporter(port := free_port(), RankInfo(), CPU)
     before = len(os.listdir("/proc/self/fd"))
     stranger = subprocess.Popen(
-        [sys.executable, "-m", "tests.strangers", "60", f"tcp:127.0.0.1:{port}"], cwd=ROOT
+        [sys.executable, "-m", "tests.strangers", "3600", f"tcp:127.0.0.1:{port}"], cwd=ROOT
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while (most := len(os.listdir("/proc/self/fd"))) < before + MOST:
             assert time.monotonic() < deadline, "the stranger does not come"
         for _ in range(5):
-            assert "megacore_loss" in scrape(port)
+            with ask() as scraper, scraper.makefile("rb") as answer:
+                assert b"megacore_loss" in answer.read()
             most = max(most, len(os.listdir("/proc/self/fd")))
         assert most <= before + MOST + 2, "beside them the connection of this process's own scrape"
         assert stranger.poll() is None
@@ -178,7 +202,9 @@ def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out() -> None:
 
 
 def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sends a byte at a time, or never reads, would hold a descriptor for ever where no other comes."""
+    """One that sends a byte at a time, or never reads, would hold a descriptor for ever
+    where no other comes.
+    """
     monkeypatch.setattr(scrapes, "LONGEST_SECONDS", 0.2)
     server = ScrapeServer(port := free_port(), lambda: b"x" * (1 << 25))
     try:
@@ -188,10 +214,11 @@ def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             idle.sendall(b"G")
             deaf.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            idle.settimeout(10)
+            idle.settimeout(PATIENCE)
             assert idle.recv(1) == b""
             while server.scrapes:
                 time.sleep(0.02)
+        monkeypatch.setattr(scrapes, "LONGEST_SECONDS", PATIENCE)
         server.text = lambda: 1 // 0  # type: ignore[assignment, return-value]
         with pytest.raises(OSError):
             scrape(port)
@@ -245,29 +272,35 @@ def test_a_connection_that_the_kernel_cannot_watch_does_not_end_the_server(
         server.close()
 
 
+WAITED_FOR_DATA = 'megacore_rank_part_seconds{part="data",rank="0"}'
+
+
 def test_a_run_is_served(tmp_path: Path) -> None:
     """The trainer would not hand its figures over, or hand over others than it writes down."""
-    port = free_port()
+    port, run = free_port(), tmp_path / "run"
     config = write_config(
         tmp_path,
         write_corpus(tmp_path),
-        train={"steps": 200},
-        log={"dir": str(tmp_path / "run"), "prometheus_port": port},
+        train={"steps": 1_000_000, "compile": False},  # until all has been seen
+        log={"dir": str(run), "prometheus_port": port},
     )
     ended: list[Any] = []
-    run = threading.Thread(target=lambda: ended.append(run_script("launch/pretrain.py", "--config", config)))
-    run.start()
+    thread = threading.Thread(
+        target=lambda: ended.append(run_script("launch/pretrain.py", "--config", config))
+    )
+    thread.start()
     seen: list[dict[str, float]] = []
-    while run.is_alive():
+    while thread.is_alive():
         try:
-            seen.append(scrape(port))
+            seen.append(found := scrape(port))
+            if found["megacore_step"] > 0 and found.get(WAITED_FOR_DATA, 0.0) > 0.0:
+                (run / STOP).touch()
         except OSError:
             time.sleep(0.02)
-    run.join()
-    assert ended[0].returncode == 0, ended[0].stderr
+    assert ended[0].returncode == STOPPED, ended[0].stderr
     lines = {
         line["step"]: line
-        for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        for text in (run / "metrics.jsonl").read_text().splitlines()
         if "loss" in (line := json.loads(text))
     }
     # The last scrape may be cut off by the run's end.
@@ -278,7 +311,7 @@ def test_a_run_is_served(tmp_path: Path) -> None:
     ]
     assert compared and any(ours == theirs for ours, theirs in compared)
     assert any('megacore_rank_busy_seconds{rank="0"}' in found for found in seen)
-    assert any(found.get('megacore_rank_part_seconds{part="data",rank="0"}', 0.0) > 0.0 for found in seen)
+    assert any(found.get(WAITED_FOR_DATA, 0.0) > 0.0 for found in seen)
 
 
 def expressions() -> list[str]:
@@ -404,7 +437,9 @@ def test_gpus_are_asked_when_somebody_scrapes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_of_a_step() -> None:
-    """A bubble that counts as communication as well, a group without a part, or the mean of several steps taken for one."""
+    """A bubble that counts as communication as well, a group without a part, or the mean
+    of several steps taken for one.
+    """
     mesh: Any = SimpleNamespace(token_axes=("dp",), axes=AXES, pp=SimpleNamespace(size=2, rank=1))
     config = resolve(
         {"model": {"num_layers": 4, "tie_embeddings": False}, "parallel": {"pipeline": 2}},
@@ -489,5 +524,6 @@ def test_alerts_fire(tmp_path: Path, alert: str) -> None:
             ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True
         )
         said = done.stdout + done.stderr
-        # promtool compares all labels and annotations, and so refuses what fires too: what it got is in its message.
+        # promtool compares all labels and annotations, and so refuses what fires too: what it got is in its
+        # message.
         assert ("got:[]" not in said and "got:" in said) if fires else done.returncode == 0, said

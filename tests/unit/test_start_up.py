@@ -13,20 +13,26 @@ import pytest
 from benchmarks.start_up import fake_rank, run
 from megacore.pipeline.partition import placement_of
 from megacore.tools.settings.load import load
+from tests.pool import PATIENCE
 
 LAYOUT = ["parallel.tensor=2", "parallel.pipeline=2", "train.global_batch_size=64", "engine.bucket_mib=0.05"]
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.json")
 
 
 def test_a_run_does_not_load_the_compiler() -> None:
-    """Every command would start 1.5 s later, and every rank of a thousand: a decorator of `torch.compiler` is enough for that."""
-    loaded = "import sys, megacore.train.trainer, megacore.tools.verify.record; print({*sys.modules} & {'torch._dynamo', 'sympy'})"
+    """Every command would start 1.5 s later, and every rank of a thousand: a decorator of
+    `torch.compiler` is enough for that.
+    """
+    loaded = (
+        "import sys, megacore.train.trainer, megacore.tools.verify.record; print({*sys.modules} & "
+        "{'torch._dynamo', 'sympy'})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", loaded],
         cwd=Path(CONFIG).parents[1],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.stdout == "set()\n", done.stdout + done.stderr
 

@@ -1,12 +1,15 @@
-"""The process beside a host's ranks that exchanges heartbeats with other hosts, and ends its ranks when a host is lost.
+"""The process beside a host's ranks that exchanges heartbeats with other hosts, and ends
+its ranks when a host is lost.
 
-It is a process of its own, because a rank may be stopped, or hold the interpreter for longer than a host may be silent. A rank connects
-to it through a socket that the kernel closes when the rank ends in any way (`heartbeat_client.HeartbeatClient`).
+It is a process of its own, because a rank may be stopped, or hold the interpreter for longer than a host may
+be silent. A rank connects to it through a socket that the kernel closes when the rank ends in any way
+(`heartbeat_client.HeartbeatClient`).
 
-All hosts send to one, rank 0's, which answers each: a thousand hosts are a thousand small datagrams a beat. A ring would be cheaper for
-that host, but the news of a loss would have to travel around it, past the loss; and a run that has lost rank 0's host has lost the store.
-No host's clock is compared with another's, and beats are counted instead of seconds: who was suspended has not missed any.
-Nothing that anybody sends ends the watch, or keeps it from beating (`beats` says what is read at all).
+All hosts send to one, rank 0's, which answers each: a thousand hosts are a thousand small datagrams a beat. A
+ring would be cheaper for that host, but the news of a loss would have to travel around it, past the loss; and
+a run that has lost rank 0's host has lost the store. No host's clock is compared with another's, and beats
+are counted instead of seconds: who was suspended has not missed any. Nothing that anybody sends ends the
+watch, or keeps it from beating (`beats` says what is read at all).
 Standard library only: the process takes a few MB.
 """
 
@@ -40,14 +43,12 @@ GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they k
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
 PARTING = 3  # datagrams that tell the end: some may be lost
-AT_ONCE = (
-    256  # datagrams that are read before it looks at the time again: strangers may send faster than it reads
-)
+# datagrams that are read before it looks at the time again: strangers may send faster than it reads
+AT_ONCE = 256
 UNNAMED = 64  # connections that have not said who they are; of more, the oldest is closed
 LINE_BYTES = 4096  # more than any line of a rank has
-FAULT_SECONDS = (
-    0.01  # after something that failed: if it fails again and again, it must not take the whole core
-)
+# after something that failed: if it fails again and again, it must not take the whole core
+FAULT_SECONDS = 0.01
 LOST = "lost.json"  # a file in the run's folder: which hosts were lost last
 
 
@@ -74,11 +75,17 @@ class RankConnection:
 
 
 class Heartbeat:
-    """One host's process. `run` returns when all ranks of this host have ended, and others need no answer any more."""
+    """One host's process.
+
+    `run` returns when all ranks of this host have ended, and others need no answer any more.
+    """
 
     def __init__(self, name: str, token: str, seconds: float, folder: str | None) -> None:
-        """`name`: the host's. `token`: the run's, which others do not know. A host that is silent for `seconds` is lost.
-        `folder`: for the file `LOST`, which rank 0's host writes."""
+        """`name`: the host's.
+
+        `token`: the run's, which others do not know. A host that is silent for `seconds` is lost. `folder`:
+        for the file `LOST`, which rank 0's host writes.
+        """
         self.name, self.token, self.beat, self.folder = name, token.encode(), seconds / BEATS, folder
         self.seats: list[RankConnection] = []
         self.ranks: list[int] = []  # all that have ever been here
@@ -110,16 +117,20 @@ class Heartbeat:
         """Beats until the end."""
         due = time.monotonic() + self.beat
         while not self._over():
-            for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
-                self._guarded(key.data)
-            if time.monotonic() >= due:
-                self._guarded(self._tick)
-                late = time.monotonic() - due
-                due += (
-                    self.beat if late < self.beat else late + self.beat
-                )  # after a pause it does not catch up
+            due = self._turn(due)
         if self.is_hub or not self.verdict:
             self.part()
+
+    def _turn(self, due: float) -> float:
+        """Takes messages until the beat that is `due`, and does that; returns when the next one is due."""
+        for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
+            self._guarded(key.data)
+        if time.monotonic() < due:
+            return due
+        self._guarded(self._tick)
+        late = time.monotonic() - due
+        # after a pause it does not catch up
+        return due + (self.beat if late < self.beat else late + self.beat)
 
     def _guarded(self, method: Callable[[], None]) -> None:
         """Calls a method, whose failure must not end the watch."""
@@ -129,7 +140,8 @@ class Heartbeat:
             self.faults += 1
             if self.faults == 1:
                 say(
-                    f"host {self.name} drops what it cannot read, and watches on: {type(error).__name__}: {str(error)[:200]}"
+                    f"host {self.name} drops what it cannot read, and watches on: {type(error).__name__}: "
+                    f"{str(error)[:200]}"
                 )
             time.sleep(FAULT_SECONDS)
 
@@ -164,12 +176,14 @@ class Heartbeat:
             self.hub.missed += 1
             if self.heard and self.hub.missed >= BEATS:
                 self.decide(
-                    f"host {self.name} hears nothing from {at(self.hub)}: it is down, or the network between them is cut"
+                    f"host {self.name} hears nothing from {at(self.hub)}: it is down, or the network "
+                    "between them is cut"
                 )
             elif not self.heard and not self.warned and self.beats * self.beat > NEVER_SECONDS:
                 self.warned = True
                 say(
-                    f"host {self.name} gets no answer over UDP from {self.hub.name}, port {self.hub.address[1]}: it is not watched"
+                    f"host {self.name} gets no answer over UDP from {self.hub.name}, port "
+                    f"{self.hub.address[1]}: it is not watched"
                 )
 
     def _look(self) -> None:
@@ -177,13 +191,11 @@ class Heartbeat:
         for host in self.hosts.values():
             host.missed += 1
         going_on = self.seats or any(host.open and host.missed < FEW for host in self.hosts.values())
-        limit = (
-            BEATS if going_on or not self.gone else FEW
-        )  # where all others have failed, nothing is lost by a mistake
+        # where all others have failed, nothing is lost by a mistake
+        limit = BEATS if going_on or not self.gone else FEW
         if any(host.missed >= limit for host in self.hosts.values()):
-            lost = [
-                host for host in self.hosts.values() if host.missed > limit - 2
-            ]  # of those lost together some were heard later
+            # of those lost together some were heard later
+            lost = [host for host in self.hosts.values() if host.missed > limit - 2]
             those = ", ".join(at(host) for host in lost[:8]) + (
                 f" and {len(lost) - 8} more" if len(lost) > 8 else ""
             )
@@ -203,13 +215,17 @@ class Heartbeat:
             if late:
                 verb = "has" if len(late) == 1 else "have"
                 self.decide(
-                    f"{named(late)} on host {host.name} {verb} ended, and others go on: killed, or out of memory?",
+                    f"{named(late)} on host {host.name} {verb} ended, and others go on: killed, or out of "
+                    "memory?",
                     [],
                 )
                 return
 
     def decide(self, verdict: str, lost: Sequence[str] | None = None) -> None:
-        """Says the verdict here, and has all ranks end. The hub passes it on, and notes the hosts that were `lost`."""
+        """Says the verdict here, and has all ranks end.
+
+        The hub passes it on, and notes the hosts that were `lost`.
+        """
         self.verdict = verdict
         self.messages.clear()
         if self.ranks_here:
@@ -231,7 +247,9 @@ class Heartbeat:
         return sorted(seat.rank for seat in self.seats if seat.rank >= 0)
 
     def _end_ranks(self) -> None:
-        """Tells the verdict, again and again to other hosts, and kills the ranks that do not end by themselves."""
+        """Tells the verdict, again and again to other hosts, and kills the ranks
+        that do not end by themselves.
+        """
         self.ending += 1
         for host in self.hosts.values():
             self._send(host.address)
@@ -292,7 +310,9 @@ class Heartbeat:
         self.selector.register(connection, selectors.EVENT_READ, lambda: self._read(seat))
 
     def _read(self, seat: RankConnection) -> None:
-        """What a rank says: who it is, where the hub is, that it leaves; or, with nothing, that it has ended."""
+        """What a rank says: who it is, where the hub is, that it leaves; or, with
+        nothing, that it has ended.
+        """
         if seat not in self.seats:
             return  # closed since the look that found something to read
         try:
@@ -367,11 +387,12 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    """Reads its settings from stdin, and writes the name of its door to stdout, for the rank that has started it."""
+    """Reads its settings from stdin, and writes the name of its door to stdout,
+    for the rank that has started it.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # launchers send them to all below them; it ends when its ranks have
+        # launchers send them to all below them; it ends when its ranks have
+        signal.signal(number, signal.SIG_IGN)
     heartbeat = Heartbeat(**json.loads(sys.stdin.readline()))
     print(heartbeat.door.getsockname()[1:].decode(), flush=True)
     sys.stdout.close()
@@ -379,7 +400,8 @@ def main() -> None:
         heartbeat.run()
     except Exception as error:  # a mistake in here must end no run
         say(
-            f"that of host {heartbeat.name} fails, which is not watched any more: {type(error).__name__}: {error}"
+            f"that of host {heartbeat.name} fails, which is not watched any more: {type(error).__name__}: "
+            f"{error}"
         )
         heartbeat.part()
 

@@ -9,8 +9,9 @@ from megacore.tools.sweep.trials import Trial, named
 
 
 def places(wanted: int | None, trials: Sequence[Trial]) -> tuple[int, list[str], str | None]:
-    """How many trials run at a time here (`wanted`, if that can be), the GPUs that they share out among themselves, and what torch calls
-    these. Raises `ConfigError`."""
+    """How many trials run at a time here (`wanted`, if that can be), the GPUs that they share out among
+    themselves, and what torch calls these. Raises `ConfigError`.
+    """
     import torch
 
     ranks = max(trial.ranks for trial in trials)
@@ -39,7 +40,7 @@ def check_data(trials: Sequence[Trial]) -> None:
             config.data.model_dump_json(),
             config.model.vocab_size,
             config.train.seq_len,
-            config.model.source,
+            config.model.custom_name,
         )
         if key in seen:
             continue
