@@ -1,10 +1,16 @@
-"""Packaging: `pip install -c requirements.txt -e .` installs the tested versions, `pip install .` any in these ranges."""
+"""Packaging: `pip install -c requirements.txt -e .` installs the tested versions,
+`pip install .` any in these ranges.
+"""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+
+# Models of model.hf are computed by transformers' classes, whose interfaces move: these releases are tested.
+# Models from and to its format are compared with it.
+HF = ["huggingface_hub>=1.0", "tokenizers>=0.21", "transformers>=5.17,<5.24"]
 
 setup(
     name="megacore",
@@ -30,7 +36,7 @@ setup(
         "jinja2>=3.1",
         "matplotlib>=3.8",
         "numpy>=1.26",
-        "pydantic>=2.7",
+        "pydantic>=2.10",
         "rich>=13.7",
         "safetensors>=0.4.3",
         "sentencepiece>=0.2",
@@ -38,16 +44,16 @@ setup(
         "xxhash>=3",
     ],
     extras_require={
-        # GPU builds of torch bring the Triton they were made for; alone it serves the kernels' tests on a CPU.
-        "triton": ["triton>=3.4; platform_system == 'Linux'"],
+        # GPU builds of torch bring the Triton they were made for, from 3.6 with torch 2.11 on. Alone it
+        # serves the kernels' tests on a CPU, where 3.6's interpreter needs numpy < 2.4.
+        "triton": ["triton>=3.6; platform_system == 'Linux'"],
         "test": [
             *(
                 "mypy>=1.15",
                 "pytest>=8",
                 "pytest-xdist>=3.6",
                 "ruff>=0.11",
-                "tokenizers>=0.21",
-                "transformers>=4.56",
+                *HF,
             ),
             *(
                 "kubernetes-validate>=1.31",
@@ -56,12 +62,11 @@ setup(
                 "pyyaml>=6",
                 "tiktoken>=0.9",
             ),
-            "triton>=3.4; platform_system == 'Linux'",
+            "triton>=3.6; platform_system == 'Linux'",
         ],
-        # Models from and to Hugging Face's format are compared with it.
-        "hf": ["tokenizers>=0.21", "transformers>=4.56"],
-        # What launch/prepare.py reads besides text: tables and Zstandard through pyarrow, the hub's data sets through
-        # datasets, OpenAI's tokenizers by name through tiktoken; launch/instructlab.py reads YAML.
+        "hf": HF,
+        # What launch/prepare.py reads besides text: tables and Zstandard through pyarrow, the hub's data sets
+        # through datasets, OpenAI's tokenizers by name through tiktoken; launch/instructlab.py reads YAML.
         "datasets": ["datasets>=4", "pyarrow>=18", "pyyaml>=6", "tiktoken>=0.9", "tokenizers>=0.21"],
         "benchmark": ["transformers>=4.56"],
         "kubernetes": ["pyyaml>=6"],

@@ -1,7 +1,9 @@
-"""Compiles the kernels of kernels/ for GPUs that need not be there, and reads in the machine code what they will be like.
+"""Compiles the kernels of kernels/ for GPUs that need not be there, and reads in the
+machine code what they will be like.
 
-Each operation runs once on meta tensors, which have shapes and no data, while launches are written down instead of made. What
-Triton would then specialise a kernel on (dtypes, divisibility by 16, ones, block sizes, warps) is what it is compiled with.
+Each operation runs once on meta tensors, which have shapes and no data, while launches are written down
+instead of made. What Triton would then specialise a kernel on (dtypes, divisibility by 16, ones, block sizes,
+warps) is what it is compiled with.
 """
 
 import re
@@ -10,9 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -24,6 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from benchmarks.kernel_inputs import Size
 from benchmarks.kernel_operations import OPERATIONS
 from megacore.caches import cache_folder
+from megacore.kernels import dispatch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -31,30 +36,63 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED = {
-    "sm_80": 163 * 2**10,
-    "sm_90": 227 * 2**10,
-    "sm_100": 227 * 2**10,
-    "gfx942": 64 * 2**10,
-}  # bytes that a program may have
+# bytes that a program may have
+SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 64 * 2**10}
 THREADS = 1024  # that a program may have
+MULTIPROCESSORS = 132  # of the GPU that launches are written down for: an H200
 WIDE = 128  # bits of the widest load that one thread can make everywhere
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
+class Multiprocessor:
+    """What the programs that one multiprocessor runs at once share; from the table of technical
+    specifications per compute capability in the CUDA programming guide.
+    """
+
+    shared: int  # bytes
+    registers: int = 65536
+    warps: int = 64
+    programs: int = 32
+
+    def fitting_programs(self, warps: int, registers: int, shared: int) -> int:
+        """How many programs fit, of `warps` warps, `registers` registers a thread and `shared` bytes each.
+
+        A warp gets registers in units of 256, out of the quarter of the register file that belongs to its
+        scheduler. Each program takes 1 KiB of shared memory more than it asks for.
+        """
+        registers_of_warp = -(-32 * registers // 256) * 256
+        warps_with_registers = 4 * (self.registers // 4 // registers_of_warp)
+        programs_with_warps = min(self.warps, warps_with_registers) // warps
+        return min(self.programs, programs_with_warps, self.shared // (shared + 2**10))
+
+
+OCCUPANCY = {
+    "sm_80": Multiprocessor(shared=164 * 2**10),
+    "sm_90": Multiprocessor(shared=228 * 2**10),
+    "sm_100": Multiprocessor(shared=228 * 2**10),
+}
+
+
+@dataclass(frozen=True)
 class Launch:
-    """A kernel with the arguments that it was launched with."""
+    """A kernel with the arguments that it was launched with.
+
+    resident: if the grid is sized by the number of multiprocessors, how many programs are launched for each.
+    """
 
     kernel: JITFunction
     args: tuple[Any, ...]
     options: dict[str, Any]
+    programs: int = 1
+    resident: int | None = None
 
     def source(self, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
         """What Triton's runtime would compile for these arguments, and with which options."""
         backend = make_backend(target)
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
-        most = THREADS // target.warp_size  # kernels ask which of the two the machine is; here it is neither
+        # cross_entropy.py asks at its import which of the two the machine is
+        most = THREADS // target.warp_size
         own = self.options | (
             {"num_warps": min(self.options["num_warps"], most)} if "num_warps" in self.options else {}
         )
@@ -70,16 +108,19 @@ class Launch:
         signature = dict(zip((parameter.name for parameter in self.kernel.params), types, strict=True))
         return ASTSource(self.kernel, signature, fixed, attributes), options
 
-    @property
-    def identity(self) -> str:
-        """Equal for launches that compile to the same code everywhere."""
-        sources = [self.source(target) for target in (TARGETS["sm_90"], TARGETS["gfx942"])]
-        return repr([(s.fn.cache_key, s.signature, s.constants, s.attrs, options) for s, options in sources])
+    def identity(self, target: str) -> str:
+        """Equal for launches that compile to the same code for `target`, and of which as many must fit."""
+        source, options = self.source(TARGETS[target])
+        return repr(
+            (source.fn.cache_key, source.signature, source.constants, source.attrs, options, self.resident)
+        )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The `index`-th launch of an operation at a size, to be compiled for a target; names alone, so that a process can be sent it."""
+    """The `index`-th launch of an operation at a size, to be compiled for a target; names alone, so
+    that a process can be sent it.
+    """
 
     operation: str
     size: Size
@@ -100,6 +141,15 @@ class Compiled:
     spilled: int  # bytes a thread keeps in memory because registers did not suffice
     load: int  # bits of the widest load from global memory
     store: int
+    resident: int | None  # as in Launch
+
+    @property
+    def fitting(self) -> int | None:
+        """How many programs fit on a multiprocessor; None if that is unknown for the target."""
+        multiprocessor = OCCUPANCY.get(self.variant.target)
+        if multiprocessor is None:
+            return None
+        return multiprocessor.fitting_programs(self.warps, self.registers, self.shared)
 
     @property
     def aligned(self) -> bool:
@@ -113,6 +163,8 @@ class Compiled:
             return f"spills {self.spilled} bytes a thread"
         if self.shared > SHARED[self.variant.target]:
             return f"needs {self.shared} bytes of shared memory, of {SHARED[self.variant.target]}"
+        if self.fitting is not None and self.fitting < (self.resident or 1):
+            return f"launches {self.resident or 1} programs a multiprocessor, of which {self.fitting} fit"
         if self.aligned and self.load < WIDE and self.kernel not in OPERATIONS[self.variant.operation].small:
             return f"loads {self.load} bits at most"
         return ""
@@ -124,7 +176,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launches.append(Launch(kernel, args, options))
+        launches.append(Launch(kernel, args, options, prod(grid)))
 
     made, JITFunction.run = JITFunction.run, record
     try:
@@ -133,13 +185,29 @@ def recorded_launches() -> Iterator[list[Launch]]:
         JITFunction.run = made
 
 
-def launches_of(name: str, size: Size, dtype: torch.dtype) -> list[Launch]:
-    """What an operation launches, forward and backward."""
+def launches_of(name: str, size: Size, dtype: torch.dtype, target: str = "sm_90") -> list[Launch]:
+    """What an operation launches for `target`, forward and backward."""
+    launches = launches_with(MULTIPROCESSORS, name, size, dtype, target)
+    with_one = launches_with(1, name, size, dtype, target)
+    for index, (launch, other) in enumerate(zip(launches, with_one, strict=True)):
+        if launch.programs != other.programs:  # so the grid is sized by the number of multiprocessors
+            launches[index] = replace(launch, resident=-(-launch.programs // MULTIPROCESSORS))
+    return launches
+
+
+def launches_with(
+    multiprocessors: int, name: str, size: Size, dtype: torch.dtype, target: str
+) -> list[Launch]:
+    """What an operation launches on a GPU with this number of multiprocessors."""
     operation = OPERATIONS[name]
     inputs = operation.inputs(size, dtype, META)
     for differentiable in operation.by:
         inputs[differentiable].requires_grad_()
-    with recorded_launches() as launches:
+    with (
+        mock.patch.object(torch.version, "hip", "7" if TARGETS[target].backend == "hip" else None),
+        mock.patch.object(dispatch, "multiprocessors", lambda device: multiprocessors),
+        recorded_launches() as launches,
+    ):
         result = operation.call(inputs, "triton")
         if operation.by:
             results = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
@@ -152,15 +220,18 @@ def variants(sizes: list[tuple[str, Size]], dtypes: list[torch.dtype], targets: 
     found: dict[str, tuple[str, Size, torch.dtype, int]] = {}
     for name, size in sizes:
         for dtype in dtypes:
-            for index, launch in enumerate(launches_of(name, size, dtype)):
-                found.setdefault(launch.identity, (name, size, dtype, index))
+            on_nvidia, on_amd = (launches_of(name, size, dtype, target) for target in ("sm_90", "gfx942"))
+            for index, launches in enumerate(zip(on_nvidia, on_amd, strict=True)):
+                identity = launches[0].identity("sm_90") + launches[1].identity("gfx942")
+                found.setdefault(identity, (name, size, dtype, index))
     return [Variant(*place, target) for place in found.values() for target in targets]
 
 
 def compile_variant(variant: Variant) -> Compiled:
     """Compiles one kernel and reads its code."""
-    launch = launches_of(variant.operation, variant.size, variant.dtype)[variant.index]
-    return inspect(variant, launch.kernel.__name__, compiled(launch, TARGETS[variant.target]))
+    launches = launches_of(variant.operation, variant.size, variant.dtype, variant.target)
+    launch = launches[variant.index]
+    return inspect(variant, launch, compiled(launch, TARGETS[variant.target]))
 
 
 def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
@@ -171,7 +242,7 @@ def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
         return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
 
 
-def inspect(variant: Variant, kernel: str, binary: CompiledKernel) -> Compiled:
+def inspect(variant: Variant, launch: Launch, binary: CompiledKernel) -> Compiled:
     """Registers, shared memory, spills and widths of access."""
     cuda = "cubin" in binary.asm
     registers, spilled = (
@@ -179,7 +250,15 @@ def inspect(variant: Variant, kernel: str, binary: CompiledKernel) -> Compiled:
     )
     load, store = (widest(binary.asm["ptx" if cuda else "amdgcn"], kind) for kind in ("load", "store"))
     return Compiled(
-        variant, kernel, binary.metadata.num_warps, registers, binary.metadata.shared, spilled, load, store
+        variant=variant,
+        kernel=launch.kernel.__name__,
+        warps=binary.metadata.num_warps,
+        registers=registers,
+        shared=binary.metadata.shared,
+        spilled=spilled,
+        load=load,
+        store=store,
+        resident=launch.resident,
     )
 
 
@@ -228,7 +307,6 @@ def compile_all(todo: list[Variant], processes: int) -> Iterator[Compiled]:
     if processes == 1:
         yield from map(compile_variant, todo)
         return
-    with ProcessPoolExecutor(
-        processes, get_context("spawn")
-    ) as pool:  # forked, a process may inherit a lock of torch's threads
+    # forked, a process may inherit a lock of torch's threads
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         yield from pool.map(compile_variant, todo, chunksize=4)

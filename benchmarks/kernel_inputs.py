@@ -13,11 +13,14 @@ Inputs = dict[str, Any]  # tensors, lists of tensors, and numbers, by name
 FEATURES = 2048  # of linear cross entropy's rows
 TENSORS = 16  # of a list
 EXPERTS, CHOSEN = 8, 2  # of a mixture, and those of a token
+VOCABULARY = 50304  # of an embedding
 
 
 @dataclass(frozen=True)
 class Size:
-    """`rows` of `width` elements; where a row is made of heads, each has `head` of them, and `group` query heads share a key."""
+    """`rows` of `width` elements; where a row is made of heads, each has `head` of them, and
+    `group` query heads share a key.
+    """
 
     rows: int
     width: int
@@ -40,6 +43,42 @@ def integers(high: int, count: int, device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int64, device=device)
     return torch.randint(high, (count,), generator=torch.Generator(device).manual_seed(0), device=device)
+
+
+def uniform(vocabulary: int) -> Tensor:
+    """Equal probabilities ``[vocabulary]`` of all tokens."""
+    return torch.full((vocabulary,), 1 / vocabulary, dtype=torch.float64)
+
+
+def zipf(vocabulary: int) -> Tensor:
+    """Probabilities ``[vocabulary]`` of tokens as text has them: the k-th occurs 1 / k times as often as
+    the first.
+    """
+    frequencies = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
+    return frequencies / frequencies.sum()
+
+
+def zipf_tokens(vocabulary: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Token ids drawn with the probabilities of `zipf`; the most frequent one is 0."""
+    cumulative = zipf(vocabulary).cumsum(0)
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return torch.searchsorted(cumulative, drawn).clamp_(max=vocabulary - 1)
+
+
+def embedded_tokens(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Gradients ``[rows, width]`` of uniformly random tokens, and the table's gradient, in fp32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        "total": normal((VOCABULARY, size.width), wide, device),
+        "grad": normal((size.rows, size.width), dtype, device, 1),
+        "ids": integers(VOCABULARY, size.rows, device),
+    }
+
+
+def embedded_text(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The same with tokens as frequent as in text."""
+    ids = zipf_tokens(VOCABULARY, (size.rows,), torch.Generator().manual_seed(0))
+    return embedded_tokens(size, dtype, device) | {"ids": ids.to(device)}
 
 
 def rows_of(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -75,7 +114,9 @@ def routed(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def rows_of_experts(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Rows ``[rows, width]`` of experts that are chosen by chance, a product's gradient and the weights, FEATURES outputs each."""
+    """Rows ``[rows, width]`` of experts that are chosen by chance, a product's gradient and the
+    weights, FEATURES outputs each.
+    """
     count = torch.arange(EXPERTS, device=device)
     ends = torch.searchsorted(integers(EXPERTS, size.rows, device).sort()[0], count, right=True)
     weight = normal((EXPERTS, FEATURES, size.width), dtype, device, 1)
@@ -144,6 +185,12 @@ def grouped_heads(size: Size, dtype: torch.dtype, device: torch.device) -> Input
     return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(
         seq, size.head, dtype, device
     )
+
+
+def grouped_heads_and_bias(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """qkv likewise, and the bias ``[kv heads, group + 2, head]`` of the layer that made it."""
+    qkv = grouped_heads(size, dtype, device)["qkv"]
+    return {"qkv": qkv, "bias": normal(qkv.shape[2:], dtype, device, 1)}
 
 
 def grouped_heads_and_norms(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:

@@ -1,7 +1,8 @@
-"""What there is to compile and to measure of kernels/: for each operation its inputs, its call and the bytes that it must move.
+"""What there is to compile and to measure of kernels/: for each operation its inputs, its call
+and the bytes that it must move.
 
-One entry of `OPERATIONS` an operation: a new kernel needs a line here, and is then in the compile table, in the bandwidth
-table and in the chart.
+One entry of `OPERATIONS` an operation: a new kernel needs a line here, and is then in the compile table, in
+the bandwidth table and in the chart.
 """
 
 import json
@@ -16,13 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_inputs import (
+    VOCABULARY,
     Inputs,
     Size,
     attention_scores,
+    embedded_text,
+    embedded_tokens,
     expert_rows,
     feed_forward,
     gate_and_up,
     grouped_heads,
+    grouped_heads_and_bias,
     grouped_heads_and_norms,
     heads,
     hidden,
@@ -39,12 +44,15 @@ from benchmarks.kernel_inputs import (
     score_shape,
     scores,
     tensors,
+    uniform,
     vocabulary,
+    zipf,
 )
 from megacore.config import Config
 from megacore.kernels.adamw import AdamW
 from megacore.kernels.cross_entropy import Settings, cross_entropy, losses_and_gradients
 from megacore.kernels.dropout import bias_dropout_residual
+from megacore.kernels.embedding_grad import add_embedding_grad
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.grad_norm import SumOfSquares
 from megacore.kernels.grouped_product import grouped_outer, grouped_product
@@ -53,6 +61,7 @@ from megacore.kernels.linear_cross_entropy import linear_cross_entropy
 from megacore.kernels.permute import combine, spread
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
+from megacore.kernels.split_heads import split_heads
 from megacore.kernels.swiglu import swiglu
 from megacore.tools.settings.load import load
 
@@ -63,9 +72,11 @@ MODELS = ("gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b", "llama_8b", "gpt_175b")  #
 
 @dataclass(frozen=True)
 class Operation:
-    """`call(inputs, implementation)` of `inputs(size, dtype, device)`, differentiated by the inputs named in `by`.
+    """`call(inputs, implementation)` of `inputs(size, dtype, device)`,
+    differentiated by the inputs named in `by`.
 
-    moved: (forward, backward) bytes that must be read and written, of a size and an element's bytes; None if memory is not the limit.
+    moved: (forward, backward) bytes that must be read and written, of a size and an element's bytes; None if
+    memory is not the limit.
     used: the size at which a model's rank runs it, None if the model does not.
     goals: shares of a copy's speed, forward and backward, of rows longer than 1K; None where none is set.
     plain: what PyTorch offers for it, which is what torch.compile is given; by default the eager reference.
@@ -101,9 +112,8 @@ def built(inputs: Inputs, name: str, build: Callable[[], Any]) -> Any:
 def adamw(inputs: Inputs, how: Any) -> tuple[Tensor, ...]:
     """One step; all that it writes."""
     state = {name: inputs[name] for name in ("masters", "gradients", "first_moments", "second_moments")}
-    copies = (
-        inputs["copies"] if state["masters"][0].dtype == torch.float32 else None
-    )  # a reference in fp64 rounds nothing
+    # a reference in fp64 rounds nothing
+    copies = inputs["copies"] if state["masters"][0].dtype == torch.float32 else None
     settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "copies": copies}
     built(inputs, how, lambda: AdamW(**state, **settings, implementation=how)).step(1e-3)
     return *state["masters"], *state["first_moments"], *state["second_moments"], *(copies or state["masters"])
@@ -163,6 +173,28 @@ def causal_passes(size: Size, element: int) -> tuple[int, int]:
     )
     return (visible + all_scores) * element, (2 * visible + all_scores) * element
 
+
+def embedding_grad(inputs: Inputs, how: Any) -> Tensor:
+    """Its result is in the total."""
+    return add_embedding_grad(inputs["total"], inputs["grad"], inputs["ids"], implementation=how)
+
+
+def embedding_passes(probabilities: Callable[[int], Tensor]) -> Callable[[Size, int], tuple[int, int]]:
+    """Reads the gradients, and reads and writes the fp32 rows of all tokens that are expected to occur.
+
+    `probabilities` takes the vocabulary's size. It is called late, because a computation while this module
+    is imported would start threads, and processes that are forked afterwards would wait for those forever.
+    """
+
+    def moved(size: Size, element: int) -> tuple[int, int]:
+        distinct = float((1 - (1 - probabilities(VOCABULARY)) ** size.rows).sum())
+        return int((size.rows * element + 2 * 4 * distinct) * size.width), 0
+
+    return moved
+
+
+# Microbatches of the three smallest models. Tables with rows of 64K would be tens of gigabytes in fp64.
+EMBEDDINGS = (Size(16384, 768), Size(8192, 1024), Size(8192, 2048))
 
 OPERATIONS: dict[str, Operation] = {
     "layer_norm": Operation(
@@ -287,6 +319,14 @@ OPERATIONS: dict[str, Operation] = {
         moved=passes(2, 3),
         goals=(0.95, 0.85),
     ),
+    "split_heads": Operation(
+        grouped_heads_and_bias,
+        lambda i, how: split_heads(i["qkv"], i["bias"], implementation=how),
+        where("learned", "position", queries_keys_values),
+        by=("qkv", "bias"),
+        moved=passes(0, 2),
+        goals=(None, 0.85),
+    ),
     "bias_dropout_residual": Operation(
         rows_and_residual,
         lambda i, how: bias_dropout_residual(
@@ -307,6 +347,22 @@ OPERATIONS: dict[str, Operation] = {
         by=("x", "weights"),
         moved=passes(3, 4.5),  # of the rows, of which there are twice as many as tokens
         goals=(None, None),
+    ),
+    "embedding_grad": Operation(
+        embedded_tokens,
+        embedding_grad,
+        hidden,
+        moved=embedding_passes(uniform),
+        goals=(None, None),  # sorting the ids takes time, but moves few bytes
+        measured_at=EMBEDDINGS,
+    ),
+    "embedding_grad of text": Operation(
+        embedded_text,
+        embedding_grad,
+        hidden,
+        moved=embedding_passes(zipf),
+        goals=(None, None),
+        measured_at=EMBEDDINGS,
     ),
     "grouped_product": Operation(  # with both of its gradients
         rows_of_experts,

@@ -1,8 +1,10 @@
 """The fused kernels: compiled for four GPUs without any, or measured on one beside a copy of as many bytes.
 
-On a GPU each operation is first compared with fp64, then timed forward and backward on rows of 1K to 64K, 64 MB an operand.
-The table, a chart and a JSON file with all figures are its results. Status 1 means that a result is wrong, or with --compile-only
-that a kernel spills registers, or does not load 16 bytes at once where rows allow it.
+On a GPU each operation is first compared with fp64, then timed forward and backward on rows of 1K to 64K, 64
+MB an operand. The table, a chart and a JSON file with all figures are its results. Status 1 means that a
+result is wrong, or with --compile-only that a kernel spills registers, that more programs are launched for
+each multiprocessor than fit on it at once (sm_80, sm_90, sm_100), or that a kernel does not load 16 bytes at
+once where rows allow it.
 """
 
 import argparse
@@ -37,12 +39,8 @@ WIDTHS = [4096, 1024, 16384, 65536, 2048, 8192, 32768]  # those that say most fi
 OPERAND_BYTES = 2**26
 COMPILED_WIDTH = 4096  # the one at which torch.compile takes part, for it takes many seconds a shape
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LINES = {
-    "triton": "#1f6fb4",
-    "eager": "#999999",
-    "compile": "#e6a23c",
-    "liger": "#6aa84f",
-}  # told apart in greyscale too
+# told apart in greyscale too
+LINES = {"triton": "#1f6fb4", "eager": "#999999", "compile": "#e6a23c", "liger": "#6aa84f"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -121,31 +119,50 @@ def compile_only(args: argparse.Namespace, console: Console) -> int:
     faults = [kernel for kernel in found if kernel.fault]
     for kernel in faults:
         variant = kernel.variant
-        console.print(
-            f"{variant.operation}, {kernel.kernel} at {variant.size} for {variant.target}: {kernel.fault}"
-        )
+        place = f"{variant.size} in {dtype_name(variant.dtype)} for {variant.target}"
+        console.print(f"{variant.operation}, {kernel.kernel} at {place}: {kernel.fault}")
     console.print(f"{len(found)} kernels for {', '.join(TARGETS)}: {len(faults) or 'none'} with a fault")
     return 1 if faults else 0
 
 
 def compile_table(found: "list[Compiled]") -> Table:
-    """A row a kernel, dtype and target; what compiles to the same code at several sizes stands there once, with the first."""
+    """A row a kernel, dtype and target; what compiles to the same code at several sizes
+    stands there once, with the first.
+
+    Programs that fit on a multiprocessor stand next to those that are launched for each, which only kernels
+    have whose grid is sized by the number of multiprocessors.
+    """
     table = Table("operation", "kernel", "size", "dtype", "target")
-    for column in ("warps", "registers", "shared B", "spilled B", "load bits", "store bits"):
+    for column in (
+        "warps",
+        "registers",
+        "shared B",
+        "spilled B",
+        "load bits",
+        "store bits",
+        "fit",
+        "launched",
+    ):
         table.add_column(column, justify="right")
     for kernel in found:
         variant = kernel.variant
-        values = (kernel.warps, kernel.registers, kernel.shared, kernel.spilled, kernel.load, kernel.store)
-        dtype = next(name for name, dtype in DTYPES.items() if dtype == variant.dtype)
+        resources = (kernel.warps, kernel.registers, kernel.shared, kernel.spilled)
+        programs = (kernel.fitting, kernel.resident)
+        values = (*resources, kernel.load, kernel.store, *programs)
         table.add_row(
             variant.operation,
             kernel.kernel.strip("_").removesuffix("_kernel"),
             str(variant.size),
-            dtype,
+            dtype_name(variant.dtype),
             variant.target,
-            *map(str, values),
+            *("" if value is None else str(value) for value in values),
         )
     return table
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the command line has it."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -212,7 +229,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     console.print(f"written to {write(report, measured, args.output)}")
     for found in wrong:
         console.print(
-            f"WRONG: {found['operation']} on rows of {found['width']} in {found['dtype']} is off by {found['error']:.1e}"
+            f"WRONG: {found['operation']} on rows of {found['width']} in {found['dtype']} is off by "
+            f"{found['error']:.1e}"
         )
     return 1 if wrong else 0
 
@@ -308,7 +326,9 @@ def write(report: dict[str, Any], measured: "list[Measured]", folder: Path | Non
 
 
 def draw(measured: "list[Measured]", device: str, path: Path) -> None:
-    """A chart an operation: share of a copy over the rows' width, forward solid and backward dashed, and the goals."""
+    """A chart an operation: share of a copy over the rows' width, forward solid and
+    backward dashed, and the goals.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -367,7 +387,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False)
     return compile_only(args, console) if args.compile_only else run(args, console)
 
 

@@ -81,11 +81,14 @@ def device_content(precision: str, peak: float, device: torch.device) -> dict[st
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit that a checkout is of; None outside git."""
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=checkout
-    )
-    return said.stdout.strip() or None
+    """The commit that a checkout is of; None outside git, or if git is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=checkout
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def describe() -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""Bytes of parameters, gradients and optimizer state on the fullest rank, measured, beside what `megacore.tools.planner.memory` predicts.
+"""Bytes of parameters, gradients and optimizer state on the fullest rank, measured, beside what
+`megacore.tools.planner.memory` predicts.
 
-Measured are the storages behind the tensors that stage and engine hold once a step's gradients are reduced, each counted once;
-"other" is what else has come to live in the process since. "at work" is the most that was allocated beyond all that in the
-middle of a step: by PyTorch's allocator on a GPU, by glibc's malloc, asked behind every operation, on a CPU. Predicted for it are
-activations and, for fsdp, what is gathered.
+Measured are the storages behind the tensors that stage and engine hold once a step's gradients are reduced,
+each counted once; "other" is what else has come to live in the process since. "at work" is the most that was
+allocated beyond all that in the middle of a step: by PyTorch's allocator on a GPU, and on a CPU by glibc's
+malloc, which is asked after every operation. The lowest of five steps counts: malloc serves all threads of a
+process, so a busy machine shows as up to 20 % more bytes in one step or another, and Gloo's threads release a
+tensor only some time after the wait for its reduction has returned.
+Predicted for it are activations and, for fsdp, what is gathered.
 
-Without a launcher it starts each engine on 1 and 4 data ranks, the ways to hold fewer activations on 1, and prints the table.
-Under one it measures the layout in which it is started, and rank 0 prints JSON.
+Without a launcher it starts each engine on 1 and 4 data ranks, the ways to hold fewer activations on 1, and
+prints the table. Under one it measures the layout in which it is started, and rank 0 prints JSON.
 """
 
 import argparse
@@ -39,7 +43,10 @@ from megacore.tools.settings.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "python -m benchmarks.memory train.precision=bf16"
-MORE = "One layout: torchrun --nproc-per-node 4 -m benchmarks.memory --config benchmarks/memory.json engine.kind=fsdp parallel.tensor=2"
+MORE = (
+    "One layout: torchrun --nproc-per-node 4 -m benchmarks.memory --config benchmarks/memory.json "
+    "engine.kind=fsdp parallel.tensor=2"
+)
 
 ENGINES = {
     "native": [],
@@ -58,6 +65,7 @@ ACTIVATIONS = {
 }
 DATA = (1, 4)
 PARTS = ("parameters", "gradients", "optimizer")
+STEPS = 5  # of these steps, the lowest figures count
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -75,7 +83,9 @@ def living() -> dict[int, int]:
 
 @torch.no_grad()
 def held_by(training: Training, before: dict[int, int]) -> dict[str, int]:
-    """Bytes by part, when a step's gradients are reduced; a storage that serves as two counts as the first."""
+    """Bytes by part, when a step's gradients are reduced; a storage that serves as two
+    counts as the first.
+    """
     engine, deepspeed = training.engine, training.config.engine.kind == "deepspeed"
     held = {at: size for at, size in living().items() if at not in before}
     # ZeRO 3 leaves parameters empty, and this rank's part of each at `ds_tensor`.
@@ -94,13 +104,17 @@ def held_by(training: Training, before: dict[int, int]) -> dict[str, int]:
     return {name: sum(part.values()) for name, part in parts.items()}
 
 
-def peak_of_step(training: Training) -> int:
-    """Runs a step; the most bytes allocated in its midst beyond what is held when its gradients are reduced."""
-    before = living()
+def measured_step(training: Training, before: dict[int, int]) -> dict[str, int]:
+    """Run a step and return the bytes held by part, their sum without "other", the peak of the bytes
+    allocated in the forward and backward passes, and the bytes of gradients that these passes create.
+    """
+    at_start = living()
     peak = peak_of(lambda: training.train_step.forward_backward(training.batch), training.mesh.device)
-    gradients = [size for at, size in living().items() if at not in before]
+    new_gradients = sum(size for address, size in living().items() if address not in at_start)
+    parts = held_by(training, before)
     training.engine.step(0.0)
-    return peak - sum(gradients)
+    together = sum(parts[name] for name in PARTS)
+    return parts | {"together": together, "peak": peak, "new gradients": new_gradients}
 
 
 class MallInfo(ctypes.Structure):
@@ -124,7 +138,9 @@ class MallInfo(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Bytes that this process has from malloc, whichever thread asked for them, as PyTorch does for every CPU tensor."""
+    """Bytes that this process has from malloc, whichever thread asked for them, as
+    PyTorch does for every CPU tensor.
+    """
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
     info = mallinfo()
@@ -158,23 +174,20 @@ def peak_of(work: Callable[[], object], device: torch.device) -> int:
 
 
 def measure(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Builds what trains and runs steps; collective. Measured bytes are the largest rank's, predicted ones the fullest stage's."""
+    """Builds what trains and runs steps; collective.
+
+    Measured bytes are the largest rank's, predicted ones the fullest stage's.
+    """
     before = living()
     training = Training(config, mesh)
     training.step()  # whatever is made by the first step alone
-    training.train_step.forward_backward(training.batch)
-    parts = held_by(training, before)
-    training.engine.step(0.0)
-    figures = torch.tensor(
-        [*parts.values(), sum(parts[name] for name in PARTS), peak_of_step(training)], device=mesh.device
+    steps = [measured_step(training, before) for _ in range(STEPS)]
+    lowest = {name: min(step[name] for step in steps) for name in steps[0]}
+    lowest["at work"] = lowest.pop("peak") - lowest.pop("new gradients")
+    figures = all_reduce(
+        torch.tensor(list(lowest.values()), device=mesh.device), mesh.world, dist.ReduceOp.MAX
     )
-    measured = dict(
-        zip(
-            (*parts, "together", "at work"),
-            all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist(),
-            strict=True,
-        )
-    )
+    measured = dict(zip(lowest, figures.tolist(), strict=True))
     training.engine.close()
     stages = rank_memory(config)
     predicted = {name: max(getattr(stage, name) for stage in stages) for name in PARTS}

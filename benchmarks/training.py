@@ -1,4 +1,6 @@
-"""Training as launch/pretrain.py does it: the real stage, engine, runtime and mesh; no checkpoints, no logs."""
+"""Training as launch/pretrain.py does it: the real stage, engine, runtime and mesh; no
+checkpoints, no logs.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_inputs import zipf_tokens
 from megacore.config import Config
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.packing import Bounds
@@ -36,12 +39,22 @@ def join(config: Config, place: RankInfo) -> Mesh:
     return Mesh(partitioned(config), place, take_device(config, place))
 
 
-def random_batch(config: Config, device: torch.device, seed: int = 0, cp: Group = SOLO) -> list[Microbatch]:
-    """A step's microbatches for one data rank, of uniformly random tokens; this context rank's part of them."""
+def random_batch(
+    config: Config, device: torch.device, seed: int = 0, cp: Group = SOLO, *, zipf: bool = False
+) -> list[Microbatch]:
+    """A step's microbatches for one data rank, of random tokens; this context rank's part of them.
+
+    The tokens are uniform, or with `zipf` as frequent as in text, where some occur in every sentence.
+    """
     train = config.train
     generator = torch.Generator().manual_seed(seed)
     shape = (config.num_microbatches, train.micro_batch_size, train.seq_len + 1)
-    tokens = torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
+    vocabulary = config.model.vocab_size
+    if zipf:
+        tokens = zipf_tokens(vocabulary, shape, generator)
+    else:
+        tokens = torch.randint(vocabulary, shape, generator=generator)
+    tokens = tokens.to(device)
     own = torch.from_numpy(positions_of(runs_of(train.seq_len, cp.size, cp.rank))).to(device)
     return [Microbatch(t[:, own], t[:, own + 1], key) for key, t in enumerate(tokens)]
 
@@ -69,17 +82,19 @@ class RandomStream:
 class Training:
     """One rank's part in the steps of a run. Construction and `step` are collective.
 
-    With a `stream` the trainer's loader reads a new batch for every step; without, all steps have the same random tokens.
+    With a `stream` the trainer's loader reads a new batch for every step; without, all steps have the same
+    random tokens, with `zipf` as frequent as in text.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, stream: SampleSource | None = None) -> None:
-        config, self.compile_choice = settled(
-            config, mesh, None
-        )  # as a run does: what `train.compile=auto` becomes, and why
+    def __init__(
+        self, config: Config, mesh: Mesh, stream: SampleSource | None = None, *, zipf: bool = False
+    ) -> None:
+        # as a run does: what `train.compile=auto` becomes, and why
+        config, self.compile_choice = settled(config, mesh, None)
         self.config, self.mesh = config, mesh
         self.train_step = TrainStep(config, mesh)
         self.engine = self.train_step.engine
-        self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp)
+        self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp, zipf=zipf)
         self.loader = None if stream is None else Loader(config, mesh, stream)
         self.sharing = share_cores(config, mesh.place.world_size, mesh.device)
         self.steps = 0
@@ -125,7 +140,9 @@ class Training:
 
 
 class LoneStage:
-    """One stage of a pipeline in a process of its own: what its forward and its backward take with nobody to wait for."""
+    """One stage of a pipeline in a process of its own: what its forward and its
+    backward take with nobody to wait for.
+    """
 
     def __init__(self, path: str, overrides: list[str], index: int, stages: int) -> None:
         pipeline = partitioned(
@@ -140,7 +157,9 @@ class LoneStage:
         self.hidden = torch.randn(tokens, config.model.hidden_size, dtype=DTYPES[config.train.precision])
 
     def measure(self) -> list[float]:
-        """Median seconds of a microbatch's forward, its backward, and the two halves of a split backward, over one step's microbatches."""
+        """Median seconds of a microbatch's forward, its backward, and the two halves of a split
+        backward, over one step's microbatches.
+        """
         taken: list[list[float]] = [[], [], [], []]
         parts: list[WeightGradPart] = []
 

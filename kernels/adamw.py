@@ -1,15 +1,17 @@
 """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) over many tensors in one launch.
 
-For each element, with the accumulated gradient G, its tensor's weight decay w, and t updates including this one:
+For each element, with the accumulated gradient G, its tensor's weight decay w, and t updates including this
+one:
 
     g = G / scale
     m = b1 m + (1 - b1) g
     v = b2 v + (1 - b2) g²
     p = (1 - lr w) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-One pass reads G, p, m and v and writes p, m and v, and the rounded copy of p that the model computes with: 28 bytes an
-element in fp32, 2 more for a copy in 16 bits and 2 fewer for gradients in 16 bits. One program reads loss scale, clipping (both in
-`scale`), the decision to skip a step and the count of updates on the device in advance, so the host does not wait.
+One pass reads G, p, m and v and writes p, m and v, and the rounded copy of p that the model computes with: 28
+bytes an element in fp32, 2 more for a copy in 16 bits and 2 fewer for gradients in 16 bits. One program reads
+loss scale, clipping (both in `scale`), the decision to skip a step and the count of updates on the device in
+advance, so the host does not wait.
 """
 
 import math
@@ -30,17 +32,20 @@ try:
 except ImportError:  # a CPU build of torch brings no Triton
     from megacore.kernels.absent import tl, triton
 
-BLOCK = 2048  # elements a program
-WARPS = 8
+BLOCK = 1024  # elements a program: of each fp32 tensor 16 bytes a thread
+THREADS = 256
 COPIES = (torch.bfloat16, torch.float16)
 
 
 class AdamW:
-    """AdamW over tensors that stay where they are; `updates` (an fp32 scalar on the device) counts the steps that were not skipped.
+    """AdamW over tensors that stay where they are; `updates` (an fp32 scalar on the device) counts
+    the steps that were not skipped.
 
-    Eager is PyTorch's own fused AdamW if all is fp32 and it fits, and otherwise `adamw_eager`, which is several times slower.
+    Eager is PyTorch's own fused AdamW if all is fp32 and it fits, and otherwise `adamw_eager`, which is
+    several times slower.
 
-    masters, first_moments, second_moments: lists of tensors of the same shapes, contiguous; fp32, or fp64 through eager.
+    masters, first_moments, second_moments: lists of tensors of the same shapes, contiguous; fp32, or fp64
+    through eager.
     gradients: the same, in fp32, bf16 or fp16 (fp64 with fp64).
     weight_decay: one number, or one a tensor.
     copies: bf16 or fp16 tensors, into which every step rounds the masters.
@@ -74,7 +79,8 @@ class AdamW:
         )
         if len(self.decays) != len(masters):
             raise ValueError(
-                f"AdamW: weight_decay has {len(self.decays)} numbers (right: one, or {len(masters)}, as masters)"
+                f"AdamW: weight_decay has {len(self.decays)} numbers (right: one, or {len(masters)}, as "
+                "masters)"
             )
         self.beta1, self.beta2, self.eps, self.copies = beta1, beta2, eps, copies
         self.masters, self.gradients, self.first_moments, self.second_moments = (
@@ -99,7 +105,9 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Updates all tensors from ``gradients / scale`` (a scalar on the device, fp32 or fp64), unless `skip` (likewise) is not 0."""
+        """Updates all tensors from ``gradients / scale`` (a scalar on the device, fp32 or fp64),
+        unless `skip` (likewise) is not 0.
+        """
         if self.table is not None:
             self._launch(self.table, lr, scale, skip)
             return
@@ -148,11 +156,21 @@ class AdamW:
         if table.programs:  # a launch of no programs is an error
             names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
             _adamw_kernel[(table.programs,)](
-                table.blocks, table.addresses, table.sizes, self.decays_on_device, self.factors,
-                lr, 1.0 - self.beta1, 1.0 - self.beta2, self.eps,
-                GRADIENT=names[self.gradients[0].dtype], COPY=None if self.copies is None else names[self.copies[0].dtype],
-                ALIGNED=table.aligned, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+                table.blocks,
+                table.addresses,
+                table.sizes,
+                self.decays_on_device,
+                self.factors,
+                lr,
+                1.0 - self.beta1,
+                1.0 - self.beta2,
+                self.eps,
+                GRADIENT=names[self.gradients[0].dtype],
+                COPY=None if self.copies is None else names[self.copies[0].dtype],
+                ALIGNED=table.aligned,
+                BLOCK=BLOCK,
+                num_warps=THREADS // (64 if torch.version.hip else 32),
+            )
 
 
 def log_decay(beta: float) -> float:
@@ -174,7 +192,9 @@ def adamw_eager(
     scale: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """The reference in plain PyTorch: one tensor, updated in place; `update` is the count that includes this one, if not skipped."""
+    """The reference in plain PyTorch: one tensor, updated in place; `update` is the count that
+    includes this one, if not skipped.
+    """
     wide = master.dtype
     done = torch.ones((), dtype=wide, device=master.device) if skip is None else (skip == 0).to(wide)
     update = update.to(wide).clamp(min=1.0)
@@ -190,7 +210,9 @@ def adamw_eager(
 
 @triton.jit
 def _prepare_kernel(factors, updates, scale, skip, lr, log_beta1, log_beta2):
-    """One program: counts this update, and leaves 1 / scale, the two corrected factors, and whether to update at all."""
+    """One program: counts this update, and leaves 1 / scale, the two corrected
+    factors, and whether to update at all.
+    """
     update = tl.load(updates) + 1.0
     done = 1.0
     if skip is not None:
@@ -241,9 +263,20 @@ def _update(
 
 @triton.jit
 def _adamw_kernel(
-    blocks, addresses, sizes, decays, factors, lr, weight1, weight2, eps,
-    GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    blocks,
+    addresses,
+    sizes,
+    decays,
+    factors,
+    lr,
+    weight1,
+    weight2,
+    eps,
+    GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     inverse, step, unbias = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
     tensor = tl.load(blocks + 2 * tl.program_id(0))
     start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK

@@ -13,22 +13,22 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 FUSED_ON = ("cuda",)  # types of devices on which `auto` takes Triton
 Implementation = Literal["auto", "triton", "eager"]
-TRITON_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # fp64 is for proofs, where fp32 statistics are too coarse
+# fp64 is for proofs, where fp32 statistics are too coarse
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | None) -> bool:
-    """Whether `operation` runs its Triton kernels on these tensors, named as the caller's arguments; None ones are passed over.
+    """Whether `operation` runs its Triton kernels on these tensors, named as the caller's
+    arguments; None ones are passed over.
 
-    `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice where Triton is missing. While
-    torch.compile traces the code, `auto` is eager: Inductor fuses eager code with its neighbours, and a launch would end its graph.
-    `triton` on tensors of another device is for Triton's interpreter, and on meta tensors for looking at launches, also without Triton.
+    `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice
+    where Triton is missing. While torch.compile traces the code, `auto` is eager: Inductor fuses eager code
+    with its neighbours, and a launch would end its graph. `triton` on tensors of another device is for
+    Triton's interpreter, and on meta tensors for looking at launches, also without Triton.
 
     Raises:
-        ValueError: an unknown implementation, tensors on several devices, or a dtype or installation that `triton` cannot do with.
+        ValueError: an unknown implementation, tensors on several devices, or a dtype or installation that
+            `triton` cannot do with.
     """
     if implementation not in ("auto", "triton", "eager"):
         raise ValueError(
@@ -68,8 +68,10 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
 
 
 def use_grouped_mm(implementation: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product of groups of rows is PyTorch's: where `auto` may choose, in bf16, on GPUs from Hopper on. There it is one kernel,
-    which reads the groups' ends by itself; on others PyTorch's host waits for them. Rows must begin at multiples of 16 bytes."""
+    """Whether a product of groups of rows is PyTorch's: where `auto` may choose, in bf16, on GPUs from Hopper
+    on. There it is one kernel, which reads the groups' ends by itself; on others PyTorch's host waits for
+    them. Rows must begin at multiples of 16 bytes.
+    """
     if (
         implementation != "auto"
         or x.device.type != "cuda"
@@ -94,8 +96,18 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, right: str, fit
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU, for kernels with a fixed number of programs; elsewhere an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """The number of multiprocessors of a GPU; 1 elsewhere, for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def resident_programs(device: torch.device, per_multiprocessor: int, column_blocks: int) -> int:
+    """The number of programs that share the rows of one block of columns, so that all blocks run at once.
+
+    For kernels whose programs walk over many rows and keep sums. A program that does not fit next to the
+    others starts when one of them has ended, and most of the GPU waits for it. Therefore
+    `benchmarks.kernels --compile-only` checks that `per_multiprocessor` programs fit.
+    """
+    return max(per_multiprocessor * multiprocessors(device) // column_blocks, 1)
 
 
 @cache

@@ -1,14 +1,17 @@
 """Dropout between a bias and a residual sum, with two reads and one write. A counter gives the mask.
 
-    forward    y = r + a m (x + b) / (1 - p)       m: 0 with probability p, else 1;  a: a constant scale of the branch
+    forward    y = r + a m (x + b) / (1 - p)       m: 0 with probability p, else 1;  a: a constant scale of
+               the branch
     backward   dx = a m dy / (1 - p),  db = sum of dx over the tokens,  dr = dy
 
 The mask is never stored. Element i of the whole activation is kept if word i % 4 of the Philox 4x32-10 block
-with counter i // 4 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405) is at least p 2^32, under a key that names the
-step, the microbatch and the place. Every rank that holds a part of the activation, every recomputation, CPU and GPU draw the
+with counter i // 4 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405) is at least p 2^32, under a
+key that names the step, the microbatch and the place. Every rank that holds a part of the activation, every
+recomputation, CPU and GPU draw the
 same bits: `keep_mask` computes them in PyTorch's integers, the kernels in registers.
 
-A program owns a tile of rows and columns, as in gelu.py. Where rows start at a multiple of 4, each block serves 4 neighbours.
+A program owns a tile of rows and columns, as in gelu.py. Where rows start at a multiple of 4, each block
+serves 4 neighbours.
 """
 
 from typing import Any
@@ -16,7 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megacore.kernels.dispatch import Implementation, check_shape, multiprocessors, use_triton
+from megacore.kernels.dispatch import Implementation, check_shape, resident_programs, use_triton
+from megacore.kernels.partial_sums import add_parts
 
 try:
     import triton
@@ -26,6 +30,7 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 MAX_BLOCK = 1024  # columns of a tile
 TILE = 2048  # elements of a tile: 16 a thread of each operand, two 16-byte loads of bf16
+BACKWARD_PROGRAMS = 8  # that sum a bias's gradient on each multiprocessor at once
 CPU_CHUNK = 2**15  # Philox blocks at once, for each thread: their five words stay in the processor's cache
 LOW = 0xFFFFFFFF
 
@@ -43,11 +48,13 @@ def bias_dropout_residual(
 ) -> torch.Tensor:
     """``residual + scale · dropout(x + bias)``, computed in fp32 at least and rounded once.
 
-    x: ``[..., features]`` of any floating dtype, which the result has too; a row stride is taken as it is, any other layout copied.
+    x: ``[..., features]`` of any floating dtype, which the result has too; a row stride is taken as it is,
+    any other layout copied.
     bias: ``[features]`` or None; its gradient is summed in fp32. residual: like x, or None.
     probability: of an element to be dropped, at least 0 and below 1; with 0 this is a fused sum.
     key: names the mask, at least 0 and below 2**63.
-    first: the position of x's first element in the whole activation, in elements, where x is a run of its rows.
+    first: the position of x's first element in the whole activation, in elements, where x is a run of its
+    rows.
     Raises ValueError for a value, shape, dtype or device that the implementation cannot take.
     """
     check_shape("bias_dropout_residual", "x", x, "[..., features]", x.dim() > 0)
@@ -107,7 +114,9 @@ def bias_dropout_residual_eager(
 def keep_mask(
     tokens: int, features: int, probability: float, key: int, *, first: int = 0, device: torch.device | str
 ) -> torch.Tensor:
-    """``[tokens, features]`` booleans, False with `probability`: the mask of `bias_dropout_residual`, in PyTorch's integers."""
+    """``[tokens, features]`` booleans, False with `probability`: the mask of
+    `bias_dropout_residual`, in PyTorch's integers.
+    """
     _check_draw("keep_mask", probability, key, first)
     count, skipped = tokens * features, first % 4
     blocks = -(-(skipped + count) // 4)
@@ -135,10 +144,11 @@ def _threshold(probability: float) -> int:
 
 
 def _philox(first: int, count: int, key: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The four words of blocks first … first + count - 1, each the low half of an int64; the high halves hold anything.
+    """The four words of blocks first … first + count - 1, each the low half of an int64;
+    the high halves hold anything.
 
-    A product of 32-bit words wraps around in an int64, whose bits are right all the same; its low half is the product's low
-    word, and shifted down its high one, so that only a factor needs the other half cleared.
+    A product of 32-bit words wraps around in an int64, whose bits are right all the same; its low half is the
+    product's low word, and shifted down its high one, so that only a factor needs the other half cleared.
     """
     a = torch.arange(first, first + count, dtype=torch.int64, device=device)
     b, c, d, high = a >> 32, torch.zeros_like(a), torch.zeros_like(a), torch.empty_like(a)
@@ -164,7 +174,9 @@ def _keep(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """The mask of a tile: the [ROWS, BLOCK] elements from column `block` of rows whose first positions are [ROWS, 1]."""
+    """The mask of a tile: the [ROWS, BLOCK] elements from column `block` of rows whose
+    first positions are [ROWS, 1].
+    """
     if ALIGNED:
         counter = (first_of_row + block) // 4 + tl.arange(0, BLOCK // 4)[None, :]
     else:
@@ -183,10 +195,26 @@ def _keep(
 
 @triton.jit(do_not_specialize=["first", "threshold", "key"])
 def _forward_kernel(
-    x, bias, residual, y, rows, features, x_stride, residual_stride, column_blocks,
-    first: tl.int64, threshold: tl.int64, key: tl.int64, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DROP: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    residual,
+    y,
+    rows,
+    features,
+    x_stride,
+    residual_stride,
+    column_blocks,
+    first: tl.int64,
+    threshold: tl.int64,
+    key: tl.int64,
+    factor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DROP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
     # Neighbours in a row are neighbouring programs: memory is walked through in order.
     block = tl.program_id(0) % column_blocks * BLOCK
     row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -207,10 +235,24 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["first", "threshold", "key"])
 def _backward_kernel(
-    grad_y, grad_x, grad_bias_parts, rows, features, grad_stride, column_blocks, rows_per_program,
-    first: tl.int64, threshold: tl.int64, key: tl.int64, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DROP: tl.constexpr, SUM_BIAS: tl.constexpr,
-):  # fmt: skip
+    grad_y,
+    grad_x,
+    grad_bias_parts,
+    rows,
+    features,
+    grad_stride,
+    column_blocks,
+    rows_per_program,
+    first: tl.int64,
+    threshold: tl.int64,
+    key: tl.int64,
+    factor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DROP: tl.constexpr,
+    SUM_BIAS: tl.constexpr,
+):
     chunk = tl.program_id(0) // column_blocks
     block = tl.program_id(0) % column_blocks * BLOCK
     column = block + tl.arange(0, BLOCK)[None, :]
@@ -269,9 +311,20 @@ class _BiasDropoutResidual(torch.autograd.Function):
         residual_stride = 0 if residual is None else residual.stride(0)
         with torch.cuda.device_of(x):
             _forward_kernel[(triton.cdiv(rows, options["ROWS"]) * blocks,)](
-                x, bias, residual, y, rows, features, x.stride(0), residual_stride, blocks, *ctx.draw,
-                HAS_BIAS=bias is not None, ADD=residual is not None, **ctx.options,
-            )  # fmt: skip
+                x,
+                bias,
+                residual,
+                y,
+                rows,
+                features,
+                x.stride(0),
+                residual_stride,
+                blocks,
+                *ctx.draw,
+                HAS_BIAS=bias is not None,
+                ADD=residual is not None,
+                **ctx.options,
+            )
         return y
 
     @staticmethod
@@ -280,10 +333,9 @@ class _BiasDropoutResidual(torch.autograd.Function):
         grad_y = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
         (rows, features), rows_per_program = grad_y.shape, ctx.options["ROWS"]
         blocks = triton.cdiv(features, ctx.options["BLOCK"])
-        if sum_bias := ctx.needs_input_grad[
-            1
-        ]:  # as many programs as run at once, each for as many rows as that takes
-            programs = max(4 * multiprocessors(grad_y.device) // blocks, 1)
+        # as many programs as run at once, each for as many rows as that takes
+        if sum_bias := ctx.needs_input_grad[1]:
+            programs = resident_programs(grad_y.device, BACKWARD_PROGRAMS, blocks)
             rows_per_program *= triton.cdiv(rows, programs * rows_per_program)
         chunks = triton.cdiv(rows, rows_per_program)
         grad_x = torch.empty((rows, features), dtype=grad_y.dtype, device=grad_y.device)
@@ -292,8 +344,17 @@ class _BiasDropoutResidual(torch.autograd.Function):
         )
         with torch.cuda.device_of(grad_y):
             _backward_kernel[(chunks * blocks,)](
-                grad_y, grad_x, parts, rows, features, grad_y.stride(0), blocks, rows_per_program, *ctx.draw,
-                SUM_BIAS=sum_bias, **ctx.options,
-            )  # fmt: skip
-        grad_bias = None if parts is None else parts.sum(0).to(ctx.bias_dtype)
+                grad_y,
+                grad_x,
+                parts,
+                rows,
+                features,
+                grad_y.stride(0),
+                blocks,
+                rows_per_program,
+                *ctx.draw,
+                SUM_BIAS=sum_bias,
+                **ctx.options,
+            )
+        grad_bias = None if parts is None else add_parts(parts[None], ctx.bias_dtype)[0]
         return grad_x, grad_bias, grads[0] if ctx.needs_input_grad[2] else None, None, None, None, None

@@ -1,4 +1,5 @@
-"""GELU of a linear layer's output, with its bias if that is still to be added: one read and one write (Hendrycks & Gimpel 2016).
+"""GELU of a linear layer's output, with its bias if that is still to be added: one read and one
+write (Hendrycks & Gimpel 2016).
 
     tanh       y = u g        g = sigmoid(2 sqrt(2/pi) (u + c u^3)),  c = 0.044715,  u = x + b
                dy/du = g + u g (1 - g) 2 sqrt(2/pi) (1 + 3 c u^2)
@@ -6,10 +7,13 @@
                dy/du = F(u) + u f(u)
     backward   dx = (dy/du) dy,   db = sum of dx over the tokens
 
-The first form is GPT-2's 0.5 u (1 + tanh(...)), written without its cancellation for negative u. Backward computes u again.
+The first form is GPT-2's 0.5 u (1 + tanh(...)), written without its cancellation for negative u. Backward
+computes u again.
 
-A program owns a tile of rows and columns. In backward it goes down its columns for many rows, and keeps its part of db in
-fp32: one row of partial sums a program, added up in a second launch, so that the result does not depend on timing.
+A program owns a tile of rows and columns. In backward it goes down its columns for many rows, and keeps its
+part of db in
+fp32: one row of partial sums a program, added up in a second launch, so that the result does not depend on
+timing.
 """
 
 from typing import Any, Literal
@@ -18,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megacore.kernels.dispatch import Implementation, check_shape, multiprocessors, use_triton
+from megacore.kernels.dispatch import Implementation, check_shape, resident_programs, use_triton
+from megacore.kernels.partial_sums import add_parts
 
 try:
     import triton
@@ -28,6 +33,7 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 MAX_BLOCK = 1024  # columns of a tile
 TILE = 2048  # elements of a tile: 16 a thread, two 16-byte loads of bf16
+BACKWARD_PROGRAMS = 6  # that sum a bias's gradient on each multiprocessor at once; 7 fit of the tanh form
 Approximation = Literal["tanh", "none"]
 
 
@@ -40,7 +46,8 @@ def bias_gelu(
 ) -> torch.Tensor:
     """``gelu(x + bias)``, computed in fp32 at least and rounded once.
 
-    x: ``[..., features]`` of any floating dtype, which the result has too; a row stride is taken as it is, any other layout copied.
+    x: ``[..., features]`` of any floating dtype, which the result has too; a row stride is taken as it is,
+    any other layout copied.
     bias: ``[features]``. Its gradient is summed in fp32.
     approximate: "tanh" as in GPT-2, or "none" for the exact function.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
@@ -58,7 +65,9 @@ def bias_gelu(
 def bias_gelu_eager(
     x: torch.Tensor, bias: torch.Tensor | None = None, approximate: Approximation = "tanh"
 ) -> torch.Tensor:
-    """The reference in plain PyTorch, whose gelu computes in fp32 at least; x ``[..., features]``, bias ``[features]``."""
+    """The reference in plain PyTorch, whose gelu computes in fp32 at least; x ``[...,
+    features]``, bias ``[features]``.
+    """
     if bias is None:
         return F.gelu(x, approximate=approximate)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -91,9 +100,18 @@ def _slope(u, TANH: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    x, bias, y, rows, features, x_stride, column_blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, TANH: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    y,
+    rows,
+    features,
+    x_stride,
+    column_blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TANH: tl.constexpr,
+):
     # Neighbours in a row are neighbouring programs: memory is walked through in order.
     row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -106,9 +124,23 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x, bias, grad_y, grad_x, grad_bias_parts, rows, features, x_stride, grad_stride, column_blocks, rows_per_program,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SUM_BIAS: tl.constexpr, TANH: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    grad_y,
+    grad_x,
+    grad_bias_parts,
+    rows,
+    features,
+    x_stride,
+    grad_stride,
+    column_blocks,
+    rows_per_program,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUM_BIAS: tl.constexpr,
+    TANH: tl.constexpr,
+):
     chunk = tl.program_id(0) // column_blocks
     column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
     if HAS_BIAS:
@@ -177,17 +209,29 @@ class _BiasGelu(torch.autograd.Function):
         (rows, features), options = x.shape, launch_options(x.shape[1])
         blocks = triton.cdiv(features, options["BLOCK"])
         rows_per_program = options["ROWS"]
-        if sum_bias := ctx.needs_input_grad[
-            1
-        ]:  # as many programs as run at once, each for as many rows as that takes
-            programs = max(4 * multiprocessors(x.device) // blocks, 1)
+        # as many programs as run at once, each for as many rows as that takes
+        if sum_bias := ctx.needs_input_grad[1]:
+            programs = resident_programs(x.device, BACKWARD_PROGRAMS, blocks)
             rows_per_program *= triton.cdiv(rows, programs * rows_per_program)
         chunks = triton.cdiv(rows, rows_per_program)
         grad_x = torch.empty((rows, features), dtype=x.dtype, device=x.device)
         parts = torch.empty((chunks, features), dtype=torch.float32, device=x.device) if sum_bias else None
         with torch.cuda.device_of(x):
             _backward_kernel[(chunks * blocks,)](
-                x, bias, grad_y, grad_x, parts, rows, features, x.stride(0), grad_y.stride(0), blocks, rows_per_program,
-                HAS_BIAS=bias is not None, SUM_BIAS=sum_bias, TANH=ctx.tanh, **options,
-            )  # fmt: skip
-        return grad_x, None if parts is None else parts.sum(0).to(bias.dtype), None
+                x,
+                bias,
+                grad_y,
+                grad_x,
+                parts,
+                rows,
+                features,
+                x.stride(0),
+                grad_y.stride(0),
+                blocks,
+                rows_per_program,
+                HAS_BIAS=bias is not None,
+                SUM_BIAS=sum_bias,
+                TANH=ctx.tanh,
+                **options,
+            )
+        return grad_x, None if parts is None else add_parts(parts[None], bias.dtype)[0], None

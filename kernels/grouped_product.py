@@ -3,10 +3,11 @@
     product    y[r]  = x[r] · w[e]ᵀ            of the rows r of each group e, which end at ends[e]
     outer      dw[e] = sum over its rows of dy[r]ᵀ · x[r]
 
-The number of rows of a group is known to the device alone. So a launch has as many programs as there can be tiles, and each finds its
-group by counting the tiles of those before it: the host waits for nothing. A group without rows has none in the product, and zeros in
-the outer product. Rows behind the last end belong to no group: nobody reads them, and of the product they are zero. The gradient of x is
-a product too, with the weights' last dims exchanged.
+The number of rows of a group is known to the device alone. So a launch has as many programs as there can be
+tiles, and each finds its group by counting the tiles of those before it: the host waits for nothing. A group
+without rows has none in the product, and zeros in the outer product. Rows behind the last end belong to no
+group: nobody reads them, and of the product they are zero. The gradient of x is a product too, with the
+weights' last dims exchanged.
 """
 
 from collections.abc import Iterator
@@ -24,18 +25,16 @@ try:
 except ImportError:  # a CPU build of torch brings no Triton
     from megacore.kernels.absent import tl, triton
 
-ROWS, COLUMNS, DEPTH = (
-    64,
-    128,
-    32,
-)  # of a tile, and of what is multiplied at a time: its fp32 sums are 64 registers a thread
+# of a tile, and of what is multiplied at a time: its fp32 sums are 64 registers a thread
+ROWS, COLUMNS, DEPTH = 64, 128, 32
 SMALLEST = 16  # that a matrix unit multiplies
 
 
 def grouped_product(
     x: Tensor, weight: Tensor, ends: Tensor, *, implementation: Implementation = "auto"
 ) -> Tensor:
-    """``x · weight[e]ᵀ`` of each row, accumulated in fp32 at least: ``[rows, in]`` and ``[groups, out, in]`` → ``[rows, out]``.
+    """``x · weight[e]ᵀ`` of each row, accumulated in fp32 at least: ``[rows, in]`` and
+    ``[groups, out, in]`` → ``[rows, out]``.
 
     ends: ``[groups]`` integers, where the rows of each group end; rows behind the last become zero.
     Strides of weight are taken as they are. Raises ValueError for what the implementation cannot take.
@@ -50,9 +49,8 @@ def grouped_product(
         weight.dim() == 3 and weight.shape[::2] == (len(ends), x.shape[1]),
     )
     if use_grouped_mm(implementation, x, weight):
-        return cleared(
-            torch._grouped_mm(x, weight.mT, offs=ends.int()), ends
-        )  # which leaves rows behind the last end as memory was
+        # which leaves rows behind the last end as memory was
+        return cleared(torch._grouped_mm(x, weight.mT, offs=ends.int()), ends)
     if use_triton("grouped_product", implementation, x=x, weight=weight, ends=ends):
         return _product(x, weight, ends)
     y, own = x.new_empty(len(x), weight.shape[1]), slice(0, 0)
@@ -65,9 +63,11 @@ def grouped_product(
 def grouped_outer(
     grad: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype, *, implementation: Implementation = "auto"
 ) -> Tensor:
-    """``gradᵀ · x`` of each group's rows, accumulated in fp32 at least: ``[rows, out]`` and ``[rows, in]`` → ``[groups, out, in]``.
+    """``gradᵀ · x`` of each group's rows, accumulated in fp32 at least: ``[rows, out]`` and ``[rows,
+    in]`` → ``[groups, out, in]``.
 
-    dtype: of the result. A group without rows has zeros. Raises ValueError for what the implementation cannot take.
+    dtype: of the result. A group without rows has zeros. Raises ValueError for what the implementation cannot
+    take.
     """
     right = f"[{len(x)}, out], as many rows as x {list(x.shape)}"
     check_shape(
@@ -82,7 +82,10 @@ def grouped_outer(
 
 
 def cleared(y: Tensor, ends: Tensor, implementation: Implementation = "auto") -> Tensor:
-    """`y` with zeros behind the last end, in place. On a GPU it only touches these rows, if any, and the host does not wait."""
+    """`y` with zeros behind the last end, in place.
+
+    On a GPU it only touches these rows, if any, and the host does not wait.
+    """
     if not use_triton("cleared", implementation, y=y, ends=ends):
         return y.masked_fill_((torch.arange(len(y), device=y.device) >= ends[-1])[:, None], 0)
     with torch.cuda.device_of(y):
@@ -93,7 +96,10 @@ def cleared(y: Tensor, ends: Tensor, implementation: Implementation = "auto") ->
 
 
 def spans(ends: Tensor, rows: int) -> Iterator[slice]:
-    """The rows of each group. It waits for the device; on `meta`, where nobody knows, all groups have as many."""
+    """The rows of each group.
+
+    It waits for the device; on `meta`, where nobody knows, all groups have as many.
+    """
     stops = [rows * (i + 1) // len(ends) for i in range(len(ends))] if ends.is_meta else ends.tolist()
     return (slice(*pair) for pair in pairwise([0, *stops]))
 
@@ -114,10 +120,26 @@ def widened(x: Tensor) -> Tensor:
 
 @triton.jit
 def _product_kernel(
-    x, weight, y, ends, rows, columns, depth, groups, x_stride, group_stride, column_stride, depth_stride, column_blocks,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    # Neighbouring programs share rows of x. Rows behind the last group are one more, of zeros; those up to a power of two have none.
+    x,
+    weight,
+    y,
+    ends,
+    rows,
+    columns,
+    depth,
+    groups,
+    x_stride,
+    group_stride,
+    column_stride,
+    depth_stride,
+    column_blocks,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    # Neighbouring programs share rows of x. Rows behind the last group are one more, of zeros; those up to a
+    # power of two have none.
     tile, i = tl.program_id(0) // column_blocks, tl.arange(0, GROUPS)
     stops = tl.load(ends + i, mask=i < groups, other=rows).to(tl.int64)
     starts = tl.where(i == 0, 0, tl.load(ends + i - 1, mask=(i > 0) & (i <= groups), other=rows).to(tl.int64))
@@ -167,9 +189,20 @@ def _clear_kernel(y, ends, rows, columns, groups, ROWS: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def _outer_kernel(
-    grad, x, total, ends, outputs, inputs, grad_stride, x_stride, output_blocks, input_blocks,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    total,
+    ends,
+    outputs,
+    inputs,
+    grad_stride,
+    x_stride,
+    output_blocks,
+    input_blocks,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     tile = tl.program_id(0) % (output_blocks * input_blocks)
     group = (tl.program_id(0) // (output_blocks * input_blocks)).to(tl.int64)
     start, stop = (
@@ -195,13 +228,15 @@ def _outer_kernel(
 
 
 def block(size: int, most: int) -> int:
-    """The size of a tile along a dim: a power of two that a matrix unit takes, and that is not far above the dim."""
+    """The size of a tile along a dim: a power of two that a matrix unit takes, and
+    that is not far above the dim.
+    """
     return min(max(triton.next_power_of_2(size), SMALLEST), most)
 
 
 def columns_of(x: Tensor, size: int) -> int:
-    """The columns of a tile: half of them in fp32, of which what is multiplied takes twice the registers."""
-    return block(size, COLUMNS // 2 if x.element_size() > 2 else COLUMNS)
+    """The columns of a tile: in fp32 a quarter, because its products hold both operands in registers."""
+    return block(size, COLUMNS // 4 if x.element_size() > 2 else COLUMNS)
 
 
 def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -214,9 +249,8 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         "DEPTH": block(depth, DEPTH),
     }
     column_blocks = triton.cdiv(columns, sizes["COLUMNS"])
-    most = rows // sizes["ROWS"] + min(
-        groups + 1, rows
-    )  # tiles: each group, and what is behind, may have one that is not full
+    # tiles: each group, and what is behind, may have one that is not full
+    most = rows // sizes["ROWS"] + min(groups + 1, rows)
     given: tuple[Any, ...] = (
         x,
         weight,

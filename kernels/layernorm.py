@@ -4,16 +4,18 @@ https://arxiv.org/abs/1910.07467), fused with the addition of a residual before 
 For each row s = x (+ residual), with F features:
 
     forward    μ = mean(s), 0 in RMS norm;  r = 1 / sqrt(mean((s - μ)²) + eps);  ŝ = (s - μ) r;  y = w ŝ + b
-    backward   g = w dy;  ds = r (g - mean(g) - ŝ mean(g ŝ)) + (gradient of s itself), without mean(g) in RMS norm
+    backward   g = w dy;  ds = r (g - mean(g) - ŝ mean(g ŝ)) + (gradient of s itself), without mean(g) in RMS
+               norm
                dx = dresidual = ds;  dw = sum over rows of dy ŝ;  db = sum over rows of dy
 
-Forward reads and writes each row once; a program owns one row, or several short ones. Rows longer than a block are read
-twice, the second time from the cache, their mean and variance merged block by block (Chan et al. 1979).
+Forward reads and writes each row once; a program owns one row, or several short ones. Rows longer than a
+block are read twice, the second time from the cache, their mean and variance merged block by block (Chan et
+al. 1979).
 
-Backward also sums over rows. Programs as many as the device runs at once walk over the rows and keep their part of
-dw and db in registers; a second kernel adds the parts up in a fixed order: no atomics, the same bits every time. The
-registers do not hold the parts of a row longer than a block: then one kernel gathers the two means of every row, and
-programs that own a block of columns each do the rest.
+Backward also sums over rows. Programs as many as the device runs at once walk over the rows and keep their
+part of dw and db in registers; a second kernel adds the parts up in a fixed order: no atomics, the same bits
+every time. The registers do not hold the parts of a row longer than a block: then one kernel gathers the two
+means of every row, and programs that own a block of columns each do the rest.
 """
 
 from typing import Any
@@ -23,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megacore.kernels.dispatch import Implementation, check_shape, use_triton
+from megacore.kernels.dispatch import Implementation, check_shape, resident_programs, use_triton
+from megacore.kernels.partial_sums import add_parts
 
 try:
     import triton
@@ -34,6 +37,8 @@ except ImportError:  # a CPU build of torch brings no Triton
 MAX_BLOCK = 16384  # features of a row that forward holds in registers at once
 MAX_BACKWARD_BLOCK = 8192  # the same of backward, which holds two rows and parts of two gradients
 THREADS = 128  # of a program that takes several short rows
+BACKWARD_WARPS = 16  # on each multiprocessor at once, of all programs of backward together
+BACKWARD_REGISTERS = 65536 // (32 * BACKWARD_WARPS)  # of a thread, of those that an NVIDIA multiprocessor has
 
 
 def layer_norm(
@@ -45,11 +50,14 @@ def layer_norm(
     residual: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> Any:
-    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension, statistics in fp32 at least.
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last
+    dimension, statistics in fp32 at least.
 
-    x: [..., features]; rows that no single stride describes, or whose features are not contiguous, are copied first.
+    x: [..., features]; rows that no single stride describes, or whose features are not contiguous, are copied
+    first.
     weight, bias: [features], of one dtype, which may be wider than x's.
-    residual: as x; then the result is (norm(x + residual), x + residual), else norm(x). Both have x's shape and dtype.
+    residual: as x; then the result is (norm(x + residual), x + residual), else norm(x). Both have x's shape
+    and dtype.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
     return _norm("layer_norm", x, weight, bias, eps, residual, implementation)
@@ -180,12 +188,26 @@ def _load_sum(x, residual, x_at, residual_at, inside):
 
 @triton.jit
 def _forward_kernel(
-    x, residual, weight, bias, y, total, mean, rstd, x_stride, residual_stride, rows, features, eps,
-    RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(
-        0, ROWS
-    )  # times features, it passes 2^31 at ordinary sizes
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    mean,
+    rstd,
+    x_stride,
+    residual_stride,
+    rows,
+    features,
+    eps,
+    RMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
+    # times features, it passes 2^31 at ordinary sizes
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     in_rows = (row < rows)[:, None]
     x += row[:, None] * x_stride
@@ -196,9 +218,8 @@ def _forward_kernel(
     if ONE_BLOCK:
         inside = in_rows & (column < features)
         rounded = _load_sum(x, residual, column, residual_row + column, inside)
-        w = tl.load(
-            weight + column, mask=column < features, other=0.0
-        )  # before the reductions, which wait for the row
+        # before the reductions, which wait for the row
+        w = tl.load(weight + column, mask=column < features, other=0.0)
         if residual is not None:
             tl.store(total + out_row + column, rounded, mask=inside)
         s = rounded.to(tl.float32)
@@ -243,9 +264,19 @@ def _forward_kernel(
 
 @triton.jit
 def _means_kernel(
-    s, weight, grad_y, mean, rstd, mean_g, mean_gs, s_stride, grad_stride, features,
-    RMS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    s,
+    weight,
+    grad_y,
+    mean,
+    rstd,
+    mean_g,
+    mean_gs,
+    s_stride,
+    grad_stride,
+    features,
+    RMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """mean(g) and mean(g ŝ) of one long row."""
     row = tl.program_id(0).to(tl.int64)
     s += row * s_stride
@@ -271,9 +302,28 @@ def _means_kernel(
 
 @triton.jit
 def _backward_kernel(
-    s, weight, grad_y, grad_total, mean, rstd, mean_g, mean_gs, grad_s, parts, s_stride, grad_stride, total_stride, rows, features,
-    RMS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    s,
+    weight,
+    grad_y,
+    grad_total,
+    mean,
+    rstd,
+    mean_g,
+    mean_gs,
+    grad_s,
+    parts,
+    s_stride,
+    grad_stride,
+    total_stride,
+    rows,
+    features,
+    RMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_columns = at < features
@@ -317,23 +367,6 @@ def _backward_kernel(
         tl.store(parts + programs.to(tl.int64) * features, tl.sum(part_b, 0), mask=in_columns)
 
 
-@triton.jit
-def _add_parts_kernel(parts, grads, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """parts [1 or 2, programs, features] -> grads [1 or 2, features], always in the same order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    which = tl.program_id(1).to(tl.int64)
-    parts += which * programs * features + at[None, :]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, programs, ROWS):
-        program = start + tl.arange(0, ROWS)[:, None]
-        total += tl.load(
-            parts + program.to(tl.int64) * features,
-            mask=(program < programs) & (at < features)[None, :],
-            other=0.0,
-        )
-    tl.store(grads + which * features + at, tl.sum(total, 0), mask=at < features)
-
-
 def launch_options(features: int, element_size: int) -> dict[str, Any]:
     """Compile-time sizes of forward: about 64 bytes of a row a thread, several short rows a program."""
     block, elements = min(triton.next_power_of_2(features), MAX_BLOCK), 64 // element_size
@@ -345,28 +378,22 @@ def launch_options(features: int, element_size: int) -> dict[str, Any]:
 def backward_options(features: int, element_size: int) -> dict[str, Any]:
     """Compile-time sizes of backward: about 16 elements a thread, for there are twice as many arrays of them.
 
-    The next tiles are on their way to shared memory while one is worked on; two ahead while three operands take 96 KiB at most.
+    The next tiles are on their way to shared memory while one is worked on. The programs of a multiprocessor
+    work on 8192 elements of three operands: in 16 bits there is room for two tiles ahead, in fp32 for one.
     """
     one_block = features <= MAX_BACKWARD_BLOCK
     block = triton.next_power_of_2(features) if one_block else min(MAX_BACKWARD_BLOCK, 2048)
     rows = max(16 * THREADS // block, 1) if one_block else 1
-    stages = 3 if 2 * 3 * rows * block * element_size <= 96 * 1024 else 2
+    # The compiler may take more registers, and then fewer programs fit. AMD's has no such option.
+    limit = {} if torch.version.hip else {"maxnreg": BACKWARD_REGISTERS}
     return {
         "ROWS": rows,
         "BLOCK": block,
         "ONE_BLOCK": one_block,
-        "STAGES": stages,
-        "num_warps": min(max(rows * block // 512, 1), 16),
+        "STAGES": 3 if element_size <= 2 else 2,
+        "num_warps": min(max(rows * block // 512, 1), BACKWARD_WARPS),
+        **limit,
     }
-
-
-def programs_of(device: torch.device, warps: int) -> int:
-    """How many programs backward runs, so that every multiprocessor has 16 warps; elsewhere (the interpreter) a few."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count * max(16 // warps, 1)
-        if device.type == "cuda"
-        else 8
-    )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -378,7 +405,8 @@ def _rows(x: Tensor) -> Tensor:
 class _Norm(torch.autograd.Function):
     """(x [..., F], weight [F], bias [F] or None, residual as x or None) -> (y as x, x + residual or None).
 
-    Saves s [rows, F] (a view of x, or the returned sum), weight, mean [rows] (not in RMS norm) and rstd [rows], in fp32.
+    Saves s [rows, F] (a view of x, or the returned sum), weight, mean [rows] (not in RMS norm) and rstd
+    [rows], in fp32.
     """
 
     @staticmethod
@@ -403,9 +431,22 @@ class _Norm(torch.autograd.Function):
             residual_stride = 0 if addend is None else addend.stride(0)
             with torch.cuda.device_of(x):
                 _forward_kernel[(triton.cdiv(rows, options["ROWS"]),)](
-                    s, addend, weight, None if bias is None else bias.contiguous(), y, total, mean, rstd,
-                    s.stride(0), residual_stride, rows, features, eps, RMS=rms, **options,
-                )  # fmt: skip
+                    s,
+                    addend,
+                    weight,
+                    None if bias is None else bias.contiguous(),
+                    y,
+                    total,
+                    mean,
+                    rstd,
+                    s.stride(0),
+                    residual_stride,
+                    rows,
+                    features,
+                    eps,
+                    RMS=rms,
+                    **options,
+                )
         ctx.save_for_backward(s if total is None else total.view(rows, features), weight, mean, rstd)
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)  # no zeros are read if the sum gets no gradient
@@ -420,9 +461,12 @@ class _Norm(torch.autograd.Function):
         rows, features = s.shape
         dy, dtotal = _rows(grad_y), None if grad_total is None else _rows(grad_total)
         grad_s = torch.empty(grad_y.shape, dtype=s.dtype, device=s.device)
-        grads = torch.zeros(2 if ctx.has_bias else 1, features, dtype=weight.dtype, device=s.device)
+        sums = 2 if ctx.has_bias else 1
         if rows:
-            _launch_backward(s, weight, dy, dtotal, mean, rstd, grad_s, grads)
+            parts = _launch_backward(s, weight, dy, dtotal, mean, rstd, grad_s, sums)
+        else:  # a launch of no programs is an error
+            parts = torch.empty(sums, 0, features, dtype=torch.float32, device=s.device)
+        grads = add_parts(parts, weight.dtype)
         return (
             grad_s,
             grads[0],
@@ -441,16 +485,17 @@ def _launch_backward(
     mean: Tensor | None,
     rstd: Tensor,
     grad_s: Tensor,
-    grads: Tensor,
-) -> None:
-    """Fills grad_s [rows, F] and grads [1 or 2, F], those of weight and bias."""
+    sums: int,
+) -> Tensor:
+    """Fills grad_s [rows, F]; returns parts [sums, programs, F] of the gradients of weight and, if sums is 2,
+    bias.
+    """
     rows, features = s.shape
     options = backward_options(features, s.element_size())
     columns = triton.cdiv(features, options["BLOCK"])
-    programs = min(
-        triton.cdiv(rows, options["ROWS"]), max(programs_of(s.device, options["num_warps"]) // columns, 1)
-    )
-    parts = torch.empty(len(grads), programs, features, dtype=torch.float32, device=s.device)
+    resident = resident_programs(s.device, BACKWARD_WARPS // options["num_warps"], columns)
+    programs = min(triton.cdiv(rows, options["ROWS"]), resident)
+    parts = torch.empty(sums, programs, features, dtype=torch.float32, device=s.device)
     rms, mean_g, mean_gs = mean is None, None, None
     if not options["ONE_BLOCK"]:
         mean_g, mean_gs = None if rms else torch.empty_like(rstd), torch.empty_like(rstd)
@@ -470,9 +515,23 @@ def _launch_backward(
             num_warps=4,
         )
     _backward_kernel[(programs, columns)](
-        s, weight, dy, dtotal, mean, rstd, mean_g, mean_gs, grad_s, parts,
-        s.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0), rows, features, RMS=rms, BIAS=len(grads) == 2, **options,
-    )  # fmt: skip
-    _add_parts_kernel[(triton.cdiv(features, 32), len(grads))](
-        parts, grads, programs, features, ROWS=128, BLOCK=32, num_warps=4
+        s,
+        weight,
+        dy,
+        dtotal,
+        mean,
+        rstd,
+        mean_g,
+        mean_gs,
+        grad_s,
+        parts,
+        s.stride(0),
+        dy.stride(0),
+        0 if dtotal is None else dtotal.stride(0),
+        rows,
+        features,
+        RMS=rms,
+        BIAS=sums == 2,
+        **options,
     )
+    return parts

@@ -1,14 +1,19 @@
-"""A linear layer and the cross entropy of its outputs, in chunks of tokens, so that the logits never exist as a whole.
+"""A linear layer and the cross entropy of its outputs, in chunks of tokens, so that the
+logits never exist as a whole.
 
     forward    logits = h wᵀ,  loss = sum of cross_entropy(logits)           of one chunk of tokens at a time
-    backward   dh = dlogits w,  dw = sum over chunks of dlogitsᵀ h           computed in forward, scaled in backward
+    backward   dh = dlogits w,  dw = sum over chunks of dlogitsᵀ h           computed in forward, scaled in
+               backward
 
-The gradient of a chunk's logits is written over them as soon as their loss is known, and turned into those of h and w before
-the next chunk takes its place, as in Liger-Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). Three products, as many
-as without chunks, for a `chunk / tokens`-th of the logits' memory. The price is one fp32 gradient of w between forward and
-backward, to which every chunk adds: chunks must be long enough for their products to dwarf that (`default_chunk`).
+The gradient of a chunk's logits is written over them as soon as their loss is known, and turned into those of
+h and w before the next chunk takes its place, as in Liger-Kernel (Hsu et al. 2024,
+https://arxiv.org/abs/2410.10989). Three products, as many as without chunks, for a `chunk / tokens`-th of the
+logits' memory. The price is one fp32 gradient of w between forward and
+backward, to which every chunk adds: chunks must be long enough for their products to dwarf that
+(`default_chunk`).
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,14 +25,15 @@ from megacore.kernels.cross_entropy import Settings, check_ratio, losses, losses
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
 SHARE = 4  # a chunk has one in so many of the logits, if there are tokens enough
-# Tokens of the shortest chunk. Each chunk reads and writes the fp32 gradient of w, at 8 bytes an element against 6 FLOPs a token:
-# with 1024 tokens that is a fifth of the products' time on a Hopper if nothing overlaps. A CPU is slower at products.
+# Tokens of the shortest chunk. Each chunk reads and writes the fp32 gradient of w, at 8 bytes an element
+# against 6 FLOPs a token: with 1024 tokens that is a fifth of the products' time on a Hopper if nothing
+# overlaps. A CPU is slower at products.
 SHORTEST = {"cpu": 128}
 SHORTEST_ON_GPU = 1024
-ALIGNMENT = (
-    64  # elements: rows of logits start where vector loads and matrix units like it, whatever the vocabulary
-)
-# fp16 gradients of logits are multiplied by this: far below 1 they would underflow before the caller's loss scale applies.
+# elements: rows of logits start where vector loads and matrix units like it, whatever the vocabulary
+ALIGNMENT = 64
+# fp16 gradients of logits are multiplied by this: far below 1 they would underflow before the caller's loss
+# scale applies.
 UNIT = {torch.float16: 2.0**8}
 
 
@@ -48,14 +54,19 @@ def linear_cross_entropy(
     chunk: int | None = None,
     implementation: Implementation = "auto",
 ) -> Any:
-    """The sum of the losses of all tokens, in nats: a scalar in fp32 (fp64 for fp64). Backward runs once only.
+    """The sum of the losses of all tokens, in nats: a scalar in fp32 (fp64 for fp64).
 
-    hidden: ``[tokens, features]``. weight: ``[vocabulary rows of this rank, features]`` of the same dtype, `first_row` its first.
-    targets, gather, ignored, label_smoothing, z_loss, vocab_size, apart: as in `cross_entropy`; one small collective a chunk.
-    reduce: with a split vocabulary, sums the gradient of hidden ``[tokens, features]`` over the ranks, in place or not; without
+    Backward runs once only.
+
+    hidden: ``[tokens, features]``. weight: ``[vocabulary rows of this rank, features]`` of the same dtype,
+    `first_row` its first. targets, gather, ignored, label_smoothing, z_loss, vocab_size, apart: as in
+    `cross_entropy`; one small collective a chunk.
+    reduce: with a split vocabulary, sums the gradient of hidden ``[tokens, features]`` over the ranks, in
+    place or not; without
         it that gradient is this rank's part, for a caller who sums it on its way further back.
     accumulate: is given the gradient of weight in backward, in fp32 at least, and autograd is given none.
-    chunk: tokens at a time, the same on every rank; by default a quarter, though no fewer than make long products.
+    chunk: tokens at a time, the same on every rank; by default a quarter, though no fewer than make long
+    products.
     Raises ValueError for what the implementation cannot take, as `cross_entropy`.
     """
     settings = Settings(first_row, gather, ignored, label_smoothing, z_loss, vocab_size, apart)
@@ -173,7 +184,9 @@ def _add_sums(totals: Tensor, found: tuple[Tensor, ...]) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds ``a · b`` to an fp32 total, where the device can without rounding it to a narrower dtype of theirs."""
+    """Adds ``a · b`` to an fp32 total, where the device can without rounding it
+    to a narrower dtype of theirs.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif adds_in_fp32(a.device.type, a.dtype):
@@ -184,17 +197,21 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def adds_in_fp32(device: str, dtype: torch.dtype) -> bool:
-    """Whether a device can add a product of 16-bit matrices to an fp32 one. PyTorch can on CUDA, and cannot on a CPU.
+    """Whether a device can add a product of 16-bit matrices to an fp32 one.
 
-    There a product in fp32 would take twice as long, which is more than rounding it to bf16 and adding that: see docs/performance.md.
+    PyTorch can on CUDA, and warns where it cannot after all. On a CPU it cannot: there a product in fp32
+    would take twice as long, which is more than rounding it to bf16 and adding that: see docs/performance.md.
     """
     a, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-    ):  # the device has no such product, or refuses the two dtypes together
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        # the device has no such product, or rejects the two dtypes together
+        if device == "cuda":
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                f"this GPU adds no product of {dtype} in fp32, so products are rounded first ({reason})",
+                stacklevel=2,
+            )
         return False
     return True

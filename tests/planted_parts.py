@@ -1,4 +1,6 @@
-"""Parts of `benchmarks.gpu` that do well, fail, find something wrong, or never end; they import next to nothing, so as to begin at once."""
+"""Parts of `benchmarks.gpu` that do well, fail, find something wrong, or never end; they import next to
+nothing, so as to begin at once.
+"""
 
 import json
 import subprocess
@@ -29,4 +31,22 @@ def endless(rows: Rows, file: str) -> None:
     while not json.loads(Path(file).read_text())["parts"]["endless"]["rows"]:
         time.sleep(0.05)
     rows.add(seen=True)  # the report already had the first row
-    time.sleep(100)
+    time.sleep(3600)
+
+
+def meets(rows: Rows, own: str, other: str) -> None:
+    """Ends when another part has begun too."""
+    Path(own).touch()
+    while not Path(other).exists():
+        time.sleep(0.05)
+    rows.add(met=True)
+
+
+def waits(rows: Rows) -> None:
+    """Never ends, and has started something that does not either."""
+    rows.add(child=subprocess.Popen(["sleep", "1000"]).pid)
+    time.sleep(3600)
+
+
+def never(rows: Rows) -> None:
+    raise AssertionError("this part must not begin")

@@ -1,6 +1,7 @@
-"""What one GPU can show in half an hour: `python3 -m benchmarks.gpu SLICE --out FOLDER`.
+"""What one GPU can show in 34 minutes: `python3 -m benchmarks.gpu SLICE --out FOLDER`.
 
-Four slices, each of parts that run in processes of their own, one after the other. `__main__` is the command line, `wheels` brings
-packages that a bare machine lacks, `parts` lists what runs and for how long, and `running` runs it and writes it down as it goes.
-What is measured stands in `right`, `kernels`, `speed` and `choices`.
+Five slices, each of parts that run in their own processes. `__main__` is the command line, `parts` lists what
+runs and for how long, `running` runs it, and `report` and `summary` write down what it finds. `prepare`, with
+`compile_ahead`, fetches and compiles what a bare machine lacks; `wheels` and `caches` put it in place there.
+`before` compares two checkouts. What is measured is in `first`, `right`, `kernels`, `speed` and `choices`.
 """

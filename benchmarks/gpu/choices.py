@@ -1,4 +1,6 @@
-"""What a run should choose on this GPU: attention, products, shards, channels of a receive; and the planner's prediction beside it."""
+"""What a run should choose on this GPU: attention, products, shards, channels of a receive; and the
+planner's prediction beside it.
+"""
 
 import json
 import tempfile
@@ -17,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import machine
 from benchmarks.gpu import speed
-from benchmarks.gpu.running import Rows, said
+from benchmarks.gpu.running import Rows, describe_error
 from benchmarks.kernel_bandwidth import race
 from benchmarks.kernel_operations import CONFIGS
 from benchmarks.predicted import ALONE
@@ -40,12 +42,23 @@ ROUNDS = 9
 SHARDS = (1, 2, 4, 8)
 MODELS = ("gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b", "llama_8b", "gpt_175b")
 TINY = (
-    "model.num_layers=4", "model.hidden_size=64", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_size=128", "model.vocab_size=64",
-    "train.seq_len=16", "train.micro_batch_size=1", "train.precision=fp32",
-)  # fmt: skip
+    "model.num_layers=4",
+    "model.hidden_size=64",
+    "model.num_heads=8",
+    "model.num_kv_heads=8",
+    "model.ffn_size=128",
+    "model.vocab_size=64",
+    "train.seq_len=16",
+    "train.micro_batch_size=1",
+    "train.precision=fp32",
+)
 ALONE_HERE = (
-    "parallel.pipeline=1", "parallel.schedule=1f1b", "parallel.sequence=false", "engine.kind=native", "engine.shard_optimizer=false",
-)  # fmt: skip
+    "parallel.pipeline=1",
+    "parallel.schedule=1f1b",
+    "parallel.sequence=false",
+    "engine.kind=native",
+    "engine.shard_optimizer=false",
+)
 
 
 def models(rows: Rows) -> list[tuple[str, Config]]:
@@ -73,12 +86,14 @@ def seconds_of(call: Callable[[], Any], rows: Rows) -> float:
     return race({"call": lambda: call}, 1 if rows.dry else ROUNDS, device_of(rows))["call"]
 
 
-# --- attention ---------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """PyTorch's FlashAttention is another one's for as long as the block runs; raises where it is not installed."""
+    """PyTorch's FlashAttention is another one's for as long as the block runs;
+    raises where it is not installed.
+    """
     torch_attention.activate_flash_attention_impl(name)  # type: ignore[arg-type]
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -109,12 +124,19 @@ def attention(rows: Rows) -> None:
             config.train.seq_len,
             config.head_size,
         )
-        whole = [torch.randn(shape[0], heads, *shape[3:], device=device_of(rows), dtype=DTYPES[config.train.precision]) for heads in
-                 (shape[1], shape[2], shape[2])]  # fmt: skip
+        whole = [
+            torch.randn(
+                shape[0], heads, *shape[3:], device=device_of(rows), dtype=DTYPES[config.train.precision]
+            )
+            for heads in (shape[1], shape[2], shape[2])
+        ]
         for way, context in ways().items():
             rows.attempt(
-                lambda w=whole, c=context: attended(rows, w, c), model=name, shape=str(shape), way=way
-            )  # type: ignore[misc]
+                lambda w=whole, c=context: attended(rows, w, c),  # type: ignore[misc]
+                model=name,
+                shape=str(shape),
+                way=way,
+            )
 
 
 def attended(rows: Rows, whole: list[Tensor], context: Callable[[], Any]) -> dict[str, Any]:
@@ -159,11 +181,13 @@ def names_of(work: Callable[[], Any], rows: Rows) -> str:
     return "; ".join(name[:60] for name, _ in sorted(found.items(), key=lambda each: -each[1][0])[:2])
 
 
-# --- products and shards -----------------------------------------------------------------------------------------------
+# --- products and shards ------------------------------------------------------------------------------------
 
 
 def products(rows: Rows) -> None:
-    """Each layer's product forward, for the gradient of its input, and for that of its weight added to an fp32 sum; by tensor ranks."""
+    """Each layer's product forward, for the gradient of its input, and for that of its weight added
+    to an fp32 sum; by tensor ranks.
+    """
     for name, config in models(rows):
         tokens, hidden, ffn = config.rank_tokens, config.model.hidden_size, resolved(config.model.ffn_size)
         up = ffn * (2 if config.model.activation == "swiglu" else 1)
@@ -183,9 +207,14 @@ def products(rows: Rows) -> None:
                 sizes = [inputs, outputs]
                 sizes[dim] //= ranks
                 rows.attempt(
-                    lambda s=sizes, c=config, t=tokens: product(rows, t, s[0], s[1], DTYPES[c.train.precision]),  # type: ignore[misc]
-                    model=name, tp=ranks, layer=layer, sizes=f"{tokens} × {sizes[0]} → {sizes[1]}",
-                )  # fmt: skip
+                    lambda s=sizes, c=config, t=tokens: product(
+                        rows, t, s[0], s[1], DTYPES[c.train.precision]
+                    ),  # type: ignore[misc]
+                    model=name,
+                    tp=ranks,
+                    layer=layer,
+                    sizes=f"{tokens} × {sizes[0]} → {sizes[1]}",
+                )
 
 
 def product(rows: Rows, tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -209,7 +238,9 @@ def product(rows: Rows, tokens: int, inputs: int, outputs: int, dtype: torch.dty
 
 
 def block_of(config: Config, ranks: int, rows: Rows) -> Callable[[], None]:
-    """Forward and backward of a block in the middle of the model, of one of so many tensor ranks; nothing is exchanged."""
+    """Forward and backward of a block in the middle of the model, of one of so many
+    tensor ranks; nothing is exchanged.
+    """
     device = device_of(rows)
     own = load_like(config, ranks)
     stage = Stage(own, range(2, 3), Topology(own, sizes={"tp": ranks}), "meta")
@@ -258,15 +289,16 @@ def shards(rows: Rows) -> None:
             try:
                 seconds = seconds_of(block_of(config, ranks, rows), rows)
             except Exception as error:
-                rows.add(model=name, tp=ranks, failed=said(error))
+                rows.add(model=name, tp=ranks, failed=describe_error(error))
                 continue
             whole = whole or seconds
             rows.add(model=name, tp=ranks, block_ms=1e3 * seconds, of_an_even_part=whole / ranks / seconds)
 
 
-# --- held multiprocessors ----------------------------------------------------------------------------------------------
+# --- held multiprocessors -----------------------------------------------------------------------------------
 
-# What a receive that is posted ahead does until its message comes: a block of threads a channel turns around, and keeps memory.
+# What a receive that is posted ahead does until its message comes: a block of threads a channel turns around,
+# and keeps memory.
 HOLD = """
 extern "C" __global__ void hold(int microseconds, int* out) {
     extern __shared__ char kept[];
@@ -283,9 +315,11 @@ THREADS, KEPT = 640, 96 * 1024  # about what NCCL's kernels have; in bytes
 
 
 def held(rows: Rows) -> None:
-    """A block's time while another stream holds as many multiprocessors as a pending receive has channels: what each costs.
+    """A block's time while another stream holds as many multiprocessors as a pending receive
+    has channels: what each costs.
 
-    One GPU has nobody to receive from, so a kernel with as many threads and as much memory as NCCL's stands in.
+    One GPU has nobody to receive from, so a kernel with as many threads and as much memory as NCCL's stands
+    in.
     """
     found = dict(models(rows))
     for name in [name for name in found if rows.dry or name in ("gpt_350m", "gpt_1b", "gpt_7b")]:
@@ -294,7 +328,7 @@ def held(rows: Rows) -> None:
             try:
                 seconds = seconds_of(work, rows) if rows.dry else beside_held(work, count)
             except Exception as error:
-                rows.add(model=name, held=count, failed=said(error))
+                rows.add(model=name, held=count, failed=describe_error(error))
                 break
             alone = alone or seconds
             rows.add(model=name, held=count, block_ms=1e3 * seconds, slower=seconds / alone - 1)
@@ -321,7 +355,7 @@ def beside_held(work: Callable[[], None], count: int) -> float:
     return median(found)
 
 
-# --- predicted ---------------------------------------------------------------------------------------------------------
+# --- predicted ----------------------------------------------------------------------------------------------
 
 
 def predicted(rows: Rows) -> None:

@@ -1,4 +1,6 @@
-"""The fused kernels on a GPU: their tests, their bandwidth as a part of a copy's, each within a step, and compute-sanitizer over each."""
+"""The fused kernels on a GPU: their tests, their bandwidth as a part of a copy's, each within a step,
+and compute-sanitizer over each.
+"""
 
 import os
 import re
@@ -18,11 +20,12 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu import right
-from benchmarks.gpu.running import Rows, said
+from benchmarks.gpu.parts import GPT_OPERATIONS
+from benchmarks.gpu.running import Rows, describe_error
 from benchmarks.gpu.speed import clear
 from benchmarks.kernel_bandwidth import TOLERANCE, error, measure
 from benchmarks.kernel_inputs import Size
-from benchmarks.kernel_operations import CONFIGS, OPERATIONS
+from benchmarks.kernel_operations import CONFIGS, OPERATIONS, model_sizes
 from benchmarks.kernels import sizes
 from benchmarks.rounds import ROOT
 from benchmarks.training import Training, join
@@ -35,6 +38,7 @@ TESTS = (
         "adamw",
         "cross_entropy",
         "dropout",
+        "embedding_grad",
         "gelu",
         "grad_norm",
         "grouped_product",
@@ -42,10 +46,11 @@ TESTS = (
         "linear_cross_entropy",
         "permute",
     ),
-    *("rope", "softmax", "swiglu"),
+    *("rope", "softmax", "split_heads", "swiglu"),
 )
 ROUNDS = 11
-# One of each kind: with a backward, without, and one that memory does not limit. `benchmarks.kernels --dry-run` has them all.
+# One of each kind: with a backward, without, and one that memory does not limit.
+# `benchmarks.kernels --dry-run` has them all.
 DRY = ("rms_norm", "cross_entropy with gradient", "linear_cross_entropy")
 
 
@@ -54,16 +59,22 @@ def tests(rows: Rows) -> None:
     right.tests(rows, *(f"test_{name}.py" for name in TESTS))
 
 
-# --- bandwidth ---------------------------------------------------------------------------------------------------------
+# --- bandwidth ----------------------------------------------------------------------------------------------
 
 
-def bandwidth(rows: Rows) -> None:
-    """Every operation against fp64, then timed beside a copy of as many bytes and eager PyTorch, until time runs out.
+def bandwidth(rows: Rows, *models: str) -> None:
+    """Every operation against fp64, then timed next to a copy of as many bytes and
+    eager PyTorch, until time runs out. With `models`, only the operations of GPT-2, at these models' sizes.
 
     Inductor takes part in the step, where it can join a kernel with what stands beside it.
     """
     device, dtype = torch.device("cpu" if rows.dry else "cuda"), torch.bfloat16
-    todo = [(name, Size(16, 32, head=8)) for name in DRY] if rows.dry else sizes(list(OPERATIONS), dtype)
+    if rows.dry:
+        todo = [(name, Size(16, 32, head=8)) for name in (GPT_OPERATIONS if models else DRY)]
+    elif models:
+        todo = [(name, size) for name, size in model_sizes(models) if name in GPT_OPERATIONS]
+    else:
+        todo = sizes(list(OPERATIONS), dtype)
     for number, (name, size) in enumerate(todo):
         if not rows.dry and rows.left() < 15:
             rows.add(
@@ -95,7 +106,7 @@ def bandwidth(rows: Rows) -> None:
                     **milliseconds,
                 )
         except Exception as problem:
-            rows.add(operation=name, size=str(size), failed=said(problem))
+            rows.add(operation=name, size=str(size), failed=describe_error(problem))
 
 
 def wrong(name: str, size: Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -104,9 +115,10 @@ def wrong(name: str, size: Size, dtype: torch.dtype, device: torch.device) -> di
     return {"error": largest} | ({} if largest <= TOLERANCE[dtype] else {"failed": f"off by {largest:.1e}"})
 
 
-# --- in the step -------------------------------------------------------------------------------------------------------
+# --- in the step --------------------------------------------------------------------------------------------
 
-# Models with few enough layers, by name: the config, its overrides, and the kernels that are replaced in them.
+# Models with few enough layers, by name: the config, its overrides, and the kernels that are replaced in
+# them.
 BOTH = ("layernorm", "cross_entropy", "adamw", "grad_norm")
 SIXTEEN = ("train.micro_batch_size=16", "train.global_batch_size=32")
 FEW = (
@@ -122,11 +134,21 @@ MODELS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gpt_124m, dropout": ("gpt_124m", (*SIXTEEN, "model.dropout=0.1"), ("dropout",)),
 }
 TINY = (
-    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_size=64", "model.vocab_size=64",
-    "train.seq_len=16", "train.micro_batch_size=1", "train.global_batch_size=2", "train.precision=fp32", "train.device=cpu",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.ffn_size=64",
+    "model.vocab_size=64",
+    "train.seq_len=16",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+    "train.precision=fp32",
+    "train.device=cpu",
     "train.compile=false",
-)  # fmt: skip
-# The functions of each file of kernels/ that models call, which Inductor is given in their place; the optimizer's are classes.
+)
+# The functions of each file of kernels/ that models call, which Inductor is given in their place; the
+# optimizer's are classes.
 FUNCTIONS = {
     "layernorm": ("layer_norm", "rms_norm"),
     "gelu": ("bias_gelu",),
@@ -171,7 +193,9 @@ def eager(name: str) -> Iterator[Calls]:
 
 @contextmanager
 def compiled(name: str) -> Iterator[Calls]:
-    """One file's operations are their eager code, compiled by Inductor, wherever a module has them by name."""
+    """One file's operations are their eager code, compiled by Inductor, wherever a
+    module has them by name.
+    """
     module, calls = import_module(f"megacore.kernels.{name}"), Calls()
     with ExitStack() as stack:
         for own in (module, *([import_module("megacore.model.block")] if name == "gelu" else [])):
@@ -220,7 +244,9 @@ def partials(function: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def in_the_step(rows: Rows) -> None:
-    """A step with every kernel, then with each one in turn replaced by eager code or by Inductor's: what it gains where it works."""
+    """A step with every kernel, then with each one in turn replaced by eager code or by
+    Inductor's: what it gains where it works.
+    """
     for model, (file, overrides, replaced) in MODELS.items():
 
         def config_with(
@@ -243,11 +269,11 @@ def in_the_step(rows: Rows) -> None:
         for by, key in {"eager": "model.kernels=eager", "inductor, blocks": "train.compile=true"}.items():
             if by == "eager" or not config.model.dropout:  # compiled blocks have none
                 rows.attempt(
-                    lambda k=key, c=config_with: beside(step_ms(c(k), rows.dry)),
+                    lambda k=key, c=config_with: beside(step_ms(c(k), rows.dry)),  # type: ignore[misc]
                     model=model,
                     kernel="all",
                     by=by,
-                )  # type: ignore[misc]
+                )
         for name in replaced:
             for by, how in {"eager": eager, "inductor": compiled}.items():
                 if by == "inductor" and not FUNCTIONS[name]:
@@ -267,7 +293,7 @@ def step_ms(config: Config, dry: bool) -> float:
     return 1e3 * median(job.step() for _ in range(1 if dry else 6))
 
 
-# --- compute-sanitizer -------------------------------------------------------------------------------------------------
+# --- compute-sanitizer --------------------------------------------------------------------------------------
 
 TOOLS = ("memcheck", "racecheck")
 SMALL = {"rows": 48, "head": 64}
@@ -279,7 +305,9 @@ launch(sys.argv[1])
 
 
 def launch(device: str) -> None:
-    """Every operation once, forward and backward, at a small size and at one that no block divides; prints which is running."""
+    """Every operation once, forward and backward, at a small size and at one that no block
+    divides; prints which is running.
+    """
     from benchmarks.kernel_bandwidth import results
 
     for name, operation in OPERATIONS.items():
@@ -297,7 +325,10 @@ def launch(device: str) -> None:
 
 
 def sanitizer(rows: Rows) -> None:
-    """Bad accesses and races, by NVIDIA's tool. Each tensor has memory of its own, so that what is beside it is out of bounds."""
+    """Bad accesses and races, by NVIDIA's tool.
+
+    Each tensor has memory of its own, so that what is beside it is out of bounds.
+    """
     found = shutil.which("compute-sanitizer") or next(
         filter(os.path.exists, ["/usr/local/cuda/bin/compute-sanitizer"]), None
     )

@@ -1,4 +1,6 @@
-"""Runs the parts of a slice, each in a process of its own, and writes down what they find while they find it."""
+"""Runs the parts of a slice, each in a process of its own, and writes down what they
+find while they find it.
+"""
 
 import json
 import os
@@ -7,30 +9,44 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import get_context
+from itertools import groupby
+from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from benchmarks.gpu.parts import SLICES, Part, Slice
+from benchmarks.gpu.parts import Part, Slice
+from benchmarks.gpu.report import OK, STOPPED, UNDER_WAY, Report
 from megacore.tools.cli import leave
 
-CONTEXT = get_context(
-    "forkserver"
-)  # torch is imported once, and no process inherits a device that another has opened
-CLIPPED, TAIL = 110, 4000  # characters of a cell in a table; of a log that JSON keeps
-DRY = {
-    "TRITON_INTERPRET": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}  # no GPU: kernels are interpreted, and nothing is compiled
+# Torch is imported once, and no process inherits a device that another has opened.
+CONTEXT = get_context("forkserver")
+# Modules that parts share. Their import must start no threads: a fork has none of them, and would hang.
+PRELOADED = ("torch", "benchmarks.training")
+PRELOADED_IN_DRY_RUNS = ("benchmarks.kernel_operations", "pytest", "torch._dynamo")
+TAIL = 4000  # characters of a log that JSON keeps
+POLL_SECONDS = 0.2  # between two looks at the parts that run
+LEAST_SECONDS = 5  # a part is not begun with less
+# Of a dry run, which has no GPU: kernels are interpreted, and nothing is compiled.
+DRY = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+ENDING = (signal.SIGTERM, signal.SIGINT)  # the signals that end a run
 
 
 class Rows:
-    """Where a part puts what it finds: one JSON object a line, at once. A row with a key `failed` says what is wrong."""
+    """Where a part puts what it finds: one JSON object a line, at once.
+
+    A row with a key `failed` says what is wrong.
+    """
 
     def __init__(self, path: Path, dry: bool, until: float, folder: Path) -> None:
-        """`until`: when the part is ended, by `time.monotonic`; `folder`: for files that come with the results."""
+        """`until`: when the part is ended, by `time.monotonic`; `folder`: for
+        files that come with the results.
+        """
         self.path, self.dry, self.until, self.folder = path, dry, until, folder
 
     def add(self, **fields: Any) -> None:
@@ -45,35 +61,63 @@ class Rows:
     def attempt(self, work: Callable[[], dict[str, Any]], **fields: Any) -> None:
         """Adds a row with `fields` and what `work` returns, or with how it failed: others are still tried."""
         try:
-            found = work()
+            result = work()
         except Exception as error:
             traceback.print_exc()
-            found = {"failed": said(error)}
-        self.add(**fields, **found)
+            result = {"failed": describe_error(error)}
+        self.add(**fields, **result)
 
 
-def said(error: BaseException) -> str:
-    """An exception in one line."""
+def describe_error(error: BaseException) -> str:
+    """The type of an exception and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def work(part: Part, dry: bool, rows: Path, log: Path, seconds: float, folder: Path) -> None:
+class StopRequest:
+    """Whether SIGTERM or Ctrl-C has asked this process to end.
+
+    The parts that run are ended at the next poll.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def listen(self) -> None:
+        """Handle both signals from now on."""
+        for number in ENDING:
+            signal.signal(number, self.receive)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal."""
+        self.signal = signal.Signals(number)
+
+
+# --- the process of a part ----------------------------------------------------------------------------------
+
+
+def run_part(part: Part, dry: bool, rows: Path, log: Path, seconds: float, folder: Path) -> None:
     """A part's process: its own session, its output in `log`."""
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(target, descriptor)
     out = Rows(rows, dry, time.monotonic() + seconds, folder)
     try:
         set_up(dry)
-        module, function = part.function.split(":")
-        getattr(import_module(module), function)(out, *part.arguments)
+        call(part.function, out, part.arguments)
     except BaseException as error:
         traceback.print_exc()
-        out.add(failed=said(error))
+        out.add(failed=describe_error(error))
         leave(1)
     leave(0)
+
+
+def call(function: str, rows: Rows, arguments: Sequence[str]) -> None:
+    """Call a part's function, which is given as ``module:name``."""
+    module, name = function.split(":")
+    getattr(import_module(module), name)(rows, *arguments)
 
 
 def set_up(dry: bool) -> None:
@@ -83,119 +127,162 @@ def set_up(dry: bool) -> None:
 
         torch.set_num_threads(1)
         return
-    from megacore.caches import keep_inductor_private, keep_triton_local
     from megacore.tools.machine.gpu import set_up_environment
     from megacore.tools.settings.load import resolve
 
     set_up_environment(resolve({}, [], "benchmarks.gpu", 1).config)
-    keep_triton_local()
-    keep_inductor_private()
 
 
-class Report:
-    """A slice's results: one JSON file and one table, both whole at any time."""
+def prepare_processes(dry: bool) -> None:
+    """Start the process that all parts are forked from; to be called once, when packages are at hand."""
+    os.environ.update(DRY if dry else {})
+    sys.path[:] = [path or os.getcwd() for path in sys.path]
+    CONTEXT.set_forkserver_preload([*PRELOADED, *(PRELOADED_IN_DRY_RUNS if dry else ())])
 
-    def __init__(self, name: str, folder: Path, dry: bool, machine: dict[str, Any]) -> None:
-        self.json, self.markdown = folder / f"gpu_{name}.json", folder / f"gpu_{name}.md"
-        self.content: dict[str, Any] = {
-            "slice": name,
-            "dry_run": dry,
-            "complete": False,
-            "seconds": 0.0,
-            "failed": [],
-        }
-        self.content |= machine | {"parts": {}}
-
-    def write(self) -> None:
-        """Both files; a reader, and whoever kills this process, finds the old or the new ones."""
-        self.content["failed"] = [
-            name for name, part in self.content["parts"].items() if part["status"] not in ("ok", "under way")
-        ]
-        for path, text in (
-            (self.json, json.dumps(self.content, indent=1) + "\n"),
-            (self.markdown, table(self.content)),
-        ):
-            new = path.with_suffix(".new")
-            new.write_text(text, encoding="utf-8")
-            new.replace(path)
+    # `timeout` and Ctrl-C signal the whole process group. Only this process may act on it, and end the parts.
+    resource_tracker.ensure_running()  # the server would start it, and that unblocks the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
-def run_slice(
-    name: str,
-    folder: Path,
-    dry: bool,
-    only: list[str],
-    machine: dict[str, Any],
-    say: Callable[[str], None],
-    patience: float = 1.0,
-) -> list[str]:
-    """Runs a slice's parts, as long as it has time; returns the names of those that failed. `patience`: how many times as long all may
-    take as they should."""
-    whole, began = SLICES[name], time.monotonic()
-    report = Report(name, folder, dry, machine)
-    for part in whole.parts:
-        if (only and part.name not in only) or (dry and not part.dry):
-            continue
-        entry: dict[str, Any] = {"status": "under way", "seconds": 0.0, "rows": []}
-        report.content["parts"][part.name] = entry
-        report.write()
-        limit = min(patience * part.seconds, patience * whole.seconds - (time.monotonic() - began))
-        if limit < 5:
-            entry["status"] = "no time was left"
-        else:
-            run_part(part, dry, folder, limit, entry, report)
-        failing = sum("failed" in row for row in entry["rows"])
-        say(
-            f"{name}, {part.name}: {entry['status']}{f', {failing} rows failed' if failing else ''} ({entry['seconds']:.0f} s)"
-        )
-        report.content["seconds"] = round(time.monotonic() - began, 1)
-        report.write()
-    report.content["complete"] = True
-    report.write()
-    return report.content["failed"]
+# --- the process that starts them ---------------------------------------------------------------------------
 
 
-def run_part(
-    part: Part, dry: bool, folder: Path, limit: float, entry: dict[str, Any], report: Report
-) -> None:
-    """Runs a part for `limit` seconds at most, and copies its rows into the report as they come."""
-    with tempfile.TemporaryDirectory() as scratch:
-        rows, log = Path(scratch) / "rows", Path(scratch) / "log"
+@dataclass
+class RunningPart:
+    """A part that runs: its process, its files, and its entry in the report."""
+
+    part: Part
+    process: BaseProcess
+    rows: Path
+    log: Path
+    began: float
+    seconds: float  # that it may take
+    entry: dict[str, Any]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its time is over."""
+        return time.monotonic() - self.began > self.seconds
+
+    def copy_rows(self) -> bool:
+        """Copy the rows so far into the report; return whether there are new ones."""
+        rows = read(self.rows)
+        is_new = len(rows) > len(self.entry["rows"])
+        self.entry["rows"] = rows
+        return is_new
+
+    def finish(self, status: str) -> None:
+        """End the process if it still runs, and complete the entry. An empty `status`: it ended by itself."""
+        end(self.process)
+        self.copy_rows()
+        self.entry["seconds"] = round(time.monotonic() - self.began, 1)
+        failures = [row["failed"] for row in self.entry["rows"] if "failed" in row]
+        is_well = not failures and not self.process.exitcode
+        self.entry["status"] = status or (OK if is_well else "failed")
+        if self.entry["status"] not in (OK, STOPPED):
+            self.entry["log"] = self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+            self.entry["why"] = failures[0] if failures else f"exit status {self.process.exitcode}"
+
+
+@dataclass
+class Runner:
+    """Runs parts and reports on them."""
+
+    report: Report
+    say: Callable[[str], None]
+    stop: StopRequest
+    patience: float = 1.0  # how many times as long as they should parts may take
+
+    def run(self, slice_: Slice, began: float) -> None:
+        """Run the parts of a slice: neighbours with `together` at the same time, others alone.
+
+        The slice's time is counted from `began`, by `time.monotonic`.
+        """
+        self.report.expect([part.name for part in slice_.parts])
+        until = began + self.patience * slice_.seconds
+        for together, neighbours in groupby(slice_.parts, key=lambda part: part.together):
+            batches = [list(neighbours)] if together else [[part] for part in neighbours]
+            for batch in batches:
+                if self.stop.signal is None:
+                    self.run_batch(batch, until - time.monotonic())
+        self.report.close(self.stop.signal)
+
+    def run_batch(self, parts: Sequence[Part], seconds: float) -> None:
+        """Run parts at the same time for `seconds` at most, and copy their rows into the report as they come.
+
+        After a signal, those that still run are ended at once.
+        """
+        if seconds < LEAST_SECONDS:
+            for part in parts:
+                self.report.entry(part.name)["status"] = "no time was left"
+                self.tell(part)
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            running: list[RunningPart] = []
+            try:
+                for number, part in enumerate(parts):
+                    if self.stop.signal is not None:
+                        break
+                    limit = min(self.patience * part.seconds, seconds)
+                    running.append(self.start(part, Path(scratch) / str(number), limit))
+                self.report.write()
+                while running and self.stop.signal is None:
+                    running = self.poll(running)
+            finally:
+                for each in running:
+                    each.finish(STOPPED)
+                self.report.write()
+
+    def start(self, part: Part, scratch: Path, seconds: float) -> RunningPart:
+        """Start a part, with its files in a new folder `scratch`."""
+        scratch.mkdir()
+        rows, log = scratch / "rows", scratch / "log"
         rows.touch()
         log.touch()
-        began, seen = time.monotonic(), 0
-        process = CONTEXT.Process(target=work, args=(part, dry, rows, log, limit, folder))
-        process.start()
-        try:
-            while process.is_alive() and time.monotonic() - began < limit:
-                process.join(0.5)
-                if rows.stat().st_size != seen:
-                    seen = rows.stat().st_size
-                    entry["rows"] = read(rows)
-                    report.write()
-            late = process.is_alive()
-        finally:
-            end(process)
-        entry["rows"], entry["seconds"] = read(rows), round(time.monotonic() - began, 1)
-        failing = [row["failed"] for row in entry["rows"] if "failed" in row]
-        entry["status"] = (
-            f"out of time ({limit:.0f} s)" if late else "failed" if failing or process.exitcode else "ok"
+        entry = self.report.entry(part.name)
+        entry["status"] = UNDER_WAY
+        process = CONTEXT.Process(
+            target=run_part, args=(part, self.report.dry, rows, log, seconds, self.report.folder)
         )
-        if entry["status"] != "ok":
-            entry["log"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
-            entry["why"] = failing[0] if failing else f"exit status {process.exitcode}"
+        process.start()
+        return RunningPart(part, process, rows, log, time.monotonic(), seconds, entry)
+
+    def poll(self, running: list[RunningPart]) -> list[RunningPart]:
+        """Wait a moment, write down what is new, and return the parts that still run."""
+        wait([each.process.sentinel for each in running], timeout=POLL_SECONDS)
+        if self.stop.signal is not None:  # a part that has no session yet may have got the signal too
+            return running
+        left, has_news = [], False
+        for each in running:
+            is_alive = each.process.is_alive()
+            if is_alive and not each.is_late:
+                has_news |= each.copy_rows()
+                left.append(each)
+            else:
+                each.finish(f"out of time ({each.seconds:.0f} s)" if is_alive else "")
+                self.tell(each.part)
+                has_news = True
+        if has_news:
+            self.report.write()
+        return left
+
+    def tell(self, part: Part) -> None:
+        """Print how a part ended."""
+        entry = self.report.entry(part.name)
+        failing = sum("failed" in row for row in entry["rows"])
+        failures = f", {failing} rows failed" if failing else ""
+        self.say(f"{self.report.name}, {part.name}: {entry['status']}{failures} ({entry['seconds']:.0f} s)")
 
 
 def read(rows: Path) -> list[dict[str, Any]]:
     """The whole lines so far."""
-    return [
-        json.loads(line)
-        for line in rows.read_text(encoding="utf-8").splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
+    lines = rows.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def end(process: Any) -> None:
+def end(process: BaseProcess) -> None:
     """Ends a part, and whatever it has started."""
     if process.pid is not None:
         try:
@@ -203,52 +290,3 @@ def end(process: Any) -> None:
         except ProcessLookupError:  # nothing is left, or it has just begun and has no session yet
             process.kill()
     process.join()
-
-
-def table(content: dict[str, Any]) -> str:
-    """A slice as Markdown: a table for each part, a column for each key."""
-    whole: Slice = SLICES[content["slice"]]
-    gpus = ", ".join(content["machine"]["gpus"]) or f"no GPU, {content['machine']['processor']}"
-    lines = [
-        f"# {whole.title}",
-        "",
-        f"{gpus}; PyTorch {content['versions']['torch']}; {content['date']}; {content['seconds']:.0f} s.",
-    ]
-    if content["dry_run"]:
-        lines += ["", "A dry run: nothing here is a speed."]
-    for name, part in content["parts"].items():
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            f"{part['status']}, {part['seconds']:.0f} s" + (f": {part['why']}" if "why" in part else ""),
-        ]
-        keys = list(dict.fromkeys(key for row in part["rows"] for key in row))
-        if keys:
-            lines += ["", f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
-            lines += [f"| {' | '.join(cell(row.get(key)) for key in keys)} |" for row in part["rows"]]
-    if content["complete"]:
-        lines += ["", f"Failed: {', '.join(content['failed']) or 'nothing'}."]
-    return "\n".join(lines) + "\n"
-
-
-def cell(value: Any) -> str:
-    """A value in a table."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    text = " ".join(str(value).split()).replace("|", "/")
-    return text if len(text) <= CLIPPED else text[:CLIPPED] + "…"
-
-
-def prepare_processes(dry: bool) -> None:
-    """Says what the process that all others are forked from imports; to be called once, when packages are at hand."""
-    os.environ.update(DRY if dry else {})
-    sys.path[:] = [path or os.getcwd() for path in sys.path]
-    preload = ["torch", "benchmarks.training"]
-    CONTEXT.set_forkserver_preload(
-        [*preload, "benchmarks.kernel_operations", "pytest", "torch._dynamo"] if dry else preload
-    )

@@ -1,4 +1,6 @@
-"""How fast steps are: three models, compiled or not, at several micro batches; where their time goes; a plain GPT beside them."""
+"""How fast steps are: three models, compiled or not, at several micro batches; where their time
+goes; a plain GPT beside them.
+"""
 
 import argparse
 import gc
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.running import Rows, said
+from benchmarks.gpu.running import Rows, describe_error
 from benchmarks.kernel_operations import CONFIGS
 from benchmarks.peers.contenders import OURS, PRODUCTS, contenders
 from benchmarks.peers.process import OWN
@@ -25,30 +27,33 @@ from megacore.tools.choices.utilisation import Utilisation
 from megacore.tools.settings.load import load
 from megacore.train.metrics import peak_memory, reserved_memory
 
-MICRO_BATCHES = {
-    "gpt_124m": (16, 4, 64),
-    "gpt_350m": (16, 4, 32),
-    "gpt_1b": (4, 1, 16),
-}  # the one that says most first
+# the one that says most first
+MICRO_BATCHES = {"gpt_124m": (16, 4, 64), "gpt_350m": (16, 4, 32), "gpt_1b": (4, 1, 16)}
 MICROBATCHES, WARM_UP, STEPS = 4, 3, 6
 TINY = (
-    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.vocab_size=64", "train.seq_len=16", "train.precision=fp32",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.vocab_size=64",
+    "train.seq_len=16",
+    "train.precision=fp32",
     "train.device=cpu",
-)  # fmt: skip
+)
 GIB = 2**30
 
 
 def steps(rows: Rows, name: str, compiled: str) -> None:
-    """A model's steps at each micro batch, what its host needs for them, and where the time of the first goes."""
+    """A model's steps at each micro batch, what its host needs for them, and
+    where the time of the first goes.
+    """
     sizes = (1, 2) if rows.dry else MICRO_BATCHES[name]
     for micro_batch in sizes:
         rows.attempt(
-            lambda m=micro_batch: measured(config_of(rows, name, compiled, m), rows.dry),
+            lambda m=micro_batch: measured(config_of(rows, name, compiled, m), rows.dry),  # type: ignore[misc]
             micro_batch=micro_batch,
-        )  # type: ignore[misc]
-    rows.attempt(
-        lambda: hosts(config_of(rows, name, compiled, 1, seq_len=16), rows.dry), micro_batch="1, of 16 tokens"
-    )
+        )
+    short = config_of(rows, name, compiled, 1, "train.seq_len=16")
+    rows.attempt(lambda: hosts(short, rows.dry), micro_batch="1, of 16 tokens")
     for row in classes(
         rows,
         config_of(rows, name, compiled, sizes[0]),
@@ -57,15 +62,14 @@ def steps(rows: Rows, name: str, compiled: str) -> None:
         rows.add(micro_batch=sizes[0], **row)
 
 
-def config_of(rows: Rows, name: str, compiled: str, micro_batch: int, seq_len: int | None = None) -> Config:
-    """A config with few microbatches of a size."""
+def config_of(rows: Rows, name: str, compiled: str, micro_batch: int, *overrides: str) -> Config:
+    """A config with few microbatches of a size, and `overrides`."""
     sizes = [
         f"train.micro_batch_size={micro_batch}",
         f"train.global_batch_size={MICROBATCHES * micro_batch}",
         f"train.compile={compiled}",
     ]
-    shorter = [] if seq_len is None else [f"train.seq_len={seq_len}"]
-    return load(str(CONFIGS / f"{name}.json"), [*sizes, *(TINY if rows.dry else ()), *shorter], 1).config
+    return load(str(CONFIGS / f"{name}.json"), [*sizes, *(TINY if rows.dry else ()), *overrides], 1).config
 
 
 def clear(dry: bool) -> None:
@@ -102,7 +106,9 @@ def measured(config: Config, dry: bool) -> dict[str, Any]:
 
 
 def hosts(config: Config, dry: bool) -> dict[str, Any]:
-    """What the host needs for a layer of a microbatch, forward and backward: with so few tokens the device waits for it."""
+    """What the host needs for a layer of a microbatch, forward and backward: with so few
+    tokens the device waits for it.
+    """
     clear(dry)
     job = Training(config, join(config, RankInfo()))
     for _ in range(1 if dry else WARM_UP):
@@ -120,7 +126,7 @@ def hosts(config: Config, dry: bool) -> dict[str, Any]:
     }
 
 
-# --- where the time goes -----------------------------------------------------------------------------------------------
+# --- where the time goes ------------------------------------------------------------------------------------
 
 # Classes of kernels by their names, the first that fits; on a CPU, of operators.
 CLASSES = (
@@ -130,9 +136,9 @@ CLASSES = (
     ("Inductor's", r"^triton_"),
     ("loss", r"_statistics_kernel|_gradient_kernel|cross_entropy|log_softmax|nll_loss"),
     ("optimizer", r"_adamw_kernel|_prepare_kernel|_chunk_kernel|_total_kernel|multi_tensor"),
+    ("embedding", r"_sum_runs_kernel|embedding|index_|radix|sort"),
     ("fused passes", r"^_\w+_kernel|layer_norm|rms_norm"),  # norms, activations, dropout, rotary positions
     ("copies", r"memcpy|memset|copy|fill|CatArray|aten::cat|zero_"),
-    ("embedding", r"embedding|index_"),
     ("sums", r"reduce|sum"),
     ("elementwise", r"elementwise|aten::(add|mul)"),
 )
@@ -144,7 +150,8 @@ def class_of(name: str) -> str:
 
 
 def classes(rows: Rows, config: Config, label: str) -> list[dict[str, Any]]:
-    """Rows of a profiled step: milliseconds by class of kernel, the kernels that take longest, and the GPU's time for a layer.
+    """Rows of a profiled step: milliseconds by class of kernel, the kernels that take longest,
+    and the GPU's time for a layer.
 
     The trace of the last model comes with the results; ui.perfetto.dev opens it.
     """
@@ -162,7 +169,14 @@ def classes(rows: Rows, config: Config, label: str) -> list[dict[str, Any]]:
             profiler.export_chrome_trace(str(rows.folder / f"trace_{label}.json.gz"))
         kernels = seconds_by_kernel(profiler, rows.dry)
     except Exception as error:
-        return [{"class": "profile", "failed": said(error)}]
+        return [{"class": "profile", "failed": describe_error(error)}]
+    return class_rows(kernels, config)
+
+
+def class_rows(kernels: dict[str, tuple[float, int]], config: Config) -> list[dict[str, Any]]:
+    """Rows of a step's kernels: milliseconds by class, the 25 that take longest,
+    and the GPU's time for a layer.
+    """
     by_class: defaultdict[str, float] = defaultdict(float)
     for name, (seconds, _) in kernels.items():
         by_class[class_of(name)] += seconds
@@ -199,7 +213,7 @@ def seconds_by_kernel(profiler: Any, dry: bool) -> dict[str, tuple[float, int]]:
     return {name: value for name, value in found.items() if value[0] > 0}
 
 
-# --- a plain GPT beside it ---------------------------------------------------------------------------------------------
+# --- a plain GPT beside it ----------------------------------------------------------------------------------
 
 
 def beside(rows: Rows) -> None:

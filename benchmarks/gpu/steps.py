@@ -19,7 +19,7 @@ from megacore.model.offload import ActivationOffload
 from megacore.tools.machine.determinism import compute_deterministically
 from megacore.train.metrics import AsyncMetrics
 
-# --- no step waits -----------------------------------------------------------------------------------------------------
+# --- no step waits ------------------------------------------------------------------------------------------
 
 KINDS: dict[str, list[str]] = {
     "plain": [],
@@ -67,9 +67,13 @@ def refusing_to_wait(dry: bool) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def synchronisation(rows: Rows) -> None:
-    """A step of every kind, after two in which kernels are compiled: it must give the device all its work without waiting for it."""
+def synchronisation(rows: Rows, *only: str) -> None:
+    """A step of every kind, or `only` of some, after two in which kernels are compiled: it must give the
+    device all its work without waiting for it.
+    """
     for name, overrides in KINDS.items():
+        if only and name not in only:
+            continue
         if rows.dry and name == "fused attention":
             continue  # its kernel, interpreted, is no step's
         rows.attempt(lambda o=overrides: unwaiting(config_of(rows, *o), rows.dry), kind=name)  # type: ignore[misc]
@@ -92,7 +96,7 @@ def unwaiting(config: Config, dry: bool) -> dict[str, Any]:
     return {"host_ms": 1e3 * host, "device_ms": 1e3 * (time.perf_counter() - began), "loss": loss}
 
 
-# --- streams that are late ---------------------------------------------------------------------------------------------
+# --- streams that are late ----------------------------------------------------------------------------------
 
 
 def late(stream: Any, cycles: int = MILLISECOND) -> None:

@@ -1,13 +1,15 @@
-"""Buffers: state of a model that no gradient updates, such as the biases of a router. They are placed, saved and restored as
-parameters are.
+"""Buffers: state of a model that no gradient updates, such as the biases of a router.
 
-A layer makes one with `new_buffer`, reads its `value`, and notes what it counts in each microbatch. Once behind every step the counts
-are summed over microbatches, and over the ranks over which the gradient of a parameter with this placement would be; or their largest is
-taken, such as a scale of 8-bit numbers needs. From that every rank computes the same next value. A step that is skipped leaves it.
+They are placed, saved and restored as parameters are.
+
+A layer makes one with `new_buffer`, reads its `value`, and notes what it counts in each microbatch. Once
+behind every step the counts are summed over microbatches, and over the ranks over which the gradient of a
+parameter with this placement would be; or their largest is taken, such as a scale of 8-bit numbers needs.
+From that every rank computes the same next value. A step that is skipped leaves it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,11 +23,17 @@ from megacore.distributed.topology import Topology
 BUFFERS = "buffer/"  # the prefix of their names in a checkpoint
 
 Rule = Callable[[Tensor, Tensor], Tensor]  # the value and the counts of a step, of one shape → the next value
+SAVED_STATE = (
+    "make it by megacore.distributed.buffers.new_buffer, or if it never changes with persistent=False"
+)
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class ShardedBuffer(nn.Module):
-    """This rank's piece of a buffer, in `value`. It is a module so that whatever moves tensors or makes them anew keeps its record."""
+    """This rank's piece of a buffer, in `value`.
+
+    It is a module so that whatever moves tensors or makes them anew keeps its record.
+    """
 
     value: Tensor
 
@@ -45,8 +53,10 @@ class ShardedBuffer(nn.Module):
         )
 
     def note(self, key: int, counts: Tensor) -> None:
-        """Notes what this rank counted in the microbatch `key` (`Context.key`), in the shape of the value. It is not noted in validation,
-        and what a recomputed pass counts again counts once."""
+        """Notes what this rank counted in the microbatch `key` (`Context.key`), in the shape of the value.
+
+        It is not noted in validation, and what a recomputed pass counts again counts once.
+        """
         if self.training:
             self.noted[key] = counts.detach()
 
@@ -55,7 +65,9 @@ class ShardedBuffer(nn.Module):
         self.note = torch.compiler.disable(self.note)  # type: ignore[method-assign]
 
     def take(self) -> Tensor:
-        """The sum of what was noted since the last time, or its largest: of nothing the least that there is."""
+        """The sum of what was noted since the last time, or its largest: of nothing the
+        least that there is.
+        """
         noted, self.noted = list(self.noted.values()), {}
         if self.reduction == "sum":
             return torch.stack(noted).sum(0) if noted else torch.zeros_like(self.value)
@@ -70,9 +82,39 @@ class ShardedBuffer(nn.Module):
 def new_buffer(
     shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum"
 ) -> ShardedBuffer:
-    """A buffer that is `shard.fill` at first, and is updated by `rule`; for a layer's constructor. `reduction`: one of `REDUCTIONS`, of
-    what is noted; "max" of floating-point numbers."""
+    """A buffer that is `shard.fill` at first, and is updated by `rule`; for a layer's constructor.
+
+    `reduction`: one of `REDUCTIONS`, of what is noted; "max" of floating-point numbers.
+    """
     return ShardedBuffer(shard, rule, dtype, device, reduction)
+
+
+def plain_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the torch buffers of a module and of those within it, without the values of `ShardedBuffer`s: the
+    path of each, the module that has it, and its name there.
+    """
+    for prefix, inner in module.named_modules():
+        if not isinstance(inner, ShardedBuffer):
+            for name, buffer in inner._buffers.items():
+                if buffer is not None:
+                    yield f"{prefix}.{name}".removeprefix("."), inner, name
+
+
+def unsaved_state(module: nn.Module) -> list[str]:
+    """Return a description of each piece of state that torch would save with a module, and a checkpoint of a
+    run does not: it is neither a parameter nor a `ShardedBuffer`.
+    """
+    buffers = [
+        f"the torch buffer {path}"
+        for path, inner, name in plain_buffers(module)
+        if name not in inner._non_persistent_buffers_set
+    ]
+    states = [
+        f"the state of {path or type(inner).__name__} (get_extra_state)"
+        for path, inner in module.named_modules()
+        if type(inner).get_extra_state is not nn.Module.get_extra_state
+    ]
+    return buffers + states
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> dict[str, ShardedBuffer]:
@@ -87,7 +129,9 @@ def buffers_of(modules: Iterable[nn.Module]) -> dict[str, ShardedBuffer]:
 
 @torch.no_grad()
 def update_buffers(buffers: Mapping[str, ShardedBuffer], mesh: Topology, skip: Tensor | float = 0.0) -> None:
-    """Reduces what this step counted, and updates the buffers unless `skip`, a scalar on the device, is not 0; collective."""
+    """Reduces what this step counted, and updates the buffers unless `skip`, a scalar on
+    the device, is not 0; collective.
+    """
     alike: dict[tuple[GradientSum, str, torch.dtype], list[tuple[ShardedBuffer, Tensor]]] = defaultdict(list)
     for buffer in buffers.values():
         counts = buffer.take()

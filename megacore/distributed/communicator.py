@@ -1,7 +1,8 @@
 """The operations of one group, over its communicator or, for tensors that fit, through shared memory.
 
-Layers and engines call `collectives`, the runtime and the mesh a `Communicator` too. Only libraries that bring their own collectives
-(FSDP2, DeepSpeed) send anything else in a step. Observers hear of each operation when it begins and when it is waited for.
+Layers and engines call `collectives`, the runtime and the mesh a `Communicator` too. Only libraries that
+bring their own collectives (FSDP2, DeepSpeed) send anything else in a step. Observers hear of each operation
+when it begins and when it is waited for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,8 @@ from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.shared_memory import SharedMemory
 
 # torch 2.13 renamed these two; 2.11 has the old names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 _numbers = count(1)
@@ -51,7 +52,8 @@ class Exchanged:
 class Staged:
     """The handle of operations of which each begins when the one before has ended.
 
-    On a GPU they follow each other on a stream beside the one that computes, which waits for them in `wait` alone. Until then the
+    On a GPU they follow each other on a stream beside the one that computes, which waits for them in `wait`
+    alone. Until then the
     tensors that they use must live: `held` keeps the operations, and they keep these.
     """
 
@@ -61,7 +63,10 @@ class Staged:
         finish: Callable[[], object] = lambda: None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Begins the first. `finish` makes the result of what the last has brought. `stream`: see `side_stream`."""
+        """Begins the first.
+
+        `finish` makes the result of what the last has brought. `stream`: see `side_stream`.
+        """
         self.held, self.left, self.finish, self.stream = operations, list(operations), finish, stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -72,7 +77,9 @@ class Staged:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def advance(self) -> None:
-        """If an operation is left, lets it begin when the one under way has ended; on a GPU the host does not wait for that."""
+        """If an operation is left, lets it begin when the one under way has ended; on a GPU
+        the host does not wait for that.
+        """
         if self.left:
             with self._beside():
                 self.work.wait()
@@ -90,7 +97,10 @@ class Staged:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for operations in stages, one of `SIDE_STREAMS` in turn: each keeps memory of its own. None on a device without streams."""
+    """A stream for operations in stages, one of `SIDE_STREAMS` in turn: each keeps memory of its own.
+
+    None on a device without streams.
+    """
     if device.type != "cuda":
         return None
     if device not in _side_streams:
@@ -164,7 +174,10 @@ def observed(
 
 
 class Communicator:
-    """The operations of a group of several ranks. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
+    """The operations of a group of several ranks.
+
+    Tensors are contiguous; those of `start_…` must not be touched before `wait`.
+    """
 
     def __init__(
         self,
@@ -175,7 +188,8 @@ class Communicator:
     ) -> None:
         self.process_group, self.size, self.shared, self.observers = process_group, size, shared, observers
         self.downward = process_group  # for messages to lower ranks, see `Mesh._connect_stages`
-        # gloo would do an all-reduce on every rank: that takes 2.0 times as long between 2 ranks, and 2.6 times between 4 (4 MiB).
+        # gloo would do an all-reduce on every rank: that takes 2.0 times as long between 2 ranks, and 2.6
+        # times between 4 (4 MiB).
         self.scatters = dist.get_backend(process_group) != "gloo"
         self.key = f"wire {next(_numbers)}"  # its name in this process
 
@@ -200,18 +214,19 @@ class Communicator:
         """Begins to gather `[n, …]` of every rank into `out`, ``[size · n, …]``; `x` may lie in it."""
         if self.shared is not None and self.shared.carries(x):
             return self.shared.all_gather(x, out)
-        return _all_gather(out, x, group=self.process_group, async_op=True)
+        return all_gather_single(out, x, group=self.process_group, async_op=True)
 
     @observed
     def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Work:
         """Begins to sum ``[size · n, …]``; `out` gets this rank's `[n, …]` of the sum, and may lie in `x`.
 
-        Parts travel in the dtype of `x`. If `out` is wider, they are summed in that, which no backend's own operation does.
+        Parts travel in the dtype of `x`. If `out` is wider, they are summed in that, which no backend's own
+        operation does.
         """
         if self.shared is not None and self.shared.carries(x):
             return self.shared.reduce_scatter(x, out)
         if self.scatters and x.dtype == out.dtype:
-            return _reduce_scatter(out, x, group=self.process_group, async_op=True)
+            return reduce_scatter_single(out, x, group=self.process_group, async_op=True)
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=self.process_group, async_op=True)
         return Exchanged(work, parts.view(self.size, *out.shape), out)
@@ -223,7 +238,9 @@ class Communicator:
 
     @observed
     def start_exchange(self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
-        """Begins to send parts of so many elements to each rank, and to fill `out` with parts of so many from each."""
+        """Begins to send parts of so many elements to each rank, and to fill `out`
+        with parts of so many from each.
+        """
         return dist.all_to_all_single(
             out, x, list(received), list(sent), group=self.process_group, async_op=True
         )
@@ -237,9 +254,11 @@ class Communicator:
 
     @observed
     def start_shift(self, x: Tensor, out: Tensor, after: int, before: int) -> Work:
-        """Begins to send `x` to the world's rank `after`, and to receive `out` from `before`, as one operation of all ranks of a ring.
+        """Begins to send `x` to the world's rank `after`, and to receive `out` from `before`, as one
+        operation of all ranks of a ring.
 
-        NCCL must get the two as a batch: one after the other, every rank's send would wait for a receive that stands behind a send.
+        NCCL must get the two as a batch: one after the other, every rank's send would wait for a receive that
+        stands behind a send.
         """
         pair = (
             dist.P2POp(dist.isend, x, after, self.process_group),
@@ -274,7 +293,10 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along some axes that have equal coordinates along all others. A group of one has none: collectives do nothing."""
+    """The ranks along some axes that have equal coordinates along all others.
+
+    A group of one has none: collectives do nothing.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -303,9 +325,8 @@ class Group:
 
 SOLO = Group("solo", (0,), 0)
 
-_called: WeakValueDictionary[str, Group] = (
-    WeakValueDictionary()
-)  # by `Group.key`; whoever was given a group holds it
+# by `Group.key`; whoever was given a group holds it
+_called: WeakValueDictionary[str, Group] = WeakValueDictionary()
 
 
 def group_called(key: str) -> Group:

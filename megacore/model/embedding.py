@@ -27,6 +27,7 @@ def vocabulary(
         sequence=config.parallel.sequence and mesh.tp.size > 1,
         dtype=dtype,
         device=device,
+        kernels=model.kernels,
     )
 
 

@@ -1,5 +1,6 @@
 """The vocabulary-parallel embedding: each tensor rank holds the rows of some tokens."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, split
+from megacore.kernels.dispatch import Implementation
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 
@@ -20,25 +22,49 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, main: MainGradient) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor, main: MainGradient, kernels: Implementation
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.main = main
+        ctx.main, ctx.kernels = main, kernels
         return F.embedding(rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         (rows,) = ctx.saved_tensors
+        add_rows = partial(ctx.main.add_rows, implementation=ctx.kernels)
         if ctx.main.waits:
-            ctx.main.defer(ctx.main.add_rows, grad, rows)
+            ctx.main.defer(add_rows, grad, rows)
         else:
-            ctx.main.add_rows(grad, rows)
-        return None, None, None
+            add_rows(grad, rows)
+        return None, None, None, None
 
 
-def look_up(weight: Tensor, rows: Tensor) -> Tensor:
-    """`weight` ``[V, F]`` at `rows` ``[T]`` → ``[T, F]``."""
+def look_up(weight: Tensor, rows: Tensor, kernels: Implementation = "auto") -> Tensor:
+    """`weight` ``[V, F]`` at `rows` ``[T]`` → ``[T, F]``; `kernels` sum the gradient."""
     main = main_gradient_of(weight)
-    return F.embedding(rows, weight) if main is None else _Lookup.apply(weight, rows, main)
+    return F.embedding(rows, weight) if main is None else _Lookup.apply(weight, rows, main, kernels)
+
+
+def vocab_parallel_look_up(
+    weight: Tensor,
+    tokens: Tensor,
+    first_row: int,
+    group: Group,
+    sequence: bool,
+    kernels: Implementation = "auto",
+) -> Tensor:
+    """`tokens` ``[tokens]`` int64 → their vectors ``[tokens, hidden]`` (with `sequence` this rank's tokens).
+
+    `weight`: this rank's rows of the table, from `first_row` on.
+    """
+    if group.size == 1:
+        return look_up(weight, tokens, kernels)
+    local = tokens - first_row
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    vectors = look_up(weight, local.masked_fill(elsewhere, 0), kernels)
+    part = vectors.masked_fill(elsewhere[:, None], 0.0)
+    return leave_tensor_parallel(part, group, sequence)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -58,9 +84,10 @@ class VocabParallelEmbedding(nn.Module):
         sequence: bool,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Implementation = "auto",
     ) -> None:
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group, self.sequence, self.kernels = group, sequence, kernels
         shard = Shard(
             (vocab_size, hidden_size), (split(group, 0),), decay=True, init_std=init_std, table=True
         )
@@ -69,10 +96,9 @@ class VocabParallelEmbedding(nn.Module):
         self.bias: nn.Parameter | None = None  # of logits, if it is a head that has one
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`tokens` ``[tokens]`` int64 → ``[tokens, hidden]`` (with sequence parallelism this rank's tokens)."""
-        if self.group.size == 1:
-            return look_up(self.weight, tokens)
-        local = tokens - self.first_row
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        part = look_up(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)
-        return leave_tensor_parallel(part, self.group, self.sequence)
+        """`tokens` ``[tokens]`` int64 → ``[tokens, hidden]`` (with sequence parallelism
+        this rank's tokens).
+        """
+        return vocab_parallel_look_up(
+            self.weight, tokens, self.first_row, self.group, self.sequence, self.kernels
+        )

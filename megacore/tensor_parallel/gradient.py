@@ -1,10 +1,12 @@
-"""Where an engine sums a parameter's gradient: a layer's backward adds its product there, and makes no gradient of its own.
+"""Where an engine sums a parameter's gradient: a layer's backward adds its product there,
+and makes no gradient of its own.
 
-Megatron calls this gradient accumulation fusion. In 16 bits it saves writing the product rounded, reading it again and a pass over the
-sum; and the product is never rounded, where the device can add it in fp32.
+Megatron calls this gradient accumulation fusion. In 16 bits it saves writing the product rounded, reading it
+again and a pass over the sum; and the product is never rounded, where the device can add it in fp32.
 
-A schedule may want weights' gradients later than inputs' (Qi et al. 2023, zero bubble). Then the layers leave what they are made of
-in a `WeightGradQueue`, with a function that makes them, and nothing else of the backward pass is kept.
+A schedule may want weights' gradients later than inputs' (Qi et al. 2023, zero bubble). Then the layers leave
+what they are made of in a `WeightGradQueue`, with a function that makes them, and nothing else of the
+backward pass is kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +19,18 @@ from torch import Tensor
 from megacore.distributed.collectives import all_gather_start
 from megacore.distributed.communicator import SOLO, Group, Work
 from megacore.distributed.cpu import is_widened
+from megacore.kernels.dispatch import Implementation
+from megacore.kernels.embedding_grad import add_embedding_grad
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
 
 
 @dataclass(eq=False)
 class WeightGradPart:
-    """A part of gradients that is added to their sums, `totals`, later: `add` is called with the tensors that it is made of.
+    """A part of gradients that is added to their sums, `totals`, later: `add` is called with
+    the tensors that it is made of.
 
-    The last of them has this rank's tokens, if it is to be gathered over `group`: in between it takes no more memory than before.
+    The last of them has this rank's tokens, if it is to be gathered over `group`: in between it takes no more
+    memory than before.
     """
 
     totals: tuple[Tensor, ...]
@@ -62,7 +68,10 @@ class WeightGradQueue:
 
 
 def finish_in_turn(parts: list[WeightGradPart]) -> Iterator[WeightGradPart]:
-    """Adds each part to its sum, and yields it then. The next one's tokens are gathered meanwhile. The list is empty in the end."""
+    """Adds each part to its sum, and yields it then.
+
+    The next one's tokens are gathered meanwhile. The list is empty in the end.
+    """
     parts.reverse()
     if parts:
         parts[-1].start()
@@ -77,8 +86,8 @@ def finish_in_turn(parts: list[WeightGradPart]) -> Iterator[WeightGradPart]:
 class MainGradient:
     """The sum of a parameter's gradient over a step's microbatches.
 
-    `total` has the parameter's shape, in fp32 at least, and belongs to an engine. While it is `empty`, what stands there is of no use:
-    the first part is written and not added, so that nobody has to clear it.
+    `total` has the parameter's shape, in fp32 at least, and belongs to an engine. While it is `empty`, what
+    stands there is of no use: the first part is written and not added, so that nobody has to clear it.
     """
 
     def __init__(self, total: Tensor, deferral: WeightGradQueue | None = None) -> None:
@@ -97,27 +106,28 @@ class MainGradient:
         group: Group = SOLO,
         others: "Sequence[MainGradient]" = (),
     ) -> None:
-        """Leaves ``add(*tensors)`` for later, with the last tensor gathered over `group`. It adds to this sum, and to `others`."""
+        """Leaves ``add(*tensors)`` for later, with the last tensor gathered over `group`.
+
+        It adds to this sum, and to `others`.
+        """
         assert self.deferral.parts is not None
         totals = tuple(dict.fromkeys(main.total for main in (self, *others)))
-        self.deferral.parts.append(
-            WeightGradPart(totals, add, [x.detach() for x in tensors], group)
-        )  # x would hold what made it
+        # x would hold what made it
+        self.deferral.parts.append(WeightGradPart(totals, add, [x.detach() for x in tensors], group))
 
-    def add_rows(self, grad: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows` ``[tokens]`` that were looked up."""
+    def add_rows(self, grad: Tensor, rows: Tensor, implementation: Implementation = "auto") -> None:
+        """Add the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows`
+        ``[tokens]`` that were looked up. Nothing is rounded to the dtype of `grad`.
+        """
         if self.empty:
             self.total.zero_()
             self.empty = False
-        # Only these rows are touched, and nothing is rounded. A row's sum has one order: on a CPU's threads `index_put_` has none, and on
-        # a GPU `index_add_` has none.
-        if grad.device.type == "cpu":
-            self.total.index_add_(0, rows, grad.to(self.total.dtype))
-        else:
-            self.total.index_put_((rows,), grad.to(self.total.dtype), accumulate=True)
+        add_embedding_grad(self.total, grad, rows, implementation=implementation)
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
-        """Adds ``gradᵀ · x``, the gradient of a linear layer's weight; `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``."""
+        """Adds ``gradᵀ · x``, the gradient of a linear layer's weight; `grad` ``[tokens,
+        outputs]``, `x` ``[tokens, inputs]``.
+        """
         wide, total, beta = self.total.dtype, self.total.flatten(0, -2), 0.0 if self.empty else 1.0
         if is_widened(x):
             grad, x = grad.to(wide), x.to(wide)
@@ -138,7 +148,10 @@ class MainGradient:
         self.empty = False
 
     def take(self, parameter: Tensor) -> None:
-        """Adds what autograd has left in ``parameter.grad``, if anything. `total` then holds a sum, be it zero."""
+        """Adds what autograd has left in ``parameter.grad``, if anything.
+
+        `total` then holds a sum, be it zero.
+        """
         if parameter.grad is not None:
             self.add(parameter.grad)
             parameter.grad = None
@@ -150,6 +163,7 @@ class MainGradient:
 def main_gradient_of(parameter: Tensor) -> MainGradient | None:
     """Where the engine sums a parameter's gradient; None where it is left to autograd.
 
-    It is in a compiled graph, which must not change what is outside it: there the engine takes what autograd gives.
+    It is in a compiled graph, which must not change what is outside it: there the engine takes what autograd
+    gives.
     """
     return None if torch.compiler.is_compiling() else getattr(parameter, "main_gradient", None)

@@ -1,8 +1,10 @@
-"""Column- and row-parallel linear layers (Shoeybi et al. 2019), with sequence parallelism (Korthikanti et al. 2022).
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019), with sequence
+parallelism (Korthikanti et al. 2022).
 
-A rank's column-parallel layer has some of the outputs, and its row-parallel layer some of the inputs. A pair of them needs one sum
-over the tensor ranks forward and one backward. With `sequence`, activations between such pairs are split along the tokens, and
-each sum becomes a reduce-scatter and an all-gather, which move as many bytes.
+A rank's column-parallel layer has some of the outputs, and its row-parallel layer some of the inputs. A pair
+of them needs one sum over the tensor ranks forward and one backward. With `sequence`, activations between
+such pairs are split along the tokens, and each sum becomes a reduce-scatter and an all-gather, which move as
+many bytes.
 Activations are always ``[tokens, features]``.
 """
 
@@ -31,21 +33,24 @@ from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 
 def row_stride(x: Tensor, outputs: int) -> int:
-    """How far apart the rows of a product with `x` begin, in elements: in 16 bits on GPUs at multiples of 128 bytes, else without gaps."""
+    """How far apart the rows of a product with `x` begin, in elements: in 16 bits on GPUs at
+    multiples of 128 bytes, else without gaps.
+    """
     return (
         -(-outputs // ALIGNMENT) * ALIGNMENT if x.device.type == "cuda" and x.element_size() == 2 else outputs
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 0) -> Tensor:
-    """``x · weightᵀ + bias`` in x's dtype, accumulated at least in fp32; without a bias, its rows may be `stride` elements apart.
+    """``x · weightᵀ + bias`` in x's dtype, accumulated at least in fp32; without a bias, its rows
+    may be `stride` elements apart.
 
-    On a Zen 3 core, which emulates bf16: 8 GFLOP/s forward, 1 and 23 backward; through fp32 85, with conversions.
+    On a Zen 3 core, which emulates bf16: 8 GFLOP/s forward, 1 and 23 backward; through fp32 85, with
+    conversions.
     """
     if stride > len(weight):
-        y = torch.empty_strided(
-            (len(x), len(weight)), (stride, 1), dtype=x.dtype, device=x.device
-        )  # no view, for autograd's sake
+        # no view, for autograd's sake
+        y = torch.empty_strided((len(x), len(weight)), (stride, 1), dtype=x.dtype, device=x.device)
         return torch.mm(x, weight.t(), out=y)
     if is_widened(x):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
@@ -53,7 +58,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
 
 
 def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None, group: Group = SOLO) -> Tensor | None:
-    """``gradᵀ · x``, `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``; None where the main gradient gets it, now or later.
+    """``gradᵀ · x``, `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``; None where the main
+    gradient gets it, now or later.
 
     `group`: over which x is to be gathered later.
     """
@@ -74,7 +80,8 @@ def _gradients(
     sequence: bool,
     main: MainGradient | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first.
+    """Of a column-parallel layer's x and weight; the product that gives the second runs while
+    ranks exchange parts of the first.
 
     If the second is for later, x is gathered only then. A weight that is frozen has none, and needs no x.
     """
@@ -97,7 +104,9 @@ def _gradients(
 def _traced_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool
 ) -> tuple[Tensor, Tensor]:
-    """One operation of a compiled graph (`distributed.collectives`), so that product and exchange stay side by side there too."""
+    """One operation of a compiled graph (`distributed.collectives`), so that product and
+    exchange stay side by side there too.
+    """
     grad_x, grad_weight = _gradients(grad, x, weight, group_called(group), sequence)
     assert grad_weight is not None
     return grad_x, grad_weight
@@ -109,11 +118,15 @@ _traced_gradients.register_fake(
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A product of which each tensor rank computes its own outputs from the same x. T tokens, t ranks, I inputs, O outputs of a rank.
+    """A product of which each tensor rank computes its own outputs from the same x.
+
+    T tokens, t ranks, I inputs, O outputs of a rank.
 
     forward      y [T, O]  = x [T, I] · wᵀ [I, O] + b [O]     with sequence, x is gathered from [T/t, I]
-    grad of x      [T, I]  = sum over ranks of dy [T, O] · w [O, I]   with sequence, reduce-scattered to [T/t, I]
-    grad of w      [O, I]  = dyᵀ [O, T] · x [T, I]      while the sum above is under way; with `main`, added to that
+    grad of x      [T, I]  = sum over ranks of dy [T, O] · w [O, I]   with sequence, reduce-scattered to [T/t,
+        I]
+    grad of w      [O, I]  = dyᵀ [O, T] · x [T, I]      while the sum above is under way; with `main`, added
+        to that
     grad of b      [O]     = sum of dy over tokens
     """
 
@@ -128,9 +141,12 @@ class _ColumnLinear(torch.autograd.Function):
         main: MainGradient | None,
         stride: int,
     ) -> Tensor:
-        # With sequence only this rank's tokens, gathered again in backward. A graph is compiled as if no weight were frozen.
-        ctx.save_for_backward(x if torch.compiler.is_compiling() or ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.sequence, ctx.has_bias, ctx.main = group, sequence, bias is not None, main
+        # A graph is compiled as if no weight were frozen, and no bias constant.
+        compiling = torch.compiler.is_compiling()
+        # With sequence only this rank's tokens, gathered again in backward.
+        ctx.save_for_backward(x if compiling or ctx.needs_input_grad[1] else None, weight)
+        ctx.sum_bias = bias is not None and (compiling or ctx.needs_input_grad[2])
+        ctx.group, ctx.sequence, ctx.main = group, sequence, main
         return linear(all_gather(x, group) if sequence else x, weight, bias, stride)
 
     @staticmethod
@@ -143,13 +159,14 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, grad_weight = _traced_gradients(grad, x, weight, ctx.group.key, ctx.sequence)
         else:
             grad_x, grad_weight = _gradients(grad, x, weight, ctx.group, ctx.sequence, ctx.main)
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None, None, None
+        return grad_x, grad_weight, grad.sum(0) if ctx.sum_bias else None, None, None, None, None
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, stride: int = 0
 ) -> Tensor:
-    """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``, by a parameter ``[*out, in]``.
+    """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this
+    rank]``, by a parameter ``[*out, in]``.
 
     Without a bias, the rows of the result may be `stride` elements apart; nothing reads what is between them.
     """
@@ -161,7 +178,8 @@ def column_linear(
 
 
 class _ActivationLinear(torch.autograd.Function):
-    """``linear(activation(*h), w)`` that keeps only h, and computes the activation again in backward. h may have its own bias.
+    """``linear(activation(*h), w)`` that keeps only h, and computes the activation again in
+    backward. h may have its own bias.
 
     forward      y [T, O] = activation(*h) [T, I] · wᵀ + b [O]
     grad of h             = gradient through activation of dy [T, O] · w [O, I]
@@ -195,8 +213,9 @@ class _ActivationLinear(torch.autograd.Function):
 class ColumnLinear(nn.Module):
     """``y = x · Wᵀ + b`` with the outputs split over the tensor ranks; returns this rank's outputs.
 
-    `out_shape` arranges the outputs in one or more dims, of which `dim` is split: a piece of ``(2, ffn)``, split along 1, has the gate
-    and the up projection of the same features. The logical weight is ``[*out_shape, in_size]``.
+    `out_shape` arranges the outputs in one or more dims, of which `dim` is split: a piece of ``(2, ffn)``,
+    split along 1, has the gate and the up projection of the same features. The logical weight is
+    ``[*out_shape, in_size]``.
     """
 
     def __init__(
@@ -225,17 +244,22 @@ class ColumnLinear(nn.Module):
         self.weight = new_parameter(weight, dtype, device)
         self.bias = new_parameter(Shard(out_shape, (split(group, dim),)), dtype, device) if bias else None
 
-    def forward(self, x: Tensor, *, without_bias: bool = False) -> Tensor:
-        """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all tokens, flattened local outputs]``.
+    def forward(self, x: Tensor, *, without_bias: bool = False, constant_bias: bool = False) -> Tensor:
+        """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all
+        tokens, flattened local outputs]``.
 
-        The bias is left to the caller if it says so.
+        The bias is left to the caller with `without_bias`, and its gradient alone with `constant_bias`.
         """
         bias = None if self.bias is None or without_bias else self.bias.flatten()
+        if bias is not None and constant_bias:
+            bias = bias.detach()
         return column_linear(x, self.weight, bias, self.group, self.sequence)
 
 
 def flatten_rows(model: nn.Module) -> None:
-    """Turns logical dims (heads; gate and up) of a model's weights into rows, as in the layers' products: FSDP2 divides rows."""
+    """Turns logical dims (heads; gate and up) of a model's weights into rows, as in the
+    layers' products: FSDP2 divides rows.
+    """
     for module in model.modules():
         if isinstance(module, ColumnLinear):
             module.weight.data = module.weight.data.flatten(0, -2)
@@ -246,9 +270,9 @@ def flatten_rows(model: nn.Module) -> None:
 class RowLinear(nn.Module):
     """``y = activation(x) · Wᵀ + b`` with the inputs split over the tensor ranks, which sum their results.
 
-    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added once: after the sum, or
-    within the product where there is nothing to sum. With sequence parallelism each rank adds it to its own tokens, so its gradient
-    is partial.
+    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added
+    once: after the sum, or within the product where there is nothing to sum. With sequence parallelism each
+    rank adds it to its own tokens, so its gradient is partial.
     """
 
     def __init__(
@@ -280,7 +304,8 @@ class RowLinear(nn.Module):
         )
 
     def forward(self, *x: Tensor) -> Tensor:
-        """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens).
+        """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence
+        parallelism this rank's tokens).
 
         A bias of the inputs may follow them, if the activation takes it.
         """

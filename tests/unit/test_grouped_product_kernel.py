@@ -1,10 +1,12 @@
-"""Products of groups of rows against fp64, through Triton's interpreter; tests/gpu runs the same checks on a GPU."""
+"""Products of groups of rows against fp64, through Triton's interpreter; tests/gpu
+runs the same checks on a GPU.
+"""
 
 import pytest
 import torch
 
 from megacore.kernels import grouped_product
-from tests.kernel_checks import TOLERANCE, needs_triton, relative_error, seeded, with_fault
+from tests.kernel_checks import TOLERANCE, needs_triton, poisoned_memory, relative_error, seeded, with_fault
 
 COUNTS = {
     "none is empty": [3, 1, 5],
@@ -15,11 +17,8 @@ COUNTS = {
 }
 BEHIND = 19  # rows of no group: more than a small tile
 SIZES = [(1, 1), (20, 40)]  # in, out
-SMALL = {
-    "ROWS": 16,
-    "COLUMNS": 16,
-    "DEPTH": 16,
-}  # tiles with which a small product has several along each dim
+# tiles with which a small product has several along each dim
+SMALL = {"ROWS": 16, "COLUMNS": 16, "DEPTH": 16}
 
 
 def errors_against_fp64(
@@ -30,9 +29,10 @@ def errors_against_fp64(
     dtype: torch.dtype,
     tiles: dict[str, int],
 ) -> list[float]:
-    """Errors of the product, of the gradient of x as a product with exchanged dims, and of the outer product in fp32; each relative to the
-    largest value. What memory held before is not a number, nor are rows behind the last group: a place that nobody writes is seen, and one
-    that nobody should read."""
+    """Errors of the product, of the gradient of x as a product with exchanged dims, and of the outer product
+    in fp32; each relative to the largest value. New memory holds NaN, and so do rows behind the last group:
+    an element that nobody writes is seen, and one that nobody should read.
+    """
     (inputs, outputs), rows, how = size, sum(counts) + BEHIND, {"implementation": implementation}
     x, grad = seeded((rows, inputs), device, dtype), seeded((rows, outputs), device, dtype, seed=1)
     weight, ends = (
@@ -41,17 +41,14 @@ def errors_against_fp64(
     )
     for t in (x, grad):
         t[len(t) - BEHIND :] = float("nan")
-    spoil = torch.full(
-        (max(1, len(counts) * inputs * outputs + rows * (inputs + outputs)),), float("nan"), device=device
-    )
-    del spoil  # its memory is given out again
     vars(grouped_product).update(tiles)
     wide = torch.promote_types(dtype, torch.float32)
-    got = [
-        grouped_product.grouped_product(x, weight, ends, **how),
-        grouped_product.grouped_product(grad, weight.mT, ends, **how),
-        grouped_product.grouped_outer(grad, x, ends, wide, **how),
-    ]
+    with poisoned_memory():
+        got = [
+            grouped_product.grouped_product(x, weight, ends, **how),
+            grouped_product.grouped_product(grad, weight.mT, ends, **how),
+            grouped_product.grouped_outer(grad, x, ends, wide, **how),
+        ]
     exact_y, exact_x, exact_w = (torch.zeros_like(t, dtype=torch.float64) for t in (grad, x, weight))
     for group, own in enumerate(map(slice, [0, *ends.tolist()[:-1]], ends.tolist())):
         exact_y[own], exact_x[own] = (
@@ -114,10 +111,8 @@ def test_rows_behind_the_last_group_are_cleared(interpreted, rows, end):
 
 FAULTS = [
     ("* ROWS\n", "* ROWS + (group > 0)\n"),  # begins a row late: the next group's row at a boundary
-    (
-        "tl.load(ends + group).to(tl.int64)",
-        "(tl.load(ends + group) + (group < 1)).to(tl.int64)",
-    ),  # the first group's last row is another's
+    # the first group's last row is another's
+    ("tl.load(ends + group).to(tl.int64)", "(tl.load(ends + group) + (group < 1)).to(tl.int64)"),
     ("before = tl.cumsum(tiles, 0) <= tile", "before = tl.cumsum(tiles, 0) < tile"),
     ("weight + group * group_stride", "weight + 0 * group_stride"),
     ("if group <= groups:", "if group < groups:"),  # rows of no group are not written (transformers PR 48205)
@@ -132,14 +127,18 @@ FAULTS = [
 @needs_triton
 @pytest.mark.parametrize("right, wrong", FAULTS)
 def test_planted_faults_are_caught(interpreted, right, wrong):
-    """Rows of a neighbour at a boundary, another group's weight, places of a group without rows that nobody writes."""
+    """Rows of a neighbour at a boundary, another group's weight, places of a group
+    without rows that nobody writes.
+    """
     given = ("triton", "cpu", [3, 0, 17, 1], (17, 20), torch.float32, SMALL)
     errors = interpreted(with_fault, "grouped_product", right, wrong, errors_against_fp64, *given)
     assert max(errors) > TOLERANCE[torch.float32]
 
 
 def test_the_host_does_not_wait():
-    """Where nobody knows the sizes, on `meta`, launches are the same: they depend on numbers that the host has."""
+    """Where nobody knows the sizes, on `meta`, launches are the same: they depend
+    on numbers that the host has.
+    """
     x, weight = torch.empty(70, 24, device="meta"), torch.empty(6, 40, 24, device="meta")
     ends = torch.empty(6, dtype=torch.int64, device="meta")
     assert grouped_product.grouped_product(x, weight, ends).shape == (70, 40)
@@ -152,7 +151,8 @@ def test_refusals():
     ends = torch.tensor([1, 2])
     with pytest.raises(
         ValueError,
-        match=r"grouped_product: weight is \[2, 4, 5\] \(right: \[2, out, 3\]: groups as in ends, in as in x\)",
+        match=r"grouped_product: weight is \[2, 4, 5\] \(right: \[2, out, 3\]: groups as in ends, in as "
+        r"in x\)",
     ):
         grouped_product.grouped_product(torch.zeros(2, 3), torch.zeros(2, 4, 5), ends)
     with pytest.raises(

@@ -1,4 +1,6 @@
-"""benchmarks.kernels: what it reads in machine code, that it finds planted faults, and that its measuring code runs without a GPU."""
+"""benchmarks.kernels: what it reads in machine code, that it finds planted faults, and that its
+measuring code runs without a GPU.
+"""
 
 import json
 import subprocess
@@ -24,12 +26,15 @@ from benchmarks import kernels  # noqa: E402
 from benchmarks.kernel_bandwidth import Measured  # noqa: E402
 from benchmarks.kernel_inputs import Size  # noqa: E402
 from benchmarks.kernel_operations import OPERATIONS, model_sizes  # noqa: E402
-from megacore.kernels.dropout import bias_dropout_residual  # noqa: E402
+from megacore.kernels import dropout, gelu, split_heads  # noqa: E402
+from tests.pool import PATIENCE  # noqa: E402
 
 
 @triton.jit
 def crowded_kernel(x, y, BLOCK: tl.constexpr):
-    """Holds a whole block, sorted by what is only known at its end: many registers, if there are few threads."""
+    """Holds a whole block, sorted by what is only known at its end: many registers, if
+    there are few threads.
+    """
     lane = tl.arange(0, BLOCK)
     value = tl.load(x + lane).to(tl.float32)
     scaled = value * tl.sum(value, 0)
@@ -54,7 +59,7 @@ def planted(kernel: triton.JITFunction, block: int, warps: int, target: str) -> 
     pointers = [torch.empty(3 * block, dtype=torch.bfloat16, device="meta") for _ in range(2)]
     launch = bench.Launch(kernel, tuple(pointers), {"BLOCK": block, "num_warps": warps})
     variant = bench.Variant("gelu", Size(1, block), torch.bfloat16, 0, target)
-    return bench.inspect(variant, kernel.__name__, bench.compiled(launch, bench.TARGETS[target]))
+    return bench.inspect(variant, launch, bench.compiled(launch, bench.TARGETS[target]))
 
 
 def test_a_spill_is_found():
@@ -62,6 +67,36 @@ def test_a_spill_is_found():
     assert crowded.fault.startswith("spills") and crowded.registers == 255
     assert not roomy.fault and roomy.load == 128
     assert replace(roomy, shared=228 * 2**10).fault.startswith("needs 233472 bytes of shared memory")
+
+
+@pytest.mark.parametrize(
+    "target, warps, registers, shared, programs",
+    [
+        ("sm_90", 8, 32, 0, 8),  # all 64 warps
+        ("sm_90", 4, 128, 0, 4),  # all registers
+        ("sm_90", 4, 129, 0, 3),  # a warp's registers come in units of 256
+        ("sm_90", 1, 200, 0, 8),  # 10 by all registers, but each quarter of them has room for two
+        ("sm_90", 1, 32, 0, 32),  # 64 by warps
+        ("sm_90", 32, 128, 0, 0),
+        ("sm_90", 4, 32, 56 * 2**10, 4),  # 4 times 56 and 1 of each program's own are 228 KiB
+        ("sm_90", 4, 32, 56 * 2**10 + 1, 3),
+        ("sm_80", 4, 32, 40 * 2**10, 4),  # likewise 164 KiB
+        ("sm_80", 4, 32, 40 * 2**10 + 1, 3),
+    ],
+)
+def test_programs_that_fit(target, warps, registers, shared, programs):
+    """By NVIDIA's occupancy rules."""
+    assert bench.OCCUPANCY[target].fitting_programs(warps, registers, shared) == programs
+
+
+def test_more_programs_than_fit_are_found():
+    roomy = planted(crowded_kernel, 1024, 4, "sm_90")
+    assert roomy.resident is None and roomy.fitting is not None and roomy.fitting > 4
+    assert not replace(roomy, resident=roomy.fitting).fault
+    crowded = replace(roomy, resident=5, registers=128)
+    assert crowded.fault == "launches 5 programs a multiprocessor, of which 4 fit"
+    impossible = replace(roomy, warps=32, registers=128)
+    assert impossible.fault == "launches 1 programs a multiprocessor, of which 0 fit"
 
 
 def test_spills_are_read_from_amd_assembly():
@@ -79,7 +114,8 @@ def test_narrow_loads_are_found(target):
     [
         ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128, 0),
         (
-            "ld.global.L1::evict_last.L2::cache_hint.v2.b32 {%r1, %r2}, [%rd1], %rd2; ld.global.b16 {%rs1}, [%rd2];",
+            "ld.global.L1::evict_last.L2::cache_hint.v2.b32 {%r1, %r2}, [%rd1], %rd2; ld.global.b16 "
+            "{%rs1}, [%rd2];",
             64,
             0,
         ),
@@ -104,8 +140,10 @@ def test_widths_are_read_from_assembly(assembly, load, store):
 
 
 def test_launches_are_captured_as_triton_would_specialise_them():
-    """Aligned pointers and sizes divisible by 16 make the wide loads: a size that is not must be seen as such."""
-    forward, backward = bench.launches_of("bias_gelu", Size(64, 3072), torch.bfloat16)
+    """Aligned pointers and sizes divisible by 16 make the wide loads: a size that
+    is not must be seen as such.
+    """
+    forward, backward, _ = bench.launches_of("bias_gelu", Size(64, 3072), torch.bfloat16)
     assert (forward.kernel.__name__, backward.kernel.__name__) == ("_forward_kernel", "_backward_kernel")
     source, options = forward.source(bench.TARGETS["sm_90"])
     named = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items()}
@@ -117,7 +155,7 @@ def test_launches_are_captured_as_triton_would_specialise_them():
         if ["tt.divisibility", 16] in hints
     }
     assert {"x", "bias", "y", "features", "x_stride"} <= divisible
-    odd, _ = bench.launches_of("bias_gelu", Size(64, 3071), torch.bfloat16)
+    odd, *_ = bench.launches_of("bias_gelu", Size(64, 3071), torch.bfloat16)
     source, _ = odd.source(bench.TARGETS["sm_90"])
     assert "features" not in {source.fn.arg_names[place[0]] for place, hints in source.attrs.items() if hints}
 
@@ -131,15 +169,17 @@ def test_every_operation_is_captured(name):
 
 
 def test_a_new_key_compiles_nothing():
-    """Every step and every rank draw under another key, from another position: were they specialised on, each might compile."""
+    """Every step and every rank draw under another key, from another position: were they
+    specialised on, each might compile.
+    """
     x = torch.empty(64, 768, dtype=torch.bfloat16, device="meta", requires_grad=True)
     found = set()
     for key, first in ((0, 0), (1, 768), (16, 2**40), (2**62 + 1, 64)):
         with bench.recorded_launches() as launches:
-            bias_dropout_residual(x, None, x, 0.3, key, first=first, implementation="triton").backward(
-                torch.empty_like(x)
-            )
-        found.add(tuple(launch.identity for launch in launches))
+            dropout.bias_dropout_residual(
+                x, None, x, 0.3, key, first=first, implementation="triton"
+            ).backward(torch.empty_like(x))
+        found.add(tuple(launch.identity("sm_90") for launch in launches))
     assert len(found) == 1
 
 
@@ -153,11 +193,53 @@ def test_what_compiles_to_the_same_code_is_compiled_once():
 
 
 def test_tuned_kernels_do_not_spill():
-    """The models of most and of widest features, for Hopper; all models and four targets are `benchmarks.kernels --compile-only`."""
+    """The models of most and of widest features, for Hopper; all models and four targets are
+    `benchmarks.kernels --compile-only`.
+    """
     sizes = model_sizes(("gpt_7b", "gpt_175b"))
     assert {name for name, _ in sizes} == set(OPERATIONS)
     found = list(bench.compile_all(bench.variants(sizes, [torch.bfloat16], ["sm_90"]), 1))
     assert len(found) > 30 and not [kernel for kernel in found if kernel.fault]
+
+
+def test_programs_that_run_at_once_fit(monkeypatch):
+    """All kernels whose grid is sized by the number of multiprocessors, at the sizes of one model; and that a
+    launch of too many programs is a fault.
+    """
+    names = ("layer_norm with residual", "bias_gelu", "split_heads", "bias_dropout_residual")
+    sizes = [(name, size) for name, size in model_sizes(("gpt_124m",)) if name in names]
+    dtypes, targets = [torch.bfloat16, torch.float32], list(bench.OCCUPANCY)
+
+    def compile_resident() -> list["bench.Compiled"]:
+        variants = [variant for variant in bench.variants(sizes, dtypes, targets) if is_resident(variant)]
+        return list(bench.compile_all(variants, 1))
+
+    found = compile_resident()
+    assert {(kernel.variant.operation, kernel.kernel, kernel.resident) for kernel in found} == {
+        ("layer_norm with residual", "_backward_kernel", 4),
+        ("bias_gelu", "_backward_kernel", gelu.BACKWARD_PROGRAMS),
+        ("split_heads", "_join_kernel", split_heads.BACKWARD_PROGRAMS),
+        ("bias_dropout_residual", "_backward_kernel", dropout.BACKWARD_PROGRAMS),
+    }
+    assert len(found) == 4 * len(dtypes) * len(targets) and not [kernel for kernel in found if kernel.fault]
+    monkeypatch.setattr(gelu, "BACKWARD_PROGRAMS", 16)
+    faults = {kernel.variant.operation: kernel.fault for kernel in compile_resident() if kernel.fault}
+    assert faults.keys() == {"bias_gelu"}
+    assert faults["bias_gelu"].startswith("launches 16 programs a multiprocessor, of which ")
+
+
+def is_resident(variant: "bench.Variant") -> bool:
+    """Whether its grid is sized by the number of multiprocessors."""
+    launches = bench.launches_of(variant.operation, variant.size, variant.dtype)
+    return launches[variant.index].resident is not None
+
+
+def test_registers_are_limited_on_nvidia_alone():
+    """AMD's compiler rejects an option that it does not know."""
+    for target, limit in (("sm_90", 128), ("gfx942", None)):
+        _, backward, _ = bench.launches_of("layer_norm", Size(64, 768), torch.bfloat16, target)
+        assert backward.kernel.__name__ == "_backward_kernel"
+        assert backward.options.get("maxnreg") == limit
 
 
 def test_compile_table(capsys):
@@ -195,9 +277,8 @@ def test_a_fault_in_the_table_is_a_failure(monkeypatch, capsys):
         "1",
     ]
     assert kernels.main(arguments) == 1
-    assert (
-        "swiglu, _forward_kernel at 8192 × 11008 for sm_80: loads 128 bits at most" in capsys.readouterr().out
-    )
+    fault = "swiglu, _forward_kernel at 8192 × 11008 in bf16 for sm_80: loads 128 bits at most"
+    assert fault in capsys.readouterr().out
 
 
 def test_shares_and_goals():
@@ -223,20 +304,23 @@ def test_shares_and_goals():
 
 
 def test_bytes_that_must_be_moved():
-    """Of 2 heads of 4 queries and 4 keys a causal mask shows 20 scores of 32; AdamW's are those that its formula names."""
+    """Of 2 heads of 4 queries and 4 keys a causal mask shows 20 scores of 32; AdamW's
+    are those that its formula names.
+    """
     assert OPERATIONS["causal_softmax"].moved(Size(8, 4), 2) == ((20 + 32) * 2, (40 + 32) * 2)
-    assert OPERATIONS["adamw"].moved(Size(16, 1), 2)[0] == 16 * (
-        4 * 4 + 3 * 4 + 2
-    )  # reads g, p, m, v; writes p, m, v and a copy
+    # reads g, p, m, v; writes p, m, v and a copy
+    assert OPERATIONS["adamw"].moved(Size(16, 1), 2)[0] == 16 * (4 * 4 + 3 * 4 + 2)
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
 
 
 def test_dry_run(tmp_path):
-    """All that a run on a GPU does, but at tiny sizes: comparison with fp64, turns, tables, JSON and chart."""
+    """All that a run on a GPU does, but at tiny sizes: comparison with fp64, turns,
+    tables, JSON and chart.
+    """
     done = run_module("--dry-run", "--only", "swiglu", "adamw", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("kernels_dry_run_*.json")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.kernels import layernorm
+from megacore.kernels import layernorm, partial_sums
 from tests.kernel_checks import (
     INTERPRETED_TOLERANCE,
     TOLERANCE,
@@ -22,23 +22,20 @@ from tests.kernel_checks import (
 )
 
 EPS = 0.1  # large, so that a wrong one shows
-LONG = {
-    "MAX_BLOCK": 16,
-    "MAX_BACKWARD_BLOCK": 8,
-}  # what makes rows of 17 and 9 as long as ones of 16385 and 8193
+# what makes rows of 17 and 9 as long as ones of 16385 and 8193
+LONG = {"MAX_BLOCK": 16, "MAX_BACKWARD_BLOCK": 8}
 CASES: list[tuple[tuple[int, ...], dict[str, int]]] = [
     ((1, 7), {}),  # one row
     ((2, 3, 13), {}),
     ((5, 16), {}),  # exactly one block
-    ((37, 7), {"THREADS": 1}),  # backward: two rows a program's turn, three turns, the last one with one row
+    ((37, 7), {"THREADS": 1}),  # backward: two rows a program's turn, two turns, the last one with one row
     ((3, 53), LONG),
     ((2, 48), LONG),
     ((19, 17), {"MAX_BACKWARD_BLOCK": 8}),  # forward in one block, backward not, several turns
 ]
 FAULT = 1e-5
-TRITON_TOLERANCE = INTERPRETED_TOLERANCE | {
-    torch.float32: 4e-6
-}  # rsqrt's own error counts twice in the gradient
+# rsqrt's own error counts twice in the gradient
+TRITON_TOLERANCE = INTERPRETED_TOLERANCE | {torch.float32: 4e-6}
 
 
 def expected(rms: bool, s: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +66,9 @@ def error_against_fp64(
     sizes: dict[str, int] | None = None,
     parameters: torch.dtype | None = None,
 ) -> float:
-    """Largest error of results and gradients, relative to the largest value of each; `sizes` replace the module's own."""
+    """Largest error of results and gradients, relative to the largest value of each;
+    `sizes` replace the module's own.
+    """
     x, residual = seeded(shape, device, dtype) + 0.5, seeded(shape, device, dtype, seed=1) if adds else None
     weight = 1 + seeded(shape[-1:], device, parameters or dtype, seed=2, spread=0.3)
     bias = None if rms else seeded(shape[-1:], device, parameters or dtype, seed=3, spread=0.3)
@@ -89,7 +88,9 @@ def error_against_fp64(
 
 
 def kernels_run(device: str, features: int, rms: bool, sizes: dict[str, int]) -> list[tuple[str, Any, Any]]:
-    """Each kernel launched: its name, whether a row is one block, whether a program takes several rows at once."""
+    """Each kernel launched: its name, whether a row is one block, whether a
+    program takes several rows at once.
+    """
     with launches() as log:
         error_against_fp64(rms, True, "triton", device, (3, features), torch.float32, sizes)
     return [
@@ -99,10 +100,13 @@ def kernels_run(device: str, features: int, rms: bool, sizes: dict[str, int]) ->
 
 
 def check_corner_cases(device: str) -> None:
-    """Views, missing gradients and empty batches; rows that a naive variance loses; NaN where it was and nowhere else."""
+    """Views, missing gradients and empty batches; rows that a naive variance loses; NaN
+    where it was and nowhere else.
+    """
     for rms in (False, True):
         weight, bias = torch.ones(8, device=device, requires_grad=True), torch.zeros(8, device=device)
-        # Heads as they lie in the product of queries, keys and values; a transposed view; the gradient of a sum.
+        # Heads as they lie in the product of queries, keys and values; a transposed view; the gradient of a
+        # sum.
         qkv = seeded((2, 3, 5, 24), device).requires_grad_()
         turned = seeded((8, 6), device).requires_grad_()
         for leaf, view in ((qkv, qkv[..., 8:16]), (turned, turned.T)):
@@ -141,10 +145,9 @@ def check_corner_cases(device: str) -> None:
 
 
 def check_many_shares(device: str) -> None:
-    """More programs than the last kernel takes at a turn: a GPU has hundreds, the interpreter above eight."""
+    """More programs than the last kernel takes at a turn: a GPU has hundreds, the interpreter at most 16."""
     shares = seeded((2, 300, 37), device)
-    grads = torch.empty(2, 37, device=device)
-    layernorm._add_parts_kernel[(2, 2)](shares, grads, 300, 37, ROWS=128, BLOCK=32)
+    grads = partial_sums.add_parts(shares, torch.float32)
     torch.testing.assert_close(grads, shares.double().sum(1).float(), rtol=1e-5, atol=1e-5)
 
 
@@ -163,13 +166,13 @@ def test_triton_equals_fp64(interpreted, shape, sizes, rms, adds):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 def test_triton_in_16_bits(interpreted, rms, dtype):
-    """With weights of the same type and of fp32; statistics in 16 bits would show as an error of a few percent."""
+    """With weights of the same type and of fp32; statistics in 16 bits would show
+    as an error of a few percent.
+    """
     for shape, sizes, parameters in (((5, 53), {}, dtype), ((5, 53), LONG, torch.float32)):
         error = interpreted(error_against_fp64, rms, True, "triton", "cpu", shape, dtype, sizes, parameters)
-        assert error < 2 * INTERPRETED_TOLERANCE[dtype], (
-            shape,
-            sizes,
-        )  # the sum is rounded before the norm, which is again
+        # the sum is rounded before the norm, which is again
+        assert error < 2 * INTERPRETED_TOLERANCE[dtype], (shape, sizes)
 
 
 @needs_triton
@@ -239,20 +242,30 @@ def sound_error(device: str) -> float:
 @pytest.mark.parametrize(
     "right, wrong",
     [
-        ("other=0.0).to(tl.float32)).to(s.dtype)", "other=0.0).to(tl.float32) * 1.001).to(s.dtype)"),  # the residual
+        # the residual
+        ("other=0.0).to(tl.float32)).to(\n", "other=0.0).to(tl.float32) * 1.001).to(\n"),
         ("average = tl.sum(s, 1) / features", "average = tl.sum(s, 1) / (features + 0.01)"),
-        ("tl.rsqrt(tl.sum(s * s, 1) / features + eps)", "tl.rsqrt(tl.sum(s * s, 1) / features + 1.001 * eps)"),
+        (
+            "tl.rsqrt(tl.sum(s * s, 1) / features + eps)",
+            "tl.rsqrt(tl.sum(s * s, 1) / features + 1.001 * eps)",
+        ),
         ("average += step * (size / (start + size))", "average += step * 0.5"),
         ("step * step * (start *", "step * step * (1.01 * start *"),
         ("tl.rsqrt(squares / features + eps)", "tl.rsqrt(squares / features + 1.001 * eps)"),
-        ("tl.store(mean_g + row, tl.sum(sum_g, 0) / features)", "tl.store(mean_g + row, tl.sum(sum_g, 0) / (features + 0.1))"),
+        (
+            "tl.store(mean_g + row, tl.sum(sum_g, 0) / features)",
+            "tl.store(mean_g + row, tl.sum(sum_g, 0) / (features + 0.1))",
+        ),
         ("tl.sum(sum_gs, 0) / features", "tl.sum(sum_gs, 0) / (features + 0.1)"),
-        ("inner = tl.sum(g * x, 1)[:, None] / features", "inner = tl.sum(g * x, 1)[:, None] / (features + 0.1)"),
+        (
+            "inner = tl.sum(g * x, 1)[:, None] / features",
+            "inner = tl.sum(g * x, 1)[:, None] / (features + 0.1)",
+        ),
         ("ds -= tl.sum(g, 1)[:, None] / features", "ds -= tl.sum(g, 1)[:, None] / (features + 0.1)"),
         ("part_w += dy * x", "part_w += 1.001 * dy * x"),
         ("part_b += dy", "part_b += 1.001 * dy"),
     ],
-)  # fmt: skip
+)
 def test_the_check_catches_planted_faults(interpreted, right, wrong):
     """A constant that is a thousandth off is caught."""
     fault = interpreted(with_fault, "layernorm", right, wrong, worst_error, "cpu")
@@ -263,7 +276,9 @@ def test_the_check_catches_planted_faults(interpreted, right, wrong):
     "module, norm", [(layernorm.LayerNorm, torch.nn.LayerNorm), (layernorm.RMSNorm, torch.nn.RMSNorm)]
 )
 def test_modules_are_those_of_torch(module, norm):
-    """The same parameters under the same names, so that one's checkpoint loads into the other; the same result."""
+    """The same parameters under the same names, so that one's checkpoint loads
+    into the other; the same result.
+    """
     ours, theirs = module(12, eps=EPS), norm(12, eps=EPS)
     theirs.load_state_dict({name: seeded((12,), "cpu", seed=i) for i, name in enumerate(theirs.state_dict())})
     ours.load_state_dict(theirs.state_dict())

@@ -1,4 +1,6 @@
-"""Weight gradients that layers add straight to the engine's sums: the product alone, then whole models against plain autograd."""
+"""Weight gradients that layers add straight to the engine's sums: the product alone, then whole
+models against plain autograd.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,8 @@ from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
 TOKENS, OUTPUTS, INPUTS = 64, 24, 16
-# Of a sum of 64 products: 2^-53 and 2^-24 a rounding, some times; and in the mean square 2^-9 once, where the product is rounded to bf16.
+# Of a sum of 64 products: 2^-53 and 2^-24 a rounding, some times; and in the mean square 2^-9 once, where the
+# product is rounded to bf16.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-9}
 
 
@@ -47,7 +50,9 @@ def error_of_two_products(dtype: torch.dtype, device: str = "cpu") -> float:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_products_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is written, the second added; a product of bf16 is rounded once, or never where it is done in fp32."""
+    """The first is written, the second added; a product of bf16 is rounded once, or
+    never where it is done in fp32.
+    """
     monkeypatch.setattr(cpu, "WIDENED", set())
     assert error_of_two_products(dtype) < TOLERANCE[dtype]
     monkeypatch.setattr(cpu, "WIDENED", {torch.bfloat16})
@@ -55,7 +60,9 @@ def test_products_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_that_were_looked_up_add_up() -> None:
-    """A row that occurs often, or in two microbatches, counts each time; no part is rounded to the tokens' bf16."""
+    """A row that occurs often, or in two microbatches, counts each time; no part
+    is rounded to the tokens' bf16.
+    """
     main, exact = MainGradient(torch.full((5, 3), torch.nan)), torch.zeros(5, 3, dtype=torch.float64)
     for seed, rows in enumerate(([1, 4, 1, 1], [4, 0])):
         grad = torch.randn(len(rows), 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -66,7 +73,9 @@ def test_rows_that_were_looked_up_add_up() -> None:
 
 
 def test_rows_add_up_in_one_order_whatever_threads_do() -> None:
-    """A run repeats bitwise on a CPU, and tensor ranks' copies stay alike: each row's sum is that of its tokens one behind the other."""
+    """A run repeats bitwise on a CPU, and tensor ranks' copies stay alike: each row's sum is that of
+    its tokens one behind the other.
+    """
     generator = torch.Generator().manual_seed(0)
     grad, rows = torch.randn(2048, 64, generator=generator), torch.randint(4, (2048,), generator=generator)
     exact = torch.zeros(4, 64)
@@ -97,8 +106,9 @@ WHOLE = generators.build("1f1b", 1, 3)
 
 
 def gradients(path: str, overrides: str, plan: Plan | None = None) -> tuple[dict[str, Tensor], set[str]]:
-    """Of the second of two steps of three microbatches, by the native engine or, without a plan, by autograd alone; and the parameters
-    that autograd gives a gradient of their own."""
+    """Of the second of two steps of three microbatches, by the native engine or, without a plan, by autograd
+    alone; and the parameters that autograd gives a gradient of their own.
+    """
     config = load(path, ["train.precision=fp64", *overrides.split()]).config
     stage, given = whole_model(config), set()
     for name, parameter in stage.named_parameters():
@@ -138,7 +148,9 @@ MODELS = [
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("overrides", MODELS)
 def test_a_step_equals_plain_autograd(tmp_path: Path, overrides: str, plan: Plan) -> None:
-    """A weight's gradient that is lost, doubled, counted in the next step too, or made as a tensor of its own after all."""
+    """A weight's gradient that is lost, doubled, counted in the next step too, or made as
+    a tensor of its own after all.
+    """
     path = write_config(tmp_path, "unused", model={"num_layers": 2})
     right, _ = gradients(path, overrides)
     found, given = gradients(path, overrides, plan)
@@ -167,5 +179,29 @@ def test_a_compiled_graph_leaves_the_gradient_to_autograd() -> None:
 
 
 def test_a_cpu_is_not_asked_for_what_it_lacks() -> None:
-    """Where PyTorch learns to add products of bf16 in fp32 on a CPU, this says so, and docs/performance.md is to be measured again."""
+    """Where PyTorch learns to add products of bf16 in fp32 on a CPU, this says so, and
+    docs/performance.md is to be measured again.
+    """
     assert not adds_in_fp32("cpu", torch.bfloat16)
+
+
+def test_a_gpu_that_cannot_add_in_fp32_is_reported_once(monkeypatch, recwarn) -> None:
+    """Products are then rounded and added by another kernel: slower, and less exact."""
+    on_cpu = torch.zeros
+
+    def addmm(*args: object, **options: object) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nat a line of PyTorch")
+
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: on_cpu(*size, **options))
+    monkeypatch.setattr(torch, "addmm", addmm)
+    adds_in_fp32.cache_clear()
+    try:
+        answers = [adds_in_fp32("cuda", torch.bfloat16) for _ in range(2)]
+    finally:
+        adds_in_fp32.cache_clear()
+    assert answers == [False, False]
+    (warning,) = recwarn
+    assert str(warning.message) == (
+        "this GPU adds no product of torch.bfloat16 in fp32, so products are rounded first "
+        "(CUBLAS_STATUS_NOT_SUPPORTED)"
+    )

@@ -1,4 +1,6 @@
-"""Bytes of activations that a stage keeps, and needs while it works: what its layers do, each measured by itself (`measured.py`)."""
+"""Bytes of activations that a stage keeps, and needs while it works: what its layers do, each
+measured by itself (`measured.py`).
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ def layer_costs(config: Config, own: range, loads: Loads = BALANCED) -> list[tup
     """What each layer of a stage costs, given its inner ones: runs of equal layers, in order."""
     cost_of: Callable[..., LayerCost] = import_module("megacore.tools.choices.measured").cost_of
     last = config.model.num_layers
-    kinds = own if config.model.source is not None else [config.model.alike(layer) for layer in own]
+    kinds = own if config.model.is_custom else [config.model.alike(layer) for layer in own]
     alike = [(kind, len([*same])) for kind, same in groupby(zip(kinds, map(loads.get, own), strict=True))]
     runs = [
         *([((-1, None), 1)] if own.start == 0 else []),
@@ -43,15 +45,14 @@ def stage_activations(
     found, alike = [], dict[Hashable, StageActivations]()
     for own in stages:
         behind = own.stop == config.model.num_layers
-        blocks = own if config.model.source is not None else tuple(map(config.model.alike, own))
+        blocks = own if config.model.is_custom else tuple(map(config.model.alike, own))
         kind = (own.start == 0, blocks, behind, *map(loads.get, own))
         if kind in alike:
             found.append(alike[kind])
             continue
         runs = layer_costs(config, own, loads)
-        if (
-            config.train.offload_activations
-        ):  # of inner layers; beside the one at work, what another keeps is on its way
+        # of inner layers; beside the one at work, what another keeps is on its way
+        if config.train.offload_activations:
             ends = {0} if own.start == 0 else set()
             ends |= {len(runs) - 1} if behind else set()
             runs = [run if i in ends else (offloaded(run[0]), run[1]) for i, run in enumerate(runs)]
@@ -65,7 +66,9 @@ def offloaded(cost: LayerCost) -> LayerCost:
 
 
 def composed(runs: Sequence[tuple[LayerCost, int]], logits: int) -> StageActivations:
-    """The cost of layers that run one after the other, given as runs of equal ones; `logits`: what the last of a model keeps."""
+    """The cost of layers that run one after the other, given as runs of equal ones; `logits`:
+    what the last of a model keeps.
+    """
     kept, waiting = (sum(count * getattr(cost, what) for cost, count in runs) for what in ("kept", "waiting"))
     at_work, before, waiting_before = dict.fromkeys(runs[0][0].most, 0), 0, 0
     for cost, count in runs:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config import Config
-from megacore.config.source import source_of
+from megacore.config.source import blaming
 from megacore.distributed.topology import alone
 from megacore.errors import UserError
 from megacore.model.batch import Microbatch, Samples
@@ -29,17 +29,20 @@ Counted = tuple[Flops | None, ...]
 
 
 def counted_layers(config: Config) -> Counted | None:
-    """The operations a token that each layer of a model of the user's own executes: forward, and backward without `train.recompute`.
+    """The operations a token that each layer of a model of the user's own executes: forward, and
+    backward without `train.recompute`.
 
-    A None among them is megacore's own first or last layer. None instead of all if they do not run without content. On one rank, so
-    that all layouts count alike.
+    A None among them is megacore's own first or last layer. None instead of all if they do not run without
+    content. On one rank, so that all layouts count alike.
     """
     found = _of_config(config)
     return None if isinstance(found, str) else found
 
 
 def why_uncounted(config: Config) -> str:
-    """Why they do not run without content, for whoever can mend it: the line of the file, and what is wrong there."""
+    """Why they do not run without content, for whoever can mend it: the line of the
+    file, and what is wrong there.
+    """
     found = _of_config(config)
     assert isinstance(found, str), "they are counted"
     return found
@@ -55,10 +58,9 @@ def _counted(model: str, seq_len: int) -> Counted | str:
     config = resolve(
         {"model": json.loads(model), "train": {"seq_len": seq_len, "precision": "fp32"}}, [], "counting", 1
     ).config
-    source, layers = source_of(config), layers_of(config)
-    assert source is not None
+    layers = layers_of(config)
     try:
-        with source.blamed(", counting its products"):
+        with blaming(config, ", counting its products"):
             context, ends = context_of(config, layers), (Embedding, head_of(config))
             return tuple(
                 None if spec.kind in ends else _of_layer(config, layers, i, context)
@@ -110,7 +112,8 @@ def _of_layer(config: Config, layers: Layers, number: int, context: Context) -> 
 
     with FlopCounterMode(display=False) as forward:
         found = given()
-    # Each backward has a forward of its own: a loss writes its gradient over the logits, so there is no second one.
+    # Each backward has a forward of its own: a loss writes its gradient over the logits, so there is no
+    # second one.
     counts = [forward.get_total_flops(), _backward(found, inputs), _backward(given(), [*inputs, *parameters])]
     products, of_inputs, both = (count / context.seq_len for count in counts)
     return Flops(products, both, both - of_inputs)

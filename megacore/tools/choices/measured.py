@@ -1,13 +1,13 @@
-"""What a layer keeps, needs and sends for a microbatch, measured: the real layer runs once on `meta`, where tensors have no content.
+"""What a layer keeps, needs and sends for a microbatch, measured: the real layer runs once on `meta`,
+where tensors have no content.
 
-A layer is measured once for all layouts in which it is the same; what a stage or a step needs is composed of its layers
-(`activations.py`, `traffic.py`).
+A layer is measured once for all layouts in which it is the same; what a stage or a step needs is composed of
+its layers (`activations.py`, `traffic.py`).
 """
 
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import count
@@ -24,7 +24,7 @@ from megacore.config import Config
 from megacore.config.engine import EngineConfig
 from megacore.config.implied import attention_of, splits_backward
 from megacore.config.schema import DataConfig
-from megacore.config.source import source_of
+from megacore.config.source import blaming
 from megacore.distributed.axes import AXES
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import Communicator, Group, observed
@@ -184,10 +184,12 @@ class Taken(torch.autograd.Function):
 
 
 def cost_of(config: Config, layer: int, load: BlockLoad | None = None) -> LayerCost:
-    """What a layer costs, by its number in the model's list, with this load of its experts or a balanced one. Raises `ConfigError` if it is
-    a user's own, and does not run on `meta`."""
+    """What a layer costs, by its number in the model's list, with this load of its experts or a balanced one.
+
+    Raises `ConfigError` if it is a user's own, and does not run on `meta`.
+    """
     own = by_itself(config)
-    if config.model.source is not None:
+    if config.model.is_custom:
         layer = _alike(on_one_rank(own))[layer]
     elif 0 < layer <= config.model.num_layers:
         layer = 1 + config.model.alike(layer - 1)
@@ -196,7 +198,10 @@ def cost_of(config: Config, layer: int, load: BlockLoad | None = None) -> LayerC
 
 @cache
 def _alike(config: Config) -> tuple[int, ...]:
-    """For each layer of a model of the user's own the first of its class that does the same. Others may differ in all."""
+    """For each layer of a model of the user's own the first of its class that does the same.
+
+    Others may differ in all.
+    """
     first: list[tuple[int, object, LayerCost]] = []
     found = []
     for number, spec in enumerate(layers_of(config)):
@@ -209,7 +214,9 @@ def _alike(config: Config) -> tuple[int, ...]:
 
 @cache
 def first_trained(config: Config) -> int:
-    """The first layer with a parameter that is not frozen: what stands before it hands on no tensor with a gradient."""
+    """The first layer with a parameter that is not frozen: what stands before it
+    hands on no tensor with a gradient.
+    """
     layers, where = layers_of(config), (config, alone(config), DTYPES[config.train.precision], META)
     trained = (
         any(parameter.requires_grad for parameter in spec.build(*where).parameters()) for spec in layers
@@ -225,15 +232,16 @@ def on_one_rank(own: Config) -> Config:
 
 
 def by_itself(config: Config) -> Config:
-    """The config with what a layer's cost depends on, and nothing else: the same for all layouts in which its layers are the same."""
+    """The config with what a layer's cost depends on, and nothing else: the same for all layouts in
+    which its layers are the same.
+    """
     model, train, parallel, c = config.model, config.train, config.parallel, config.parallel.context
     method = context_method_of(config) if c > 1 else "gather"
     experts = (
         parallel.expert * (parallel.expert_tensor or parallel.tensor) if model.num_experts is not None else 1
     )
-    data = experts // gcd(
-        experts, parallel.context * parallel.tensor
-    )  # the fewest from which experts can have their ranks
+    # the fewest from which experts can have their ranks
+    data = experts // gcd(experts, parallel.context * parallel.tensor)
     axes = {"pipeline": 1, "data": data, "chunks": 1, "schedule": "1f1b", "context_method": method}
     layer = {"attention": attention_of(config), "kernels": "triton" if fuses(config) else "eager"}
     device = train.device if train.device == "cpu" else "cuda"
@@ -273,12 +281,7 @@ class _Run:
         """`split`: its backward runs in two parts."""
         watch, layers = LayerWatch(), layers_of(config)
         mesh = Unconnected(config, Observers([watch]))
-        source = source_of(config)
-        blamed = (
-            nullcontext()
-            if source is None
-            else source.blamed(f", {layers[layer].name} on tensors without content")
-        )
+        blamed = blaming(config, f", {layers[layer].name} on tensors without content")
         with blamed, on_meta(config.train.device, watch.launched), watch:
             stage, queue = Stage(config, range(layer, layer + 1), mesh, META, layers), WeightGradQueue()
             stage.compute_on(META)
@@ -289,7 +292,7 @@ class _Run:
                     _sum_elsewhere(parameter, queue if config.engine.kind == "native" else None)
             own, recompute = stage.layers[0], config.train.recompute == "full" and stage.layers == stage.inner
             start = torch.empty(
-                (), device=META, requires_grad=not config.model.source or layer > first_trained(config)
+                (), device=META, requires_grad=not config.model.is_custom or layer > first_trained(config)
             )
             losses = {
                 loss.name: torch.empty((), dtype=_loss_dtype(config), device=META) for loss in own.losses
@@ -297,8 +300,12 @@ class _Run:
             context = stage.context(batch_on_meta(config, layers), gradients=losses)
 
             def forward() -> None:
-                flow = {name: Given.apply(start, stage.takes[name].shape(config), DTYPES[stage.takes[name].precision(config)])
-                        for name in own.reads}  # fmt: skip
+                flow = {
+                    name: Given.apply(
+                        start, stage.takes[name].shape(config), DTYPES[stage.takes[name].precision(config)]
+                    )
+                    for name in own.reads
+                }
                 found = dict[str, Tensor]()
                 run(own, flow, found, context, recompute=recompute)
                 given = [flow[name] for name in own.writes if flow[name].requires_grad]
@@ -326,15 +333,19 @@ class _Run:
 
 
 def mixtures_of(stage: nn.Module) -> Iterator[tuple[int, MixtureOfExperts]]:
-    """The mixtures of experts of a stage's blocks, with the blocks' numbers. One that a layer of the user's own has elsewhere is passed
-    over."""
+    """The mixtures of experts of a stage's blocks, with the blocks' numbers.
+
+    One that a layer of the user's own has elsewhere is passed over.
+    """
     for name, module in stage.named_modules():
         if isinstance(module, MixtureOfExperts) and (found := re.match(r"blocks\.(\d+)\.", name)):
             yield int(found[1]), module
 
 
 def _sum_elsewhere(parameter: nn.Parameter, queue: WeightGradQueue | None) -> None:
-    """Gives the parameter a sum of its gradients, as the native engine does if there is a queue; what autograd makes of it is freed."""
+    """Gives the parameter a sum of its gradients, as the native engine does if there is a queue; what
+    autograd makes of it is freed.
+    """
 
     def freed(parameter: Tensor) -> None:
         parameter.grad = None

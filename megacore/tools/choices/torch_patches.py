@@ -1,6 +1,8 @@
-"""All that this project replaces in PyTorch, and in Triton: functions that refuse tensors on `meta`, or do there what no GPU does.
+"""All that this project replaces in PyTorch, and in Triton: functions that refuse tensors on
+`meta`, or do there what no GPU does.
 
-Only dry runs do so, each within a context. Everything else that watches a run is an observer (`distributed/observer.py`).
+Only dry runs do so, each within a context. Everything else that watches a run is an observer
+(`distributed/observer.py`).
 """
 
 import sys
@@ -42,8 +44,11 @@ class DeviceOnMeta:
 
 
 class Light(ModuleType):
-    """Stands for a module with the few names that operations on `meta` take of it. Asked for another, it makes way for all that these
-    stand for. Names such as `__file__` do not count: `inspect` asks them of every module, also in the middle of an import."""
+    """Stands for a module with the few names that operations on `meta` take of it.
+
+    Asked for another, it makes way for all that these stand for. Names such as `__file__` do not count:
+    `inspect` asks them of every module, also in the middle of an import.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -56,8 +61,10 @@ class Light(ModuleType):
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Within, operations on `meta` do not load PyTorch's compiler and sympy, which takes more than a second. They do so only to keep the
-    compiler away from themselves, and to find that their sizes are plain numbers."""
+    """Within, operations on `meta` do not load PyTorch's compiler and sympy, which takes more than a second.
+
+    They do so only to keep the compiler away from themselves, and to find that their sizes are plain numbers.
+    """
     kept_away, contents = list[Any](), dict[str, dict[str, Any]]()
 
     def disable(function: Any, *_: Any, **__: Any) -> Any:
@@ -99,7 +106,10 @@ def without_compiler() -> Iterator[None]:
 def on_meta(
     device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = lambda _: None
 ) -> Iterator[None]:
-    """Within, a model's step runs on `meta` as on this type of device. `launched` hears of kernels' arguments."""
+    """Within, a model's step runs on `meta` as on this type of device.
+
+    `launched` hears of kernels' arguments.
+    """
     with without_compiler(), ExitStack() as stack:
         # It chooses its kernel by the device, and would take the formula, which keeps all scores.
         stack.enter_context(
@@ -108,14 +118,16 @@ def on_meta(
         # PyTorch keeps its compiler away from it, and would load that first, which takes seconds.
         stack.enter_context(mock.patch.object(stage, "checkpoint", unwrap(checkpoint)))
         if device == "cpu":
-            stack.enter_context(
-                mock.patch.dict(SHORTEST, {"meta": SHORTEST["cpu"]})
-            )  # of the chunks of a loss
+            # of the chunks of a loss
+            stack.enter_context(mock.patch.dict(SHORTEST, {"meta": SHORTEST["cpu"]}))
         else:
-            # PyTorch has a kernel of its own there, which keeps what it reads: as a layernorm's, which has a number a row more.
+            # PyTorch has a kernel of its own there, which keeps what it reads: as a layernorm's, which has a
+            # number a row more.
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
         # It asks whether the backend of the tensors' device has batches: `meta` has no backend.
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
+        # PyTorch 2.11 cannot add a 16-bit product to an fp32 sum on `meta`, though it can on a GPU.
+        stack.enter_context(mock.patch.object(torch, "addmm", addmm))
         # PyTorch looks a device's streams and events up in the module of its name, which `meta` has not.
         stack.enter_context(mock.patch.object(torch, "meta", DeviceOnMeta(), create=True))
         # A launched kernel would read memory, and there is none.
@@ -130,6 +142,15 @@ def rms_norm(
     return F.layer_norm(x, shape, weight, None, 1e-5 if eps is None else eps)
 
 
+def addmm(
+    total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any
+) -> Tensor:
+    """Replaces `torch.addmm`: with `out_dtype` it runs the product alone, of the same shapes and result."""
+    if out_dtype is None:
+        return plain_addmm(total, a, b, **options)
+    return torch.mm(a, b, out_dtype=out_dtype, out=options.get("out"))
+
+
 def kernel_class() -> type:
     """That of kernels, each of which is launched by `run`."""
     if dispatch.triton is None:
@@ -141,28 +162,29 @@ def kernel_class() -> type:
 
 @contextmanager
 def fsdp_on_meta(freed: Callable[[Tensor], None], made: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within, PyTorch's FSDP2 divides and gathers tensors on `meta`, which it refuses before it begins: they are on no device that runs.
-    `freed` and `made` are told of tensors whose memory it gives back while they live, before, and gets again, behind that.
+    """Within, PyTorch's FSDP2 divides and gathers tensors on `meta`, which it refuses before it begins: they
+    are on no device that runs. `freed` and `made` are told of tensors whose memory it gives back while they
+    live, before, and gets again, behind that.
 
     Raises `ConfigError` if this PyTorch has not what is replaced.
     """
-    from torch.distributed.fsdp._fully_shard import (
-        _fsdp_param,
-        _fsdp_param_group,
-    )  # DTensor: seconds that no other run should wait
+    # DTensor: seconds that no other run should wait
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
-    names = ((_fsdp_param, "free_storage"), (_fsdp_param, "alloc_storage"), (_fsdp_param_group, "alloc_storage"),
-             (_fsdp_param_group, "FSDPParamGroup"))  # fmt: skip
+    names = (
+        (_fsdp_param, "free_storage"),
+        (_fsdp_param, "alloc_storage"),
+        (_fsdp_param_group, "alloc_storage"),
+        (_fsdp_param_group, "FSDPParamGroup"),
+    )
     if not all(hasattr(module, name) for module, name in names):
         raise ConfigError(
             "engine.kind",
             f"a dry run does not know the FSDP2 of PyTorch {torch.__version__}",
             "native, or PyTorch 2.13",
         )
-    free, make = (
-        _fsdp_param.free_storage,
-        _fsdp_param.alloc_storage,
-    )  # FSDP2 empties a gathered tensor's storage, and fills it again
+    # FSDP2 empties a gathered tensor's storage, and fills it again
+    free, make = _fsdp_param.free_storage, _fsdp_param.alloc_storage
 
     def freeing(tensor: Tensor) -> None:
         freed(tensor)
@@ -177,9 +199,8 @@ def fsdp_on_meta(freed: Callable[[Tensor], None], made: Callable[[Tensor], None]
         mock.patch.object(_fsdp_param, "alloc_storage", making),
         mock.patch.object(_fsdp_param_group, "alloc_storage", making),
         mock.patch.object(torch.accelerator, "current_stream", DeviceOnMeta),  # there is no accelerator
-        mock.patch.object(
-            _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None
-        ),  # the refusal itself
+        # the refusal itself
+        mock.patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
     ):
         yield
 
@@ -194,7 +215,9 @@ def attention(
     enable_gqa: bool = False,
     **_: Any,
 ) -> Tensor:
-    """The kernel that `scaled_dot_product_attention` takes on a GPU, which keeps no scores; on `meta` it would take the formula."""
+    """The kernel that `scaled_dot_product_attention` takes on a GPU, which keeps no scores; on
+    `meta` it would take the formula.
+    """
     if q.dtype == torch.float64:
         return plain_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if q.dtype in FLASH and v.shape[-1] == q.shape[-1] <= FLASH_HEAD:
@@ -217,8 +240,11 @@ def on_cpu(
 
 
 plain_attention = F.scaled_dot_product_attention
+plain_addmm = torch.addmm
 
 
 def one_by_one(batch: list[dist.P2POp]) -> list[dist.Work]:
-    """Stands for `dist.batch_isend_irecv`, which asks whether the backend of the tensors' device has batches: `meta` has no backend."""
+    """Stands for `dist.batch_isend_irecv`, which asks whether the backend of the tensors' device has
+    batches: `meta` has no backend.
+    """
     return [operation.op(operation.tensor, operation.peer, group=operation.group) for operation in batch]

@@ -16,8 +16,10 @@ from megacore.tools.machine.gpu import set_up_environment
 
 
 def take_device(config: Config, place: RankInfo) -> torch.device:
-    """Picks the device that this rank computes on, and sets up the process for it. Raises `ConfigError` as `pick_device`, and if the
-    environment excludes what the config asks for."""
+    """Picks the device that this rank computes on, and sets up the process for it.
+
+    Raises `ConfigError` as `pick_device`, and if the environment excludes what the config asks for.
+    """
     device = pick_device(config, place)
     set_up_device(config, place, device)
     return device
@@ -52,14 +54,17 @@ def pick_device(config: Config, place: RankInfo) -> torch.device:
     if place.local_rank >= visible > 1:
         wrong = f"local rank {place.local_rank} has no GPU of its own: this machine has {visible}"
         raise ConfigError("train.device", wrong, "at most one rank a GPU, or cpu")
-    # A launcher may show each rank only its own GPU, as Slurm does with --gpus-per-task=1. `claim` tells that from one GPU for all.
+    # A launcher may show each rank only its own GPU, as Slurm does with --gpus-per-task=1. `claim` tells that
+    # from one GPU for all.
     device = torch.device("cuda", place.local_rank if place.local_rank < visible else 0)
     use_device(device)
     return device
 
 
 def set_up_device(config: Config, place: RankInfo, device: torch.device) -> None:
-    """Sets up this process to compute on `device`; to be called before the first group and the first product."""
+    """Sets up this process to compute on `device`; to be called before the first group
+    and the first product.
+    """
     if device.type == "cpu":
         set_up_cpu(config, place.local_world_size)
     else:
@@ -73,9 +78,12 @@ def set_up_device(config: Config, place: RankInfo, device: torch.device) -> None
 
 
 def take_flash_attention_3(device: torch.device) -> bool:
-    """Lets FlashAttention be version 3 wherever PyTorch calls it, if that is installed and the GPU is a Hopper; returns whether it is.
+    """Replaces PyTorch's FlashAttention 2 with version 3 on a Hopper GPU where the package
+    `flash_attn_interface` is installed; returns whether it was replaced.
 
-    It is a package of its own, `flash_attn_interface`. PyTorch's own FlashAttention is version 2.
+    Only PyTorch's flash operations change. On Hopper `scaled_dot_product_attention` takes cuDNN's kernel
+    first, so version 3 computes what cuDNN does not take, and the calls of many documents (`varlen.py`),
+    which are flash operations themselves.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if (
