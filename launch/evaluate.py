@@ -1,4 +1,7 @@
-"""Measures a trained or imported model on a prepared corpus: nats a token, perplexity, bits a byte. In any layout."""
+"""Measures a trained or imported model on a prepared corpus: nats a token, perplexity, bits a byte.
+
+In any layout.
+"""
 
 import argparse
 import math
@@ -6,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
@@ -24,15 +26,17 @@ if TYPE_CHECKING:
     from megacore.train.evaluation import Evaluation
 
 EXAMPLE = "python launch/evaluate.py --checkpoint runs/quickstart --data data/stdlib_valid"
-MORE = """Every token of the corpus but its first is a target, predicted from those before it in its window of train.seq_len.
-A run with data.document_mask is measured with it: the first token of a document is no target, and those before it are not seen.
-So is one with data.packing=best_fit: windows then hold whole documents.
+MORE = """Every token of the corpus but its first is a target, predicted from those before it in its window of
+train.seq_len. A run with data.document_mask is measured with it: the first token of a document is no target,
+and those before it are not seen. So is one with data.packing=best_fit: windows then hold whole documents.
   nats a token  = sum over targets of -ln p(target) / targets     the validation loss of a training log
   perplexity    = exp(nats a token)
   bits a byte   = sum over targets of -log2 p(target) / bytes of UTF-8 text that the targets spell
-A run's own validation reads train.eval_batches batches: --batches with that number gives its figure. The precision is the
-run's; overrides change it (train.precision=fp32) and name a layout, whose ranks a launcher starts:
-  torchrun --nproc-per-node 4 launch/evaluate.py --checkpoint runs/quickstart parallel.tensor=2 parallel.pipeline=2"""
+A run's own validation reads train.eval_batches batches: --batches with that number gives its figure. The
+precision is the run's; overrides change it (train.precision=fp32) and name a layout, whose ranks a launcher
+starts:
+  torchrun --nproc-per-node 4 launch/evaluate.py --checkpoint runs/quickstart parallel.tensor=2
+  parallel.pipeline=2"""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -103,7 +107,9 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
 
 
 def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
-    """The bytes of text that each token of the model stands for, ``[vocab]``; None if the run names no tokenizer."""
+    """The bytes of text that each token of the model stands for, ``[vocab]``;
+    None if the run names no tokenizer.
+    """
     from megacore.tools.corpora import Sidecar
     from megacore.tools.text.tokenizer import load_tokenizer
 
@@ -119,7 +125,10 @@ def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
     for corpus in samples.corpora:
         known = Sidecar.load(corpus.prefix)
         if known is not None and known.vocab_size != tokenizer.vocab_size:
-            wrong = f"was prepared with {known.tokenizer} of {known.vocab_size} tokens, and {name} has {tokenizer.vocab_size}"
+            wrong = (
+                f"was prepared with {known.tokenizer} of {known.vocab_size} tokens, and {name} has "
+                f"{tokenizer.vocab_size}"
+            )
             raise DataError(corpus.prefix, wrong, f"a corpus prepared with {name}")
     return [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)] + [0] * (
         vocab_size - tokenizer.vocab_size
@@ -146,9 +155,8 @@ def report(
         "bytes": evaluation.text_bytes or None,
         "nats_per_token": evaluation.loss,
         "perplexity": perplexity,
-        "bits_per_byte": bits / evaluation.text_bytes
-        if evaluation.text_bytes
-        else None,  # can be compared between tokenizers
+        # can be compared between tokenizers
+        "bits_per_byte": bits / evaluation.text_bytes if evaluation.text_bytes else None,
     }
     table = Table(show_header=False)
     for name, value in figures.items():

@@ -8,9 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
@@ -20,11 +19,14 @@ from megacore.tools.cli import INTERRUPTED, Parser, StdoutLost, add_weights, cou
 from megacore.tools.settings.load import resolve
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
-MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.
-  torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b parallel.tensor=2 parallel.pipeline=2
+MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a
+launcher starts the ranks.
+  torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b parallel.tensor=2
+  parallel.pipeline=2
 Context ranks divide a long prompt, and what is kept of it: parallel.context=2.
-The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
-If a text grows longer than the model's positions (model.max_positions), the model reads its last half again and goes on."""
+The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says
+otherwise. If a text grows longer than the model's positions (model.max_positions), the model reads its last
+half again and goes on."""
 
 MOST_PROMPT = 64 << 20  # bytes
 
@@ -42,7 +44,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="the text to go on from (default: a newline); several, for a text each",
     )
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text; - is standard input")
-    more = 'a file with a prompt in each line: as it stands, or, in a .jsonl, a JSON string or {"prompt": …}; - is standard input'
+    more = (
+        'a file with a prompt in each line: as it stands, or, in a .jsonl, a JSON string or {"prompt": '
+        "…}; - is standard input"
+    )
     prompt.add_argument("--prompts", metavar="FILE", help=more)
     parser.add_argument(
         "--samples",
@@ -192,12 +197,16 @@ def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> 
 
 
 def text_config(sections: dict[str, Any], overrides: list[str], device: str, world_size: int) -> Config:
-    """The checkpoint's config in the layout of the overrides. Raises `ConfigError` if that layout cannot generate text."""
+    """The checkpoint's config in the layout of the overrides.
+
+    Raises `ConfigError` if that layout cannot generate text.
+    """
     model = sections["model"]
     positions = model.get("max_positions") or sections["train"].get("seq_len")
     raw = {
         "model": model,
-        # Batches mean nothing here; these fit any number of ranks, so that a wrong one is refused below, for what it is.
+        # Batches mean nothing here; these fit any number of ranks, so that a wrong one is refused below, for
+        # what it is.
         "train": {
             "seq_len": positions,
             "precision": "fp32",
@@ -211,7 +220,10 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
     if config.parallel.data != 1:
         parallel = config.parallel
         context = f" × context {parallel.context}" if parallel.context > 1 else ""
-        wrong = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{context}, and {world_size} ranks started"
+        wrong = (
+            f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{context}, and {world_size} "
+            "ranks started"
+        )
         raise ConfigError(
             "parallel", wrong, f"one text has one data rank: tensor × pipeline × context = {world_size}"
         )
@@ -225,17 +237,20 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
 
 
 def for_length(config: Config, length: int) -> Config:
-    """The config with no more positions than a text of this length needs: tables and caches are made for each."""
+    """The config with no more positions than a text of this length needs: tables and caches are made for
+    each of `train.seq_len`.
+
+    A class of `model.hf` keeps its own number, from which it may compute frequencies.
+    """
     even = 2 * config.parallel.context  # pieces of one length
     positions = -(-length // even) * even
-    if config.model.position != "rope" or positions >= config.max_positions:
+    model = config.model
+    if (model.position != "rope" and model.hf is None) or positions >= config.max_positions:
         return config
-    model, train = config.model, config.train
-    sizes = {
-        "model": model.model_copy(update={"max_positions": positions}),
-        "train": train.model_copy(update={"seq_len": positions}),
-    }
-    return config.model_copy(update=sizes)
+    sections: dict[str, Any] = {"train": config.train.model_copy(update={"seq_len": positions})}
+    if model.hf is None:
+        sections["model"] = model.model_copy(update={"max_positions": positions})
+    return config.model_copy(update=sections)
 
 
 class Output:
@@ -246,12 +261,13 @@ class Output:
         self.begun = 0
         self.lost: StdoutLost | None = None  # its reader, such as head, has enough
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(
-                errors="replace"
-            )  # a terminal need not know every character that a model writes
+            # a terminal need not know every character that a model writes
+            sys.stdout.reconfigure(errors="replace")
 
     def begin(self, prompt: str, seed: int) -> None:
-        """Begins a text, whose prompt is printed with its first token: a layer may refuse the layout before."""
+        """Begins a text, whose prompt is printed with its first token: a layer may
+        refuse the layout before.
+        """
         self.begun += 1
         self.prompt, self.seed, self.text = prompt, seed, ""
         self.due = (f"--- text {self.begun} of {self.texts}\n" if self.texts > 1 else "") + prompt
@@ -285,7 +301,10 @@ class Output:
 
 
 def run(argv: list[str], place: RankInfo) -> int:
-    """Generates, as one of the ranks; rank 0 prints the texts. Returns the exit status, or raises `UserError`."""
+    """Generates, as one of the ranks; rank 0 prints the texts.
+
+    Returns the exit status, or raises `UserError`.
+    """
     args = parse(argv)
 
     import torch
@@ -333,7 +352,10 @@ def run(argv: list[str], place: RankInfo) -> int:
         config = settled_alone(for_length(config, max(map(len, encoded)) + args.tokens))
         stages = [stage.eval() for stage in build_stages(config, mesh)]
         load_weights(reader, stages)
-        decoder, output = Decoder(stages, mesh), Output(place, number * args.samples, args.json)
+        decoder, output = (
+            Decoder(stages, mesh, config.train.seq_len),
+            Output(place, number * args.samples, args.json),
+        )
         for (prompt, tokens), seed in product(
             zip(prompts, encoded, strict=True), range(args.seed, args.seed + args.samples)
         ):

@@ -1,4 +1,6 @@
-"""Turns InstructLab's config.yaml into a config of megacore: its section `train`, for an imported model and prepared conversations."""
+"""Turns InstructLab's config.yaml into a config of megacore: its section `train`, for an imported
+model and prepared conversations.
+"""
 
 import argparse
 import json
@@ -6,16 +8,19 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.tools.cli import Parser, exit_with
 
-EXAMPLE = "python launch/instructlab.py ~/.config/instructlab/config.yaml --run runs/granite --data data/skills --output granite.json"
-MORE = """Before it come two commands: one imports the model (launch/checkpoint.py import MODEL --format hf --output runs/granite), one
-prepares the conversations (launch/prepare.py --chat --input skills.jsonl --output data/skills --tokenizer runs/granite/tokenizer/...).
-Every key of the recipe becomes a setting, or is told by name with the reason why it is none, or is refused."""
+EXAMPLE = (
+    "python launch/instructlab.py ~/.config/instructlab/config.yaml --run runs/granite --data "
+    "data/skills --output granite.json"
+)
+MORE = """Before it come two commands: one imports the model (launch/checkpoint.py import MODEL --format hf
+--output runs/granite), one prepares the conversations (launch/prepare.py --chat --input skills.jsonl --output
+data/skills --tokenizer runs/granite/tokenizer/...). Every key of the recipe becomes a setting, or is told by
+name with the reason why it is none, or is refused."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -38,9 +43,8 @@ def run(argv: list[str]) -> None:
 
     check_output("--output", args.output)
     sections, notes, processes = converted(read_recipe(args.recipe), args.run, args.data)
-    resolve(
-        json.loads(json.dumps(sections)), [], Path(args.output).stem, processes
-    )  # refused now what would be refused there
+    # refused now what would be refused there
+    resolve(json.loads(json.dumps(sections)), [], Path(args.output).stem, processes)
     write_json("--output", args.output, sections)
     for note in notes:
         print(note)

@@ -31,7 +31,7 @@ from megacore.tools.planner.devices import (
     links_warning,
     read_cluster,
     read_device,
-)  # fmt: skip
+)
 from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.own_layout import fit_text, step_report
@@ -53,22 +53,13 @@ CLUSTER = "dgx_h100"  # whose links one device does not use
 AMOUNTS = ("memory_gib", "tokens", "price")  # options that are a number above 0
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
-KNOWN_GROUPS = (
-    "tp",
-    "cp",
-    "dp",
-    "dp within a host",
-    "dp between hosts",
-    "shard",
-    "replicate",
-    "pp",
-    "tied",
-)  # columns, in this order
+# columns, in this order
+KNOWN_GROUPS = ("tp", "cp", "dp", "dp within a host", "dp between hosts", "shard", "replicate", "pp", "tied")
 OF_ALL = ("loss", "norm")  # a few numbers, which have no column
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
-EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of the fullest tensor rank at
-its peak. The bubble is simulated with each stage's FLOPs as its time."""
+EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of
+the fullest tensor rank at its peak. The bubble is simulated with each stage's FLOPs as its time."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -90,7 +81,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--cluster",
         "--links",
         metavar="NAME",
-        help=f"adds seconds to what is sent, and with --device the predicted step: {', '.join(cluster_names())}, or a file",
+        help="adds seconds to what is sent, and with --device the predicted step: "
+        f"{', '.join(cluster_names())}, or a file",
     )
     parser.add_argument(
         "--calibrate",
@@ -156,7 +148,7 @@ def report(
     """Prints the plan."""
     from rich.console import Console
 
-    if config.model.source is not None and counted_layers(config) is None:
+    if config.model.is_custom and counted_layers(config) is None:
         from megacore.tools.dry_run import own_model
 
         own_model.report(config)
@@ -176,7 +168,7 @@ def report(
     console = Console(
         highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120
     )
-    source = "" if config.model.source is None else f", of the layers of {config.model.source}"
+    source = f", of the layers of {config.model.custom_name}" if config.model.is_custom else ""
     console.print(f"parameters    {parameters(config):,}{source}")
     console.print(f"ranks         {world} = {parallel.described()}")
     console.print("\n".join(f"batch         {line}" for line in batch_equations(config)))
@@ -187,7 +179,8 @@ def report(
     if device:
         peak = device.peak_flops[train.precision]
         console.print(
-            f"step time     at least {makespan / peak:.4g} s on {device.name}: the bubble, and every product at the dense peak of "
+            f"step time     at least {makespan / peak:.4g} s on {device.name}: the bubble, and every "
+            "product at the dense peak of "
             f"{peak / 1e12:g} TFLOP/s in {train.precision}; without memory traffic and communication"
         )
     console.print()
@@ -197,7 +190,10 @@ def report(
     console.print(peak_text(config, memories) + fit_text(config, device, memory_gib, routing))
     if config.model.num_experts is not None:
         balanced = "those of a balanced load: each expert gets as many tokens"
-        fullest = "those of the rank of each stage that gets most rows, in the step of that run in which it got most"
+        fullest = (
+            "those of the rank of each stage that gets most rows, in the step of that run in which "
+            "it got most"
+        )
         console.print(f"\nMemory and traffic are {balanced if routing is None else fullest}.")
     if world > 1 and config.engine.kind != "deepspeed":
         console.print(traffic_table(config, cluster, host_size, loads))
@@ -220,7 +216,10 @@ def stage_table(config: Config, memories: Sequence[RankMemory]) -> "Table":
     ]
     unit, size = ("GiB", 2**30) if max(m.total for m in memories) >= 2**30 else ("MiB", 2**20)
     flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
-    caption = f"Each pipeline rank at its peak, in {unit}. activ.: kept for backward; working: what the action at the peak needs;\n"
+    caption = (
+        f"Each pipeline rank at its peak, in {unit}. activ.: kept for backward; working: what the "
+        "action at the peak needs;\n"
+    )
     caption += f"sends: messages under way; {flop}: forward and backward of a microbatch."
     table = Table(
         caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
@@ -288,7 +287,8 @@ def peak_text(config: Config, memories: Sequence[RankMemory]) -> str:
             for name in ("context", "communicators", "fragmentation")
         )
         lines.append(
-            f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured)."
+            f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} "
+            "(assumed, not measured)."
         )
     return "\n".join(lines) + "\n"
 
@@ -299,13 +299,18 @@ def one_level(config: Config, host_size: int) -> str:
     if config.engine.reduce_levels == 1 or data == 1 or data_ranks_of_a_host(config, host_size) > 1:
         return ""
     each = host_size // config.parallel.tensor
-    return f"engine.reduce_levels=2 sums in one level here: a host of {host_size} ranks (--host-size) has {each} of {data} data ranks."
+    return (
+        f"engine.reduce_levels=2 sums in one level here: a host of {host_size} ranks (--host-size) has "
+        f"{each} of {data} data ranks."
+    )
 
 
 def traffic_table(
     config: Config, cluster: Cluster | None, host_size: int, loads: Loads = BALANCED
 ) -> "Table":
-    """A table of what each rank of the pipeline sends in a step, by group; over a cluster's links also the time, without overlap."""
+    """A table of what each rank of the pipeline sends in a step, by group; over a cluster's links
+    also the time, without overlap.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -315,7 +320,10 @@ def traffic_table(
     if cluster is not None:
         machine = Machine(DeviceSpec("none", {}), cluster, profile("megacore"))  # asked for links alone
         seconds = [seconds_by_group(transfers, config, machine) for transfers in traffic]
-        caption = f"Sent by each rank of the pipeline in a step, in MB;\nand in seconds over {cluster.name}, one transfer after the other."
+        caption = (
+            "Sent by each rank of the pipeline in a step, in MB;\nand in seconds over "
+            f"{cluster.name}, one transfer after the other."
+        )
     table = Table(
         caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
     )
@@ -402,7 +410,10 @@ def run(argv: list[str]) -> int:
                 f"--{name}", "days and money follow from a predicted step", "also --device and --cluster"
             )
     if args.routing is not None and args.device is None and args.memory_gib is None and args.dry_run is None:
-        wrong = "a run's loads decide how long a step takes and whether the fullest rank's memory suffices, and no device is named"
+        wrong = (
+            "a run's loads decide how long a step takes and whether the fullest rank's memory "
+            "suffices, and no device is named"
+        )
         raise ConfigError(
             "--routing",
             wrong,
@@ -410,7 +421,7 @@ def run(argv: list[str]) -> int:
         )
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
-    if config.model.source is not None:
+    if config.model.is_custom:
         check_source(config, args)
     if None not in (args.device, args.cluster):
         refuse_experts(config)
@@ -478,7 +489,9 @@ def warn_of_links(device: DeviceSpec, cluster: Cluster) -> None:
 
 
 def check_source(config: Config, args: argparse.Namespace) -> None:
-    """Raises `ConfigError` if the file of a model of the user's own is wrong, and for what nobody knows of layers that need content."""
+    """Raises `ConfigError` if the file of a model of the user's own is wrong, and for what nobody
+    knows of layers that need content.
+    """
     from megacore.tools.choices.counting import why_uncounted  # imports torch, as the next does
     from megacore.tools.dry_run.own_model import check
 
@@ -487,7 +500,10 @@ def check_source(config: Config, args: argparse.Namespace) -> None:
     if (
         beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]
     ) and counted_layers(config) is None:
-        wrong = f"the layers of model.source do not run on tensors without content: {why_uncounted(config)}"
+        wrong = (
+            f"the layers of {config.model.custom_key} do not run on tensors without content: "
+            f"{why_uncounted(config)}"
+        )
         raise ConfigError(beside[0], wrong, f"without {', '.join(beside)}")
 
 
@@ -519,7 +535,7 @@ def search(args: argparse.Namespace) -> int:
     config = load(
         args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1
     ).config
-    if config.model.source is not None:
+    if config.model.is_custom:
         check_source(config, args)
     if config.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
@@ -547,7 +563,10 @@ def search(args: argparse.Namespace) -> int:
 
 
 def dry_run(config: Config, ranks: str, host_size: int, routing: Routing | None = None) -> int:
-    """Runs ranks of the mesh in this process. Returns 1 if they do not do what the formulas say, or would hang."""
+    """Runs ranks of the mesh in this process.
+
+    Returns 1 if they do not do what the formulas say, or would hang.
+    """
     from megacore.tools.dry_run.dry_report import report  # imports torch
 
     wrong = report(config, ranks, host_size, routing)

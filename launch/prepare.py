@@ -1,7 +1,8 @@
-"""Turns text into token files for training: PREFIX.bin and .idx, and a tokenizer that is trained or fetched here as
-PREFIX.model or PREFIX.tokenizer.json.
+"""Turns text into token files for training: PREFIX.bin and .idx, and a tokenizer that is trained or fetched
+here as PREFIX.model or PREFIX.tokenizer.json.
 
-With --chat it reads conversations, and writes beside them which tokens are of answers and so are learned: PREFIX.mask.bin.
+With --chat it reads conversations, and writes beside them which tokens are of answers and so are learned:
+PREFIX.mask.bin.
 """
 
 import argparse
@@ -13,9 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
@@ -23,10 +23,14 @@ from megacore.tools.cli import Parser, exit_with
 if TYPE_CHECKING:
     from megacore.tools.prepare.prepare import Prepared
 
-EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
+EXAMPLE = (
+    "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer "
+    "sentencepiece:4096 --valid-fraction 0.05"
+)
 
-INPUTS = """text, JSON lines, .gz and .zst of both, Parquet, Arrow, folders of datasets.save_to_disk; folders and globs of all these;
-hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face hub; python-stdlib is Python's own source"""
+INPUTS = """text, JSON lines, .gz and .zst of both, Parquet, Arrow, folders of datasets.save_to_disk; folders
+and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face hub; python-stdlib is Python's
+own source"""
 MOST_WORKERS = 1024
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
@@ -36,7 +40,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUTS)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
-    tokenizer = "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, a tokenizer.json, a folder with one of them, "
+    tokenizer = (
+        "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, a "
+        "tokenizer.json, a folder with one of them, "
+    )
     tokenizer += "or a name, such as gpt2 or cl100k_base, that the package tiktoken fetches"
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help=tokenizer)
     parser.add_argument(
@@ -44,14 +51,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="F",
-        help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
+        help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents "
+        "of several",
     )
     parser.add_argument(
         "--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)"
     )
-    chat = 'the inputs are conversations, each a line of JSON or a row with "messages" of a "role" and a "content"; answers are learned'
+    chat = (
+        'the inputs are conversations, each a line of JSON or a row with "messages" of a "role" and a '
+        '"content"; answers are learned'
+    )
     parser.add_argument("--chat", action="store_true", help=chat)
-    tokens = "the input is a folder with nanoGPT's train.bin, and val.bin if there is one, which --tokenizer has made, or such a file"
+    tokens = (
+        "the input is a folder with nanoGPT's train.bin, and val.bin if there is one, which "
+        "--tokenizer has made, or such a file"
+    )
     parser.add_argument("--nanogpt", action="store_true", help=tokens)
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
     parser.add_argument("--template", metavar="FILE", help=template)
@@ -139,12 +153,14 @@ def run(argv: list[str]) -> None:
     prepared = convert(args) if args.nanogpt else prepare_text(args)
     if prepared.resumed:
         print(
-            f"went on from an earlier start, which had done {prepared.resumed:,} of {prepared.input_bytes:,} bytes"
+            f"went on from an earlier start, which had done {prepared.resumed:,} of "
+            f"{prepared.input_bytes:,} bytes"
         )
     for prefix, split in prepared.splits.items():
         documents = f"{split.documents:,} document{'s' if split.documents > 1 else ''}"
         print(
-            f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} bytes a token"
+            f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} "
+            "bytes a token"
         )
         if split.learned is not None:
             print(f"    {split.learned:,} tokens of answers, which are learned")
@@ -178,9 +194,8 @@ def run(argv: list[str]) -> None:
         f"data.train={args.output}",
         *([f"data.valid={args.output}_valid"] if args.valid_fraction else []),
     ]
-    imported = Path(prepared.tokenizer).parents[
-        1:2
-    ]  # an import has its tokenizer in a folder beside its config
+    # an import has its tokenizer in a folder beside its config
+    imported = Path(prepared.tokenizer).parents[1:2]
     config = next(
         (str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None
     )
@@ -196,9 +211,8 @@ def run(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the script. SIGTERM stops it as Ctrl-C does, which says that nothing was written."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # unwinds, and so removes what no later start could use
+    # unwinds, and so removes what no later start could use
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(argv)
     except KeyboardInterrupt:

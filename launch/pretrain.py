@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -22,7 +21,8 @@ from megacore.tools.settings.load import Resolved, load
 from megacore.tools.stop_request import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
-MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
+MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json`
+is one rank alone.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
 
 
@@ -79,7 +79,10 @@ def run(argv: list[str], place: RankInfo) -> int:
 
 
 def refuse_overwriting(path: str, loaded: Resolved) -> None:
-    """Raises `ConfigError` if the run would write its record, `config.json`, over the user's file. A record states what is derived."""
+    """Raises `ConfigError` if the run would write its record, `config.json`, over the user's file.
+
+    A record states what is derived.
+    """
     record = f"{resolved(loaded.config.log.dir)}/config.json"
     if "derived" in loaded.origins.values() and os.path.exists(record) and os.path.samefile(record, path):
         raise ConfigError(
@@ -120,9 +123,8 @@ def train(
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
-        for line in (
-            filter(None, [*vocabulary_warnings(config), bubble_warning(config)]) if place.rank == 0 else ()
-        ):
+        lines = [*vocabulary_warnings(config), bubble_warning(config), inputs.unread_weights]
+        for line in filter(None, lines) if place.rank == 0 else ():
             print(line, flush=True)
         monitors = monitors_of(config, place, device)
         if lock is not None:

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -36,14 +35,17 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 EXAMPLE = "python launch/ray_train.py --workers 8 --config configs/gpt_7b.json checkpoint.every=500"
-MORE = """Ray places the workers on its cluster (RAY_ADDRESS, or a cluster of this machine alone) and starts them again after a failure.
-They go on from the newest checkpoint. The checkout, the data and log.dir must be in folders that all machines share.
---workers 8:16 takes what the cluster has, from 8 to 16: a lost machine is done without, and one that joins is used while the run is
-in good health. The run saves, stops, and goes on with the same global batch, laid out anew, as under launch/supervise.py.
---ranks-command finds MEGACORE_LOG_DIR in its environment, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have room.
-To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it too.
+MORE = """Ray places the workers on its cluster (RAY_ADDRESS, or a cluster of this machine alone) and starts
+them again after a failure. They go on from the newest checkpoint. The checkout, the data and log.dir must be
+in folders that all machines share. --workers 8:16 takes what the cluster has, from 8 to 16: a lost machine is
+done without, and one that joins is used while the run is in good health. The run saves, stops, and goes on
+with the same global batch, laid out anew, as under launch/supervise.py. --ranks-command finds
+MEGACORE_LOG_DIR in its environment, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have
+room. To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it
+too.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's, of checkpoints that we may have removed since: it would then start no run
+# Ray's, of checkpoints that we may have removed since: it would then start no run
+SNAPSHOT = "checkpoint_manager_snapshot.json"
 REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
 
 
@@ -83,7 +85,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def scale(
     wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[str, float]
 ) -> tuple[int, int]:
-    """The least and the most workers on a cluster with these resources. Raises `ConfigError` if they are not enough."""
+    """The least and the most workers on a cluster with these resources.
+
+    Raises `ConfigError` if they are not enough.
+    """
     room = int(resources.get("CPU", 0) // cpus)
     if gpu:
         room = min(room, int(resources.get("GPU", 0)))
@@ -110,9 +115,8 @@ def run(argv: list[str]) -> int:
         plan(args.config, args.overrides, workers) if args.elastic else load(
             args.config, args.overrides, workers
         )
-    os.environ.setdefault(
-        "RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "86400"
-    )  # workers wait as long as there is no checkpoint to report
+    # workers wait as long as there is no checkpoint to report
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "86400")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it would print each line twice
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a config's paths count from where the command was typed
     try:
@@ -162,7 +166,9 @@ def run(argv: list[str]) -> int:
 
 
 def supervised(args: argparse.Namespace, config: Config, folder: Path, gpu: bool) -> int:
-    """Keeps the run going on as many workers as the rules allow: each start is this script, with a fixed number of them."""
+    """Keeps the run going on as many workers as the rules allow: each start is this
+    script, with a fixed number of them.
+    """
     import ray
 
     os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
@@ -222,7 +228,8 @@ def trainer(start: dict[str, Any], workers: int, gpu: bool, cpus: int, restarts:
                     raise RuntimeError(REFUSED + line)
 
     folder = Path(start["folder"])
-    # Without restarts nothing is waited for either, such as a machine that has just been lost: whoever started this knows better.
+    # Without restarts nothing is waited for either, such as a machine that has just been lost: whoever
+    # started this knows better.
     limits = {"controller_failure_limit": 0, "max_preemption_failures": 0} if restarts == 0 else {}
     return TorchTrainer(
         work,
@@ -244,7 +251,10 @@ def trainer(start: dict[str, Any], workers: int, gpu: bool, cpus: int, restarts:
 
 
 def work(start: dict[str, Any]) -> int:
-    """One worker's part in the run, in a thread of a process of Ray's. Returns the exit status of launch/pretrain.py."""
+    """One worker's part in the run, in a thread of a process of Ray's.
+
+    Returns the exit status of launch/pretrain.py.
+    """
     from ray.train import get_context
     from ray.train.collective import broadcast_from_rank_zero
     from ray.util import get_node_ip_address
@@ -278,14 +288,16 @@ def work(start: dict[str, Any]) -> int:
 
 
 class Reports:
-    """Tells Ray of checkpoints. All workers must make each report together, so a thread makes them and training waits for none."""
+    """Tells Ray of checkpoints.
+
+    All workers must make each report together, so a thread makes them and training waits for none.
+    """
 
     def __init__(self, rank: int, folder: Path) -> None:
         """`folder`: the run's."""
         self.rank, self.folder = rank, folder
-        self.waiting: queue.SimpleQueue[Path | None] = (
-            queue.SimpleQueue()
-        )  # checkpoints to be reported by rank 0; None after the last
+        # checkpoints to be reported by rank 0; None after the last
+        self.waiting: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
 
     def during(self, training: Callable[[], int]) -> int:

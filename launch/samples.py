@@ -1,5 +1,6 @@
-"""Shows the samples of a step: their documents, their offsets, and the data ranks that read them. Or proves that an epoch is read once,
-or draws what a blend gives over the run.
+"""Shows the samples of a step: their documents, their offsets, and the data ranks that read them.
+
+Or proves that an epoch is read once, or draws what a blend gives over the run.
 """
 
 import argparse
@@ -11,9 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 EXAMPLE = """python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2
   python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8
-  python launch/samples.py --config configs/gpt_tiny.json --plot blend.png 'data.train=[[3, "data/web"], [1, "data/code"]]'"""
-MORE = """Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is train.seq_len + 1 tokens;
-`first` and `last` are its outermost ones, as document:offset. With data.packing=best_fit it holds whole documents, and the packing of
-each corpus is said first. Tensor and pipeline ranks read what their data rank reads.
-The proof asks the function that the training run asks which samples each rank reads, for every rank, step and layout, and counts.
+  python launch/samples.py --config configs/gpt_tiny.json --plot blend.png 'data.train=[[3, "data/web"], [1, "data/code"]]'"""  # noqa: E501
+MORE = """Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is
+train.seq_len + 1 tokens; `first` and `last` are its outermost ones, as document:offset. With
+data.packing=best_fit it holds whole documents, and the packing of each corpus is said first. Tensor and
+pipeline ranks read what their data rank reads.
+The proof asks the function that the training run asks which samples each rank reads, for every rank, step and
+layout, and counts.
 Exit status: 0 done or proved, 1 not proved, 2 bad config, data or arguments."""
 SHOWN = 72  # characters of a sample's text
 MOST_NAMED = 10**6  # samples: a line each
@@ -60,7 +62,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--epoch", type=int, metavar="K", help="with --prove: which epoch (default: 0, the first)"
     )
-    layouts = "with --prove: the data ranks that the run goes through, each with its last step (default: the config's parallel.data)"
+    layouts = (
+        "with --prove: the data ranks that the run goes through, each with its last step (default: "
+        "the config's parallel.data)"
+    )
     parser.add_argument("--layouts", metavar="dp4:100,dp2:250,dp8", help=layouts)
     parser.add_argument("--json", metavar="FILE", help="also write what is found to a file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
@@ -110,7 +115,10 @@ def legs_of(text: str, config: Config) -> "list[Leg]":
         size, last = int(numbers[1]), None if numbers[2] is None else int(numbers[2])
         first = 1 if i == 0 else (legs[-1].last or 0) + 1
         if batch % (micro * size):
-            wrong = f"{name}: {batch} = micro_batch_size {micro} × microbatches × data {size} has no whole solution"
+            wrong = (
+                f"{name}: {batch} = micro_batch_size {micro} × microbatches × data {size} has no "
+                "whole solution"
+            )
             raise ConfigError("--layouts", wrong, f"data ranks that divide {batch // micro}")
         if (last is None) != (i == len(names) - 1):
             raise ConfigError(
@@ -136,9 +144,8 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
     show = beginning(config) if text else None
     rows = []
     for step in steps:
-        indices = dealt(range(step, step + 1), config.parallel.data, config.train)[
-            0
-        ]  # [data ranks, microbatches, micro_batch_size]
+        # [data ranks, microbatches, micro_batch_size]
+        indices = dealt(range(step, step + 1), config.parallel.data, config.train)[0]
         order = indices.argsort(axis=None)
         corpora, epochs, samples = stream.locate(indices.reshape(-1)[order])
         for position, (flat, corpus, epoch, sample) in enumerate(
@@ -166,7 +173,10 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
 
 
 def beginning(config: Config) -> "Callable[[IndexedTokens, int, int], str]":
-    """A function that shows how `length` tokens of a corpus from `start` begin. Raises `UserError` without a tokenizer that fits."""
+    """A function that shows how `length` tokens of a corpus from `start` begin.
+
+    Raises `UserError` without a tokenizer that fits.
+    """
     from megacore.tools.text.tokenizer import load_tokenizer
 
     name = config.data.tokenizer
@@ -179,9 +189,8 @@ def beginning(config: Config) -> "Callable[[IndexedTokens, int, int], str]":
     tokenizer = load_tokenizer(name)
 
     def show(tokens: "IndexedTokens", start: int, length: int) -> str:
-        ids = tokens.read(
-            start, min(length, SHOWN)
-        ).tolist()  # a token is a character at least, but for special ones
+        # a token is a character at least, but for special ones
+        ids = tokens.read(start, min(length, SHOWN)).tolist()
         if max(ids) >= tokenizer.vocab_size:
             wrong = f"{name} has {tokenizer.vocab_size} tokens, and {tokens.prefix} holds id {max(ids)}"
             raise ConfigError("data.tokenizer", wrong, "the one that the corpus was prepared with")
@@ -228,13 +237,15 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
             findings.append(finding)
             where = f"steps {finding.first_step:,} to {finding.last_step:,}"
             print(
-                f"{finding.prefix}: {finding.samples:,} samples, in {where}: {finding.missing:,} missing, {finding.repeated:,} repeated"
+                f"{finding.prefix}: {finding.samples:,} samples, in {where}: {finding.missing:,} missing, "
+                f"{finding.repeated:,} repeated"
             )
             for example in finding.examples:
                 print(f"  {example}")
     if max(finding.last_step for finding in findings) > config.train.steps:
         print(
-            f"(the run ends sooner, after train.steps {config.train.steps:,}; steps behind that are read as if it went on)"
+            f"(the run ends sooner, after train.steps {config.train.steps:,}; steps behind that are read "
+            "as if it went on)"
         )
     return findings
 
@@ -246,7 +257,8 @@ def drawn(stream: "SampleStream", config: Config, path: str) -> list[dict[str, A
     total = given(stream, config.train)
     for part in total:
         print(
-            f"{part.prefix}: {part.samples[-1]:,} samples, {part.share:.2%} of the run, {part.epochs:.4g} epochs of {part.size:,} samples"
+            f"{part.prefix}: {part.samples[-1]:,} samples, {part.share:.2%} of the run, {part.epochs:.4g} "
+            f"epochs of {part.size:,} samples"
         )
     try:
         draw_blend(total, config.train, path)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.errors import ConfigError
@@ -25,13 +24,16 @@ from megacore.tools.scaling.isoflop import IsoFlop
 from megacore.tools.scaling.parametric import Fit
 
 EXAMPLE = "python launch/scaling.py runs/law --plot law.png"
-MORE = """A run is its folder; a sweep's folder stands for all its runs. Each must have finished, on the same text.
+MORE = """A run is its folder; a sweep's folder stands for all its runs. Each must have finished, on the same
+text.
   N  parameters without the tables of embeddings and positions; the LM head counts, also where it is tied
-  D  tokens read;  C  model FLOPs, with attention over all pairs of tokens and the LM head (the numerator of mfu)
-Two fits: L = E + A/N^alpha + B/D^beta (the law), and parabolas through runs of equal compute. Intervals are of resampled runs.
-The best model for a budget, as a config, and its layout and cost on a cluster:
-  python launch/scaling.py runs/law --budget 1e19 --output optimal.json --device h100 --world 8 train.global_batch_size=64
-  python launch/scaling.py runs/law --device-hours 500 --output optimal.json --device h100 --world 8 train.global_batch_size=64"""
+  D  tokens read;  C  model FLOPs, with attention over all pairs of tokens and the LM head (the numerator of
+     mfu)
+Two fits: L = E + A/N^alpha + B/D^beta (the law), and parabolas through runs of equal compute. Intervals are
+of resampled runs. The best model for a budget, as a config, and its layout and cost on a cluster:
+  python launch/scaling.py runs/law --budget 1e19 --output optimal.json --device h100 --world 8
+  train.global_batch_size=64 python launch/scaling.py runs/law --device-hours 500 --output optimal.json
+  --device h100 --world 8 train.global_batch_size=64"""
 SETTING = re.compile(r"\w+\.\w+=")
 T = TypeVar("T")
 
@@ -166,7 +168,8 @@ def show(
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     low, high = (f(run.flops for run in runs) for f in (min, max))
     console.print(
-        f"{len(runs)} runs, {low:.3g} to {high:.3g} FLOPs; intervals hold {args.level:.0%} of {args.samples} resampled fits"
+        f"{len(runs)} runs, {low:.3g} to {high:.3g} FLOPs; intervals hold {args.level:.0%} of "
+        f"{args.samples} resampled fits"
     )
     found: dict[str, Any] = {"level": args.level, "samples": args.samples, "runs": [row(run) for run in runs]}
     table = Table("", "value", "from", "to", box=None)
@@ -215,9 +218,15 @@ def show(
             value, low, high = fit.predicted(run.parameters, run.tokens, args.level)
             verdict = "inside" if low <= run.loss <= high else "OUTSIDE"
             off = run.loss / value - 1
-            words = f"predicted {value:.4f}, from {low:.4f} to {high:.4f}; measured {run.loss:.4f} ({off:+.2%}), {verdict} the interval"
-            console.print(f"not in the fit: {run.name}, {run.flops / max(r.flops for r in runs):.2g} × the largest compute: {words}",
-                          soft_wrap=True)  # fmt: skip
+            words = (
+                f"predicted {value:.4f}, from {low:.4f} to {high:.4f}; measured {run.loss:.4f} "
+                f"({off:+.2%}), {verdict} the interval"
+            )
+            console.print(
+                f"not in the fit: {run.name}, {run.flops / max(r.flops for r in runs):.2g} × the largest "
+                f"compute: {words}",
+                soft_wrap=True,
+            )
             found["held_out"].append(
                 row(run) | {"predicted": value, "interval": (low, high), "inside": verdict == "inside"}
             )
@@ -267,9 +276,13 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
         found = lay_out(optimal) if args.device is not None else None
     model, train = optimal.config.model, optimal.config.train
     value, low, high = fit.predicted(optimal.parameters, optimal.tokens, args.level)
-    print(f"\nbest model for {optimal.flops:.4g} FLOPs: {model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads: "
-          f"N = {optimal.parameters:,}, D = {optimal.tokens:,.0f} tokens ({optimal.tokens / optimal.parameters:.3g} a parameter), "
-          f"{train.steps:,} steps")  # fmt: skip
+    print(
+        f"\nbest model for {optimal.flops:.4g} FLOPs: {model.num_layers} layers of {model.hidden_size}, "
+        f"{model.num_heads} heads: "
+        f"N = {optimal.parameters:,}, D = {optimal.tokens:,.0f} tokens "
+        f"({optimal.tokens / optimal.parameters:.3g} a parameter), "
+        f"{train.steps:,} steps"
+    )
     beyond = optimal.flops / max(run.flops for run in runs)
     print(
         f"predicted loss {value:.4f}, from {low:.4f} to {high:.4f}"
@@ -277,7 +290,10 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
     )
     print(f"the rate, optim.lr {optimal.config.optim.lr:g}, is the largest run's: the law says nothing of it")
     if found is not None:
-        speed = f"{found.seconds:.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, {found.needs_gib:,.1f} GiB"
+        speed = (
+            f"{found.seconds:.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU "
+            f"{found.mfu:.1%}, {found.needs_gib:,.1f} GiB"
+        )
         print(f"on {args.world} × {args.device} over {args.cluster}: {found.describe()}: {speed}")
         print(
             *cost_lines(
@@ -316,7 +332,8 @@ def run(argv: list[str]) -> int:
         print(f"left out, of fewer than {args.least_ratio:g} tokens a parameter: {len(few)} runs")
     for name in undecayed(every):
         print(
-            f"warning: {name} ended before its rate had decayed: its loss is higher than such a run's should be",
+            f"warning: {name} ended before its rate had decayed: its loss is higher than such a run's "
+            "should be",
             file=sys.stderr,
         )
     fit, no_law = attempt(lambda: parametric.fit(runs, args.samples))

@@ -21,12 +21,17 @@ from megacore.config.model import ModelConfig
 from megacore.config.source import COPY
 from megacore.distributed.shard import Shard, TensorSlice, overlap, relative
 from megacore.errors import CheckpointError
+from megacore.model.plain.folder import differing_keys
 
-# Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
-# max_positions changes a learned position table, its shape says so.)
+# Model keys that may change between a checkpoint and the run that resumes it, because they do not change what
+# is computed. (If max_positions changes a learned position table, its shape says so.)
 FREE_MODEL_KEYS = {
     "source",
     "source_digest",
+    "hf",
+    "hf_revision",
+    "hf_config",
+    "hf_version",
     "dropout",
     "attention",
     "init_std",
@@ -35,13 +40,10 @@ FREE_MODEL_KEYS = {
     "chunked_loss",
     "max_positions",
 }
-FREE_MODEL_KEYS |= {
-    "z_loss",
-    "router_balance",
-    "balance_coefficient",
-    "router_z_loss",
-    "capacity_factor",
-}  # of training alone
+# of training alone
+FREE_MODEL_KEYS |= {"z_loss", "router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}
+# Keys of the config.json of `model.hf` that longer texts may change.
+STRETCHED = {"rope_scaling", "rope_parameters", "max_position_embeddings"}
 # Keys whose default is what others say.
 DERIVED = {
     "num_kv_heads",
@@ -60,8 +62,9 @@ BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once whil
 class Reader:
     """An open checkpoint. Any rank of any layout reads the slices it needs, in blocks of bounded size.
 
-    Opening checks the manifest, and that every file is there in its recorded size, unless another rank has done so and gives the
-    manifest's `text`. Before a slice is first used, all of it is read and compared with its digest. A `trusted` reader does not do
+    Opening checks the manifest, and that every file is there in its recorded size, unless another rank has
+    done so and gives the manifest's `text`. Before a slice is first used, all of it is read and compared with
+    its digest. A `trusted` reader does not do
     so: all ranks have called `verify` together before.
 
     Raises:
@@ -70,11 +73,11 @@ class Reader:
 
     def __init__(self, path: Path, trusted: bool = False, text: bytes | None = None) -> None:
         self.path, self.trusted = path, trusted
-        self.trained = False  # whether who wants weights alone wants those that were trained, where averages of them evaluate
+        # whether who wants weights alone wants those that were trained, where averages of them evaluate
+        self.trained = False
         self.manifest: Manifest = read_manifest(path) if text is None else parsed(path, text)
-        self._files: dict[
-            str, safe_open
-        ] = {}  # opened once: parsing a header for each slice would be quadratic
+        # opened once: parsing a header for each slice would be quadratic
+        self._files: dict[str, safe_open] = {}
         self._verified: set[tuple[str, str]] = set()
 
     def trust(self) -> None:
@@ -111,7 +114,9 @@ class Reader:
 
     @torch.no_grad()
     def read_into(self, name: str, shard: TensorSlice | Shard, out: Tensor) -> None:
-        """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which may be a parameter."""
+        """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which
+        may be a parameter.
+        """
         self.check(name, shard.global_shape)
         assert out.shape == shard.local_shape, (
             f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
@@ -135,12 +140,13 @@ class Reader:
     def check_model(
         self, model: dict[str, Any], otherwise: str = "take another checkpoint", stretch: bool = False
     ) -> None:
-        """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
+        """Refuse a model section that is not the one the checkpoint was written with,
+        naming every key that differs.
 
-        A key that it has not, because it is of an earlier release, counts as its default. Those that change no shape and no function
-        (dropout) are passed over. `otherwise` tells a user who wants to keep the section what to do. `stretch`: only its weights are
-        wanted, so rotary positions may be scaled anew, to train on longer texts, and `model.source` may be another file whose tensors
-        are the same.
+        A key that it has not, because it is of an earlier release, counts as its default. Those that change
+        no shape and no function (dropout) are passed over. `otherwise` tells a user who wants to keep the
+        section what to do. `stretch`: only its weights are wanted, so rotary positions may be scaled anew, to
+        train on longer texts, and `model.source` may be another file whose tensors are the same.
         """
         recorded = self.state.get("model", {})
         if not isinstance(recorded, dict):
@@ -156,11 +162,11 @@ class Reader:
                 f"was written with {files[0]}, and the config has {files[1]}",
                 f"{right}, or {otherwise}",
             )
+        check_architecture(self.path, recorded, model, otherwise, stretch)
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
-        free |= (
-            {"router_bias_rate"} if "router_bias" in recorded else set()
-        )  # which says whether there is a bias
+        # which says whether there is a bias
+        free |= {"router_bias_rate"} if "router_bias" in recorded else set()
         if recorded:
             defaults = ModelConfig().model_dump(mode="json")
             recorded = {key: defaults[key] for key in defaults.keys() & model.keys() - DERIVED} | recorded
@@ -194,8 +200,9 @@ class Reader:
             )
 
     def verify(self, part: int = 0, parts: int = 1, note: Callable[[], None] = lambda: None) -> None:
-        """Read everything, or number `part` of `parts` equal parts of the files, and compare it with the digests of files and of contents.
-        `note` is called now and then, so that somebody who watches sees that it moves.
+        """Read everything, or number `part` of `parts` equal parts of the files, and compare it
+        with the digests of files and of contents. `note` is called now and then, so that somebody
+        who watches sees that it moves.
 
         Raises:
             CheckpointError: naming the file, and where one is to blame the tensor.
@@ -209,9 +216,8 @@ class Reader:
                     str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER
                 ) from error
             self._open(name)
-            for tensor, piece in self._slices_in(
-                name
-            ):  # which also shows whether the manifest mixes up slices
+            # which also shows whether the manifest mixes up slices
+            for tensor, piece in self._slices_in(name):
                 note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
             if found != file.digest:
@@ -237,14 +243,17 @@ class Reader:
             CheckpointError: as `verify`.
         """
         for file in self.manifest.files:
-            # For numpy, which maps no memory: PyTorch takes some hundredths of a second to, and there may be thousands of files.
+            # For numpy, which maps no memory: PyTorch takes some hundredths of a second to, and there may be
+            # thousands of files.
             opened = self._opened(file, "numpy")
             for name, piece in self._slices_in(file):
                 self._header(opened, name, piece)
 
     @cached_property
     def _by_file(self) -> tuple[Numbers, Numbers]:
-        """The slices' rows in the order of files, and for each file the place of its first one; at the end, of none."""
+        """The slices' rows in the order of files, and for each file the place of its
+        first one; at the end, of none.
+        """
         order = np.argsort(self.manifest.slices.file, kind="stable")
         return order, np.searchsorted(
             self.manifest.slices.file[order], np.arange(len(self.manifest.files) + 1)
@@ -268,7 +277,10 @@ class Reader:
                 stored[relative(block, piece.offset)], tuple(s.start for s in block), identity
             )
         if total % MODULUS != piece.digest:
-            wrong = f"tensor {name} has changed in {piece.file} since it was written (its slice at {piece.offset})"
+            wrong = (
+                f"tensor {name} has changed in {piece.file} since it was written (its slice at "
+                f"{piece.offset})"
+            )
             raise CheckpointError(str(self.path), wrong, EARLIER)
         self._verified.add((piece.file, piece.key))
 
@@ -285,12 +297,17 @@ class Reader:
             raise CheckpointError(str(self.path), f"{name} is damaged: {error}", EARLIER) from error
         found, expected = set(file.keys()), {piece.key for _, piece in self._slices_in(name)}
         if differ := found ^ expected:
-            wrong = f"{name} {'holds' if differ & found else 'lacks'} tensor {min(differ & found or differ)[:200]}"
+            wrong = (
+                f"{name} {'holds' if differ & found else 'lacks'} tensor "
+                f"{min(differ & found or differ)[:200]}"
+            )
             raise CheckpointError(str(self.path), wrong, f"its manifest says otherwise; {EARLIER}")
         return file
 
     def _stored(self, name: str, piece: Slice) -> Any:
-        """A slice on disk whose header is checked: a lazy safetensors slice, which reads the part it is indexed with."""
+        """A slice on disk whose header is checked: a lazy safetensors slice, which
+        reads the part it is indexed with.
+        """
         return self._header(self._open(piece.file), name, piece)
 
     def _header(self, file: safe_open, name: str, piece: Slice) -> Any:
@@ -302,3 +319,20 @@ class Reader:
                 str(self.path), wrong, f"its manifest says {dtype} {piece.shape}; {EARLIER}"
             )
         return stored
+
+
+def check_architecture(
+    path: Path, recorded: dict[str, Any], model: dict[str, Any], otherwise: str, stretch: bool
+) -> None:
+    """Refuse another config.json of `model.hf`, see `Reader.check_model`. Where it is does not matter."""
+    was, now = recorded.get("hf_config"), model.get("hf_config")
+    if (was is None) != (now is None):
+        said = [f"{'no' if content is None else 'a'} model.hf_config" for content in (was, now)]
+        wrong = f"was written with {said[0]}, and the config has {said[1]}"
+        raise CheckpointError(str(path), wrong, f"the same, or {otherwise}")
+    if not isinstance(was, dict) or now is None:
+        return
+    if keys := [key for key in differing_keys(was, now) if not (stretch and key in STRETCHED)]:
+        said = [f"{key}={json.dumps(was.get(key))} (now {json.dumps(now.get(key))})" for key in keys]
+        wrong = f"was written with another model.hf_config, of {', '.join(said)}"
+        raise CheckpointError(str(path), wrong, f"that config.json, or {otherwise}")

@@ -1,14 +1,17 @@
-"""`model.source`: a file of the user's own with the settings and the layers of a model. Whoever names a file has it executed.
+"""`model.source`: a file of the user's own with the settings and the layers of a model.
 
-The file stands alone: it imports installed packages and megacore, and not its neighbours. Its digest is part of the config, so that a
-run, its checkpoints and its ranks all mean the same file. docs/blocks.md says what a file holds.
+Whoever names a file has it executed.
+
+The file stands alone: it imports installed packages and megacore, and not its neighbours. Its digest is part
+of the config, so that a run, its checkpoints and its ranks all mean the same file. docs/blocks.md says what a
+file holds.
 """
 
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,8 +24,11 @@ from megacore.errors import ConfigError
 from megacore.files import read_text
 
 KEY, DIGEST = "model.source", "model.source_digest"
-SETTINGS, BLOCK, LAYERS, MONITORS = "Settings", "Block", "layers", "MONITORS"  # what a file holds
+# what a file holds
+SETTINGS, BLOCK, LAYERS, MONITORS, SMALL = "Settings", "Block", "layers", "MONITORS", "small"
+PARTS, BUILD, UNTOUCHED = "PARTS", "build", "untouched"
 RIGHT = f"a Python file with a class {BLOCK}, and a class {SETTINGS} if it has settings: docs/blocks.md"
+RIGHT_PLAIN = f"a module and a table {PARTS} that suit each other: docs/plain_modules.md"
 MOST_BYTES = 1 << 20
 COPY = "source.py"  # in a run's folder
 RIGHT_DIGEST = f"the file that is meant, which a run's folder keeps as {COPY}, or null for any"
@@ -50,21 +56,48 @@ class Source:
         return getattr(self.module, LAYERS, None)
 
     @property
+    def parts(self) -> Mapping[str, str] | None:
+        """The table of a plain module: which of its parameters ranks divide (`megacore.model.plain`)."""
+        return getattr(self.module, PARTS, None)
+
+    @property
+    def build(self) -> Callable[[Config], Any] | None:
+        """The function that builds that module, if it is not the one of `model.hf`."""
+        return getattr(self.module, BUILD, None)
+
+    @property
+    def untouched(self) -> Callable[[Config], Any] | None:
+        """The function that builds a plain version of the model for a proof to compare with
+        (`tools.verify.untouched`), if the file has one.
+        """
+        return getattr(self.module, UNTOUCHED, None)
+
+    @property
     def monitors(self) -> Sequence[Callable[[], Any]]:
         """The classes of its `megacore.train.logs.Monitor`s, if it has any."""
         return getattr(self.module, MONITORS, ())
 
+    @property
+    def small(self) -> Callable[[Config], Mapping[str, Any]] | None:
+        """The function that corrects the small config of a proof (`tools.verify.shrink`), if it has one."""
+        return getattr(self.module, SMALL, None)
+
     @contextmanager
     def blamed(self, doing: str = "") -> Iterator[None]:
-        """A context for the file's own code: an exception in it is a `ConfigError` that names the line of the file."""
+        """A context for the file's own code: an exception in it is a `ConfigError`
+        that names the line of the file.
+        """
         try:
             yield
         except (ConfigError, ValidationError):
             raise
         except (Exception, SystemExit) as error:
             said = error.msg if isinstance(error, SyntaxError) else str(error)
-            wrong = f"{self.path}{line_of(self.path, error)}{doing}: {type(error).__name__}: {' '.join(said.split())}"
-            raise ConfigError(KEY, wrong, RIGHT) from error
+            wrong = (
+                f"{self.path}{line_of(self.path, error)}{doing}: {type(error).__name__}: "
+                f"{' '.join(said.split())}"
+            )
+            raise ConfigError(KEY, wrong, RIGHT if self.parts is None else RIGHT_PLAIN) from error
 
 
 _EXECUTED: dict[tuple[str, str], Source] = {}  # by path and digest
@@ -74,6 +107,36 @@ def source_of(config: Config) -> Source | None:
     """The source of a config's model; None if the model is megacore's own."""
     model = config.model
     return None if model.source is None else execute(model.source, model.source_digest)
+
+
+def blaming(config: Config, doing: str = "") -> AbstractContextManager[None]:
+    """A context for the code of custom layers: an exception in it is a `ConfigError` of the key that gives
+    them, which names the line of a file.
+    """
+    source = source_of(config)
+    if source is not None:
+        return source.blamed(doing)
+    return nullcontext() if config.model.hf is None else blamed_class(config, doing)
+
+
+@contextmanager
+def blamed_class(config: Config, doing: str) -> Iterator[None]:
+    """A context for the code of the class of `model.hf`."""
+    try:
+        yield
+    except (ConfigError, ValidationError):
+        raise
+    except Exception as error:
+        wrong = f"{config.model.hf}{doing}: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            config.model.custom_key, wrong, "a class of transformers that can be divided"
+        ) from error
+
+
+def is_plain(config: Config) -> bool:
+    """Whether a config's model is a plain module, whose own code computes: `megacore.model.plain`."""
+    source = source_of(config)
+    return config.model.hf is not None or (source is not None and source.parts is not None)
 
 
 def execute(path: str, digest: object) -> Source:
@@ -113,7 +176,10 @@ def executed(path: str, text: str, digest: str) -> Source:
 
 
 def checked_settings(source: Source) -> type[ModelConfig]:
-    """The settings of a file. Raises `ConfigError` if they are no section of a config, or have no valid defaults."""
+    """The settings of a file.
+
+    Raises `ConfigError` if they are no section of a config, or have no valid defaults.
+    """
     settings = getattr(source.module, SETTINGS, ModelConfig)
     if not (isinstance(settings, type) and issubclass(settings, ModelConfig)):
         raise ConfigError(
@@ -127,7 +193,10 @@ def checked_settings(source: Source) -> type[ModelConfig]:
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
-            wrong = f"{source.path}: {SETTINGS}{f'.{name}' if name else ''} has no valid default: {first['msg'].lower()}"
+            wrong = (
+                f"{source.path}: {SETTINGS}{f'.{name}' if name else ''} has no valid default: "
+                f"{first['msg'].lower()}"
+            )
             raise ConfigError(KEY, wrong, "a default for every setting, of the setting's own type") from None
         changed = [
             name for name in settings.model_fields if getattr(again, name) != getattr(settings(), name)
@@ -139,10 +208,24 @@ def checked_settings(source: Source) -> type[ModelConfig]:
 
 
 def check_block(source: Source) -> None:
-    """Raises `ConfigError` unless the file's blocks can be called as the model calls them."""
+    """Raises `ConfigError` unless the file's blocks can be called as the model calls them, or it has a table
+    of a plain module's parts.
+    """
+    if (parts := source.parts) is not None:
+        if not isinstance(parts, dict) or not all(
+            isinstance(text, str) for row in parts.items() for text in row
+        ):
+            right = f"a dict of texts, such as {PARTS} = {{'mlp.up': 'column', 'mlp.down': 'row'}}"
+            raise ConfigError(KEY, f"{source.path}: {PARTS} is not a table", right)
+        if source.build is not None and not callable(source.build):
+            raise ConfigError(KEY, f"{source.path}: {BUILD} cannot be called", f"a function {BUILD}(config)")
+        return
     block = getattr(source.module, BLOCK, None)
     if source.layers is not None:
         return
+    if block is None and source.build is not None:
+        wrong = f"{source.path} has {BUILD}, and no {PARTS} that says which parameters ranks divide"
+        raise ConfigError(KEY, wrong, f"{PARTS}, a dict of texts")
     if block is None:
         raise ConfigError(KEY, f"{source.path} has no {BLOCK}", RIGHT)
     for what, call, arguments in (

@@ -1,4 +1,6 @@
-"""Joins a rank to its run: the process group and the mesh, with a guard where whoever starts the run brings one."""
+"""Joins a rank to its run: the process group and the mesh, with a guard where
+whoever starts the run brings one.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +11,6 @@ import torch.distributed as dist
 
 from megacore.caches import keep_triton_local
 from megacore.config import Config
-from megacore.config.source import KEY
 from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
@@ -17,17 +18,25 @@ from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import claim, meet
 from megacore.errors import ConfigError, UserError
 
-START_UP = 4.0  # until the first step is done, a rank may stand still this many times as long as later: it compiles, or reads a checkpoint
+# until the first step is done, a rank may stand still this many times as long as later: it compiles, or reads
+# a checkpoint
+START_UP = 4.0
 
 
 class Guard:
-    """Looks after a rank from when it joins until it leaves, such as `tools.diagnosis.guardians`. This one does nothing."""
+    """Looks after a rank from when it joins until it leaves, such as `tools.diagnosis.guardians`.
+
+    This one does nothing.
+    """
 
     def __init__(self) -> None:
         self.observers = Observers()  # who watch the rank from the first operation on
 
     def met(self, store: dist.Store) -> None:
-        """The ranks have met in `store`. The devices are claimed and the groups made next, for which they wait for each other."""
+        """The ranks have met in `store`.
+
+        The devices are claimed and the groups made next, for which they wait for each other.
+        """
 
     def failed(self, error: BaseException, mesh: Mesh | None) -> None:
         """The rank cannot go on. This may end the process; if it returns, the exception is raised."""
@@ -38,7 +47,10 @@ class Guard:
 
 @contextmanager
 def own_mistakes() -> Iterator[None]:
-    """A context around files that every rank opens by itself. A `UserError` in it may concern this machine alone, and names it."""
+    """A context around files that every rank opens by itself.
+
+    A `UserError` in it may concern this machine alone, and names it.
+    """
     try:
         yield
     except UserError as error:
@@ -47,17 +59,28 @@ def own_mistakes() -> Iterator[None]:
 
 
 def check_source(config: Config, mesh: Mesh) -> None:
-    """Raises `ConfigError` on all ranks unless every rank has executed the same `model.source`. Collective, if there is one."""
-    if (own := config.model.source_digest) is None:
+    """Raises `ConfigError` on all ranks unless every rank has the same custom layers: the same file of
+    `model.source`, and of `model.hf` the same config.json and version of transformers.
+
+    Collective, if there is one.
+    """
+    model = config.model
+    if not model.is_custom:
         return
+    described = []
+    if model.source is not None:
+        described.append(f"a file of the digest {model.source_digest}")
+    if model.hf is not None:
+        described.append(f"transformers {model.hf_version} and a config.json of the digest {model.hf_digest}")
+    own = " and ".join(described)
     first, size = broadcast_text(own, mesh.world, mesh.device), mesh.world.size
     other = torch.tensor(size if own == first else mesh.world.rank, device=mesh.device)
     if (lowest := int(all_reduce(other, mesh.world, dist.ReduceOp.MIN))) < size:
-        wrong = f"rank {lowest} on {host_name()} has a file of the digest {own}, and rank 0 one of {first}"
+        wrong = f"rank {lowest} on {host_name()} has {own}, and rank 0 {first}"
         raise ConfigError(
-            KEY,
+            model.custom_key,
             broadcast_text(wrong, mesh.world, mesh.device, source=lowest),
-            "the same file on all machines",
+            "the same file on all machines" if model.hf is None else "the same on all machines",
         )
 
 
@@ -65,7 +88,10 @@ def check_source(config: Config, mesh: Mesh) -> None:
 def joined(
     config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None
 ) -> Iterator[Mesh]:
-    """A context with the mesh, for a process that is set up (`tools.machine`). `guard`: who looks after this rank meanwhile."""
+    """A context with the mesh, for a process that is set up (`tools.machine`).
+
+    `guard`: who looks after this rank meanwhile.
+    """
     guard = guard or Guard()
     mesh, parallel = None, config.parallel
     try:

@@ -1,10 +1,12 @@
-"""The shard record says which slice of which logical tensor a parameter on this rank is, and which ranks hold it too.
+"""The shard record says which slice of which logical tensor a parameter on this rank
+is, and which ranks hold it too.
 
-Initialisation, checkpoints, gradient norms and verification use only this record, so none of them knows how a layer was split.
+Initialisation, checkpoints, gradient norms and verification use only this record, so none of them knows how a
+layer was split.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import prod
 
@@ -18,9 +20,10 @@ from megacore.distributed.communicator import Group
 class AxisPlacement:
     """What a parameter is along one axis of the mesh with `count` ranks, of which this is number `index`.
 
-    With a `dim` it is *split*: a rank holds one of `count` consecutive pieces of ``ceil(size / count)`` (the last may be shorter:
-    nothing is padded). Without one it is *replicated*: every rank holds the same and computes the same gradient. If `partial`, it is
-    *replicated with partial gradients*: each rank's gradient is a part of the sum, because it sees only its own tokens or heads.
+    With a `dim` it is *split*: a rank holds one of `count` consecutive pieces of ``ceil(size / count)`` (the
+    last may be shorter: nothing is padded). Without one it is *replicated*: every rank holds the same and
+    computes the same gradient. If `partial`, it is *replicated with partial gradients*: each rank's gradient
+    is a part of the sum, because it sees only its own tokens or heads.
     """
 
     axis: str
@@ -32,7 +35,10 @@ class AxisPlacement:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The position of a piece in its logical tensor. Checkpoints and comparisons need no more; a `Shard` has it too."""
+    """The position of a piece in its logical tensor.
+
+    Checkpoints and comparisons need no more; a `Shard` has it too.
+    """
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the piece's first element
@@ -54,7 +60,8 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class LogicalMatrix:
-    """A linear map within a weight, or several of one kind: the queries' in a weight that makes queries, keys and values.
+    """A linear map within a weight, or several of one kind: the queries' in a weight that
+    makes queries, keys and values.
 
     Dims are those of the weight; each is in one of `batch`, `rows` and `columns`.
     """
@@ -64,9 +71,8 @@ class LogicalMatrix:
     batch: tuple[int, ...] = ()  # along them there are maps of their own, such as heads
     rows: tuple[int, ...] = (0,)  # of a map's outputs
     columns: tuple[int, ...] = (1,)  # of its inputs
-    heads: tuple[
-        int, ...
-    ] = ()  # of `batch`, those along which the maps are heads, which together are one map too
+    # of `batch`, those along which the maps are heads, which together are one map too
+    heads: tuple[int, ...] = ()
 
     @property
     def joined(self) -> "LogicalMatrix":
@@ -79,8 +85,9 @@ class LogicalMatrix:
         )
 
     def view(self, weight: Tensor) -> Tensor:
-        """The maps ``[batch, rows, columns]`` within the whole weight, or within a piece that is not split along an indexed dim. It is
-        a copy where the dims of a weight are not as they are in memory."""
+        """The maps ``[batch, rows, columns]`` within the whole weight, or within a piece that is not split
+        along an indexed dim. It is a copy where the dims of a weight are not as they are in memory.
+        """
         return self.part(weight).reshape(self.sizes(weight.shape))
 
     def part(self, weight: Tensor) -> Tensor:
@@ -100,34 +107,51 @@ class LogicalMatrix:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The position of a local parameter in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
+class FirstValue:
+    """The whole tensor that training starts with, if a layer's own code makes it.
 
-    `along` alone decides which slice is drawn, over which axes its gradient is summed, how it counts in the norm, and which ranks
-    hold copies. A layer states the axes that it knows, also those of one rank; `Topology.placed` adds the others. If two axes split
-    one dim, the second cuts the pieces of the first.
+    `draw` returns it by the seed, and may keep what it made at once for several tensors until `release`.
+    """
+
+    draw: Callable[[int], Tensor]
+    release: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The position of a local parameter in its logical tensor of `global_shape`, and what it
+    is along each axis of the mesh.
+
+    `along` alone decides which slice is drawn, over which axes its gradient is summed, how it counts in the
+    norm, and which ranks hold copies. A layer states the axes that it knows, also those of one rank;
+    `Topology.placed` adds the others. If two axes split one dim, the second cuts the pieces of the first.
     """
 
     global_shape: tuple[int, ...]
     along: tuple[AxisPlacement, ...] = ()
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
-    init_std: float | None = (
-        None  # drawn from a normal distribution with this deviation; None: filled with `fill`
-    )
+    # drawn from a normal distribution with this deviation; None: filled with `fill`
+    init_std: float | None = None
     fill: float = 0.0
+    # what training starts with; None: as the two fields above say
+    first: FirstValue | None = field(default=None, compare=False, repr=False)
     matrices: tuple[LogicalMatrix, ...] = ()  # which logical matrices it has, if it is not one itself
     table: bool = False  # a row for each token or position: no map between hidden states
-    width: float = 1.0  # with mup: its fan-in over that at the base width, if it `is_hidden`; else its elements over those
+    # with mup: its fan-in over that at the base width, if it `is_hidden`; else its elements over those
+    width: float = 1.0
 
     @property
     def logical_matrices(self) -> tuple[LogicalMatrix, ...]:
-        """The linear maps within it: those that the layer states, or else a weight of two dims itself (not a bias, to which no decay
-        applies)."""
+        """The linear maps within it: those that the layer states, or else a weight of two dims itself (not a
+        bias, to which no decay applies).
+        """
         return self.matrices or ((LogicalMatrix(""),) if self.decay and len(self.global_shape) == 2 else ())
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it holds linear maps between hidden states, for which there are rules of their own (Muon)."""
+        """Whether it holds linear maps between hidden states, for which there are rules
+        of their own (Muon).
+        """
         return bool(self.logical_matrices) and not self.table
 
     def interval(self, dim: int) -> tuple[int, int]:
@@ -164,11 +188,17 @@ class Shard:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The dims along which it is split, or would be with more ranks. They are the same in every layout."""
+        """The dims along which it is split, or would be with more ranks.
+
+        They are the same in every layout.
+        """
         return tuple(dict.fromkeys(along.dim for along in self.along if along.dim is not None))
 
     def copies(self, but: Container[str] = ()) -> int:
-        """How many ranks hold this piece, along all axes but those in `but`. In a norm over all ranks, each copy counts 1 / copies."""
+        """How many ranks hold this piece, along all axes but those in `but`.
+
+        In a norm over all ranks, each copy counts 1 / copies.
+        """
         return prod(along.count for along in self.along if along.dim is None and along.axis not in but)
 
     def copied_along(self, but: Container[str] = ()) -> tuple[AxisPlacement, ...]:
@@ -199,14 +229,18 @@ def split(group: Group, dim: int) -> AxisPlacement:
 
 
 def replicated(group: Group, *, partial: bool = False) -> AxisPlacement:
-    """Whole on every rank of a group. With `partial`, each rank applies it only to its own tokens or heads."""
+    """Whole on every rank of a group.
+
+    With `partial`, each rank applies it only to its own tokens or heads.
+    """
     return AxisPlacement(group.name, group.rank, group.size, partial=partial)
 
 
 def boxes_of_range(piece: "TensorSlice | Shard", start: int, stop: int) -> Iterator[tuple[int, TensorSlice]]:
     """Cuts elements `start` to `stop` (excluded) of a piece, row after row, into boxes: (first element, box).
 
-    A range may begin and end within a row, so in every dim it is the end of one row, some whole rows, and the beginning of another.
+    A range may begin and end within a row, so in every dim it is the end of one row, some whole rows, and the
+    beginning of another.
     """
 
     dims = len(piece.local_shape)
@@ -277,14 +311,18 @@ def logical_name(key: str) -> str:
 
 
 def new_parameter(shard: Shard, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """An uninitialised local parameter for `shard`; `model.initial` fills it once the model is complete and it has its full name."""
+    """An uninitialised local parameter for `shard`; `model.initial` fills it once the model is
+    complete and it has its full name.
+    """
     parameter = nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device=device))
     parameter.shard = shard  # type: ignore[attr-defined]
     return parameter
 
 
 def hold(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Lets a parameter, which may be on `meta`, be `tensor` from now on; it stays the same object wherever it is known."""
+    """Lets a parameter, which may be on `meta`, be `tensor` from now on; it stays the
+    same object wherever it is known.
+    """
     if not parameter.is_meta:
         parameter.data = tensor
         return

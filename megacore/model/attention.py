@@ -1,4 +1,6 @@
-"""Causal self-attention with heads split over the tensor ranks, grouped queries, query-key norm and rotary positions."""
+"""Causal self-attention with heads split over the tensor ranks, grouped queries,
+query-key norm and rotary positions.
+"""
 
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, spli
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
+from megacore.kernels.split_heads import split_heads
 from megacore.model.context import Context
 from megacore.model.heads_norm import AllHeadsNorm
 from megacore.model.norm import HeadNorm
@@ -43,9 +46,8 @@ class CausalAttention(nn.Module):
         )
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         self.sinks: Tensor | None = None
-        if compiles(
-            config
-        ):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
+        # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
+        if compiles(config):
             self.attend_parts = torch.compiler.disable(self.attend_parts)  # type: ignore[method-assign]
 
     def at_step(self, step: int) -> None:
@@ -54,7 +56,9 @@ class CausalAttention(nn.Module):
             self.scoring = Scoring(self.model.window_of(self.index, step), self.model.attention_cap)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
+        """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k
+        and v with the key/value heads.
+        """
         if is_widened(q):
             return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
         kind = self.kind(q)
@@ -68,9 +72,25 @@ class CausalAttention(nn.Module):
             return causal_softmax(q @ k.transpose(-2, -1), self.scale, self.kernels) @ v
         seq_len = q.shape[2]
         mask = q.new_full((seq_len, seq_len), float("-inf")).triu_(1)
-        # Scaled and masked inside the product: no pass over the scores but the softmax's, which computes in fp32 at least.
+        # Scaled and masked inside the product: no pass over the scores but the softmax's, which computes in
+        # fp32 at least.
         scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=self.scale)
         return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+    def in_context(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Attention of a pass's tokens to all that they should see: `attend`, or across context ranks, within
+        documents, or to the tokens that a cache holds.
+        """
+        if context.watch is not None:
+            context.watch.attends(self, q, k, context)
+        if context.cache is not None:
+            return context.cache.attend(self, q, k, v)
+        if context.sequences is not None:
+            return self.attend_parts(q, k, v, context.sequences)
+        if self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
+            y: Tensor = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+            return y
+        return self.attend(q, k, v)
 
     def attend_parts(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         """`attend` over sequences that are divided among context ranks, or into documents."""
@@ -85,7 +105,9 @@ class CausalAttention(nn.Module):
         return self.formula(q, k, v, distances(sequences, q.device))
 
     def formula(self, q: Tensor, k: Tensor, v: Tensor, behind: Tensor) -> Tensor:
-        """Attention by the plain formula; `behind`: how far each query stands behind each key, below 0 where it must not see it."""
+        """Attention by the plain formula; `behind`: how far each query stands behind each key,
+        below 0 where it must not see it.
+        """
         scoring = self.scoring or Scoring()
         k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
         scores = scoring.capped(q @ k.transpose(-2, -1) * self.scale)
@@ -101,10 +123,11 @@ class CausalAttention(nn.Module):
 
 
 class Attention(CausalAttention):
-    """Attention between a column-parallel layer, which makes queries, keys and values, and a row-parallel one.
+    """Attention between a column-parallel layer, which makes queries, keys and
+    values, and a row-parallel one.
 
-    The logical qkv weight is ``[kv_heads, group + 2, head, hidden]``: for each key/value head its `group` query heads,
-    then its key, then its value. It is split along kv_heads, so a tensor rank holds whole groups
+    The logical qkv weight is ``[kv_heads, group + 2, head, hidden]``: for each key/value head its `group`
+    query heads, then its key, then its value. It is split along kv_heads, so a tensor rank holds whole groups
     (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
     """
 
@@ -154,41 +177,48 @@ class Attention(CausalAttention):
         self.sinks = new_parameter(heads_of_all, dtype, device) if model.attention_sinks else None
         # ZeRO-3 frees the norms' weights outside of their layers; the kernel takes them as they are.
         self.folds = config.engine.kind != "deepspeed" and not model.norm_offset
+        # A kernel can also sum the gradient of the bias, if queries, keys and values are neither gated,
+        # rotated nor normed. ZeRO-3 frees the bias outside of its layer.
+        has_plain_bias = resolved(model.qkv_bias) and not (self.gated or self.rotates or model.qk_norm)
+        self.splits = has_plain_bias and config.engine.kind != "deepspeed"
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        bias = None
+        if self.splits and use_triton("split_heads", self.kernels, x=x, bias=self.qkv.bias):
+            bias = self.qkv.bias
+        gates = None
+        if self.gated:
+            qkv, gates = self.qkv.both(x)
+        else:
+            qkv = self.qkv(x, constant_bias=bias is not None)
         # [batch, seq, kv heads, queries + 2, head]
-        qkv, gates = self.qkv.both(x) if self.gated else (self.qkv(x), None)
         qkv = qkv.view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
         tables = ((context.window_rope if self.windowed else None) or context.rope) if self.rotates else None
-        if (
-            context.sequences is not None and context.sequences.documents is not None
-        ):  # positions differ between sequences
+        # positions differ between sequences
+        if context.sequences is not None and context.sequences.documents is not None:
             q, k, v = (
                 x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
-                for x in self.heads(qkv.flatten(0, 1)[None], tables)
+                for x in self.heads(qkv.flatten(0, 1)[None], tables, bias)
             )
         else:
-            q, k, v = self.heads(qkv, tables)
-        if context.watch is not None:
-            context.watch.attends(self, q, k, context)
-        if context.cache is not None:
-            y = context.cache.attend(self, q, k, v)
-        elif context.sequences is not None:
-            y = self.attend_parts(q, k, v, context.sequences)
-        elif self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
-            y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = self.attend(q, k, v)
+            q, k, v = self.heads(qkv, tables, bias)
+        y = self.in_context(q, k, v, context)
         y = y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size)
         return self.output(y if gates is None else gated(y, gates))
 
-    def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.
+    def heads(
+        self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``;
+        norms and rotates the first two.
 
-        A Triton kernel norms and rotates in one pass over memory. Without rotation they are views, but for queries that share a key:
-        their heads are not equally far apart, so they are copied.
+        A Triton kernel norms and rotates in one pass over memory. Without rotation they are views, but for
+        queries that share a key: their heads are not equally far apart, so they are copied. If a bias is
+        given, a kernel joins their gradients, and sums that of the bias in the same pass.
         """
+        if bias is not None:
+            return split_heads(qkv, bias.view(qkv.shape[2:]), implementation=self.kernels)
         if tables is not None and self.query_norm is None and self.heads_norm is None:
             return rope_qkv(qkv, *tables, implementation=self.kernels)
         if (
@@ -200,9 +230,8 @@ class Attention(CausalAttention):
             assert self.query_norm is not None and self.key_norm is not None
             norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
             return rope_qkv(qkv, *tables, norms=norms, implementation=self.kernels)
-        q, k, v = (
-            t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3)
-        )  # [batch, seq, heads, head]
+        # [batch, seq, heads, head]
+        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.heads_norm is not None:

@@ -24,7 +24,9 @@ class TextCache(Protocol):
     positions: Tensor | None  # and of this rank's
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the latest queries to all keys so far, of which `k` and `v` are the new ones of an `Attention`."""
+        """Attention of the latest queries to all keys so far, of which `k` and `v` are
+        the new ones of an `Attention`.
+        """
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds a layer's new keys and values, ``[batch, heads, new, head]``; returns all."""
@@ -40,24 +42,37 @@ class TextCache(Protocol):
 
 
 class Watch(Protocol):
-    """Whoever measures what layers compute (`Stage.watch`), in the steps in which it does. It must change nothing."""
+    """Whoever measures what layers compute (`Stage.watch`), in the steps in which it does.
+
+    It must change nothing.
+    """
 
     def gave(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
-        """A layer has run; what it wrote is in `flow`. It is not told when a backward runs the layer again."""
+        """A layer has run; what it wrote is in `flow`.
+
+        It is not told when a backward runs the layer again.
+        """
 
     def attends(self, attention: nn.Module, q: Tensor, k: Tensor, context: "Context") -> None:
-        """Attention begins, of these queries and keys ``[batch, heads, tokens, head]``. It is told when a backward does so again."""
+        """Attention begins, of these queries and keys ``[batch, heads, tokens, head]``.
+
+        It is told when a backward does so again.
+        """
 
 
-@dataclass(frozen=True)
+# Not frozen: PyTorch 2.11 guards compiled code on all that a frozen dataclass holds, so each microbatch's
+# documents would compile the blocks again.
+@dataclass
 class Context:
-    """The context of one microbatch's forward pass. Activations are ``[batch · seq, hidden]``, one sequence after the other."""
+    """The context of one microbatch's forward pass.
+
+    Activations are ``[batch · seq, hidden]``, one sequence after the other.
+    """
 
     batch_size: int
     seq_len: int  # tokens of each sequence that are here
-    rope: (
-        tuple[Tensor, Tensor] | None
-    )  # cos, sin: of every token of a sequence, or within documents of every token
+    # cos, sin: of every token of a sequence, or within documents of every token
+    rope: tuple[Tensor, Tensor] | None
     group: Group  # the tensor ranks
     sequence: bool  # whether activations between parallel regions hold only this rank's tokens
     dropout: float  # 0 in validation
@@ -67,19 +82,18 @@ class Context:
     kernels: Implementation = "auto"
     sequences: Sequences | None = None  # if they are divided among context ranks, or into documents
     positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on
-    window_rope: tuple[Tensor, Tensor] | None = field(
-        kw_only=True, default=None
-    )  # as `rope`, of blocks with a window, if it is another
+    # as `rope`, of blocks with a window, if it is another
+    window_rope: tuple[Tensor, Tensor] | None = field(kw_only=True, default=None)
     batch: Microbatch = field(kw_only=True)  # all fields of the microbatch, on every stage
-    gradients: Mapping[str, Tensor] = field(
-        kw_only=True, default_factory=dict
-    )  # by loss: what backward will start with, if it is known
-    watch: "Watch | None" = field(
-        kw_only=True, default=None
-    )  # outside of compiled blocks, which would be compiled again for it
+    # by loss: what backward will start with, if it is known
+    gradients: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)
+    # outside of compiled blocks, which would be compiled again for it
+    watch: "Watch | None" = field(kw_only=True, default=None)
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
-        """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in every layout and recomputation."""
+        """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in
+        every layout and recomputation.
+        """
         return x if self.dropout == 0.0 else self._dropped(x, None, 1.0, site)
 
     def add(self, residual: Tensor, x: Tensor, scale: float, *site: object) -> Tensor:
@@ -89,7 +103,8 @@ class Context:
         )
 
     def _dropped(self, x: Tensor, residual: Tensor | None, scale: float, site: tuple[object, ...]) -> Tensor:
-        # An element's mask depends on its position in the whole microbatch, so a rank that holds some tokens begins at an offset.
+        # An element's mask depends on its position in the whole microbatch, so a rank that holds some tokens
+        # begins at an offset.
         offset = self.group.rank * len(x) if self.sequence else 0
         key, out = key_of(self.key, *site), []
         for here, first in self.runs(offset, len(x)):
@@ -108,7 +123,9 @@ class Context:
         return torch.cat([torch.arange(at, at + here.stop - here.start, device=device) for here, at in runs])
 
     def runs(self, offset: int, tokens: int) -> Iterator[tuple[slice, int]]:
-        """Where this rank's tokens from `offset` on follow one another in the whole microbatch: a slice, and its first one there."""
+        """Where this rank's tokens from `offset` on follow one another in the whole microbatch: a
+        slice, and its first one there.
+        """
         if self.sequences is None or self.sequences.group.size == 1:
             yield slice(0, tokens), offset
             return

@@ -1,4 +1,6 @@
-"""First weights: a rank draws what it holds of each logical tensor, in threads, and gets the numbers that one process would."""
+"""First weights: a rank draws what it holds of each logical tensor, in threads, and gets the
+numbers that one process would.
+"""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -24,14 +26,21 @@ def initialise(
     threads: int = 1,
     note: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fills pieces of parameters (by `shard.piece_key`) as the parameters' `shards` say: the same logical tensors in every layout.
+    """Fills pieces of parameters (by `shard.piece_key`) as the parameters' `shards` say: the same
+    logical tensors in every layout.
 
-    `dtype` computes, so masters of more bits start as its rounded weights. `note` is called now and then: drawing may take minutes.
+    `dtype` computes, so masters of more bits start as its rounded weights. `note` is called now and then:
+    drawing may take minutes.
     """
     jobs: list[Callable[[], None]] = []
     for key, (tensor, box) in held.items():
         name = logical_name(key)
         shard = shards[name]
+        if shard.first is not None:
+            piece = box.box if isinstance(box, Shard) else box
+            tensor.copy_(shard.first.draw(seed)[piece.slices].to(dtype))
+            note()
+            continue
         if shard.init_std is None:
             tensor.fill_(shard.fill)
             continue
@@ -42,6 +51,9 @@ def initialise(
             jobs.append(
                 partial(draw_block, tensor, box, (seed, name, first), shard.init_std, dim, first, step, dtype)
             )
+    for shard in shards.values():
+        if shard.first is not None:
+            shard.first.release()
     if threads == 1 or not jobs:
         for job in jobs:
             job()
@@ -69,8 +81,8 @@ def draw_block(
 ) -> None:
     """Draws what a block and a piece `out`, which is `box` of its logical tensor, share.
 
-    The block is `first` to ``first + step`` along `dim`. Its numbers depend on the logical shape alone, so any cut gives the same.
-    It is drawn from its beginning, and no further than needed.
+    The block is `first` to ``first + step`` along `dim`. Its numbers depend on the logical shape alone, so
+    any cut gives the same. It is drawn from its beginning, and no further than needed.
     """
     shape = box.global_shape
     extent = [(first, min(step, shape[dim] - first)) if d == dim else (0, n) for d, n in enumerate(shape)]

@@ -22,13 +22,15 @@ from megacore.files import check_folder
 from megacore.model.choose import layers_of
 from megacore.model.flow import CROSS_ENTROPY
 from megacore.model.layers import losses_of
+from megacore.model.plain.folder import holds_weights
 from megacore.model.stage import whole_model
 from megacore.records import complaint
 from megacore.tools.corpora import Sidecar, check_corpora, checked_stream
 
 
 class Inputs:
-    """The corpora, and on rank 0 the checkpoint to resume (`checkpoint`) or the checkpoint whose weights to start from (`weights`).
+    """The corpora, and on rank 0 the checkpoint to resume (`checkpoint`) or the checkpoint whose
+    weights to start from (`weights`).
 
     Raises `UserError` if anything is wrong with them.
     """
@@ -36,12 +38,15 @@ class Inputs:
     def __init__(self, config: Config, rank: int, scan: bool = True) -> None:
         """`scan`: reads the corpora for tokens beyond the vocabulary. One rank of a machine is enough."""
         train, vocab_size = config.train, config.model.vocab_size
-        if config.model.source is not None:
+        if config.model.is_custom:
             whole_model(config, "meta")  # raises, if the file's blocks cannot be made
         if rank == 0:
             tokenizer = config.data.tokenizer  # training does not need it, but generating text later does
             if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
-                right = "launch/prepare.py makes one with a corpus; or bytes, a sentencepiece .model, a tokenizer.json, or null"
+                right = (
+                    "launch/prepare.py makes one with a corpus; or bytes, a sentencepiece .model, a "
+                    "tokenizer.json, or null"
+                )
                 raise ConfigError("data.tokenizer", f"there is no file {tokenizer}", right)
         self.stream = checked_stream(config, scan)
         valid, packing = config.data.valid, config.data.packing
@@ -51,13 +56,21 @@ class Inputs:
             check_measurable(config)
         self.config = config
         self.candidates: list[Path] = []  # checkpoints before `checkpoint`
-        self.opened: checkpoint.Reader | None = (
-            None  # the one that is named; opened once, since a large one takes seconds
-        )
+        # the one that is named; opened once, since a large one takes seconds
+        self.opened: checkpoint.Reader | None = None
         self.checkpoint = self._checkpoint() if rank == 0 else None
         self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
             check_folder("log.dir", resolved(config.log.dir))
+
+    @property
+    def unread_weights(self) -> str | None:
+        """A line for the console, if the folder of `model.hf` has weights that the run does not read."""
+        hf = self.config.model.hf
+        if hf is None or self.checkpoint is not None or self.config.checkpoint.weights is not None:
+            return None
+        right = f"checkpoint.weights={hf} reads them"
+        return f"model.hf: the weights in {hf} are not read: {right}" if holds_weights(hf) else None
 
     def _checkpoint(self) -> Path | None:
         resume, log_dir = self.config.checkpoint.resume, resolved(self.config.log.dir)
@@ -67,9 +80,8 @@ class Inputs:
         self.candidates = checkpoint.checkpoints_in(path)
         if resume == "auto" and (mirror := self.config.checkpoint.mirror) is not None:
             copies = [copy for copy in checkpoint.checkpoints_in(Path(mirror)) if copy.suffix != ".old"]
-            self.candidates = sorted(
-                [*self.candidates, *copies], key=step_of, reverse=True
-            )  # of one step, the run's own first
+            # of one step, the run's own first
+            self.candidates = sorted([*self.candidates, *copies], key=step_of, reverse=True)
         if resume == "auto" and not self.candidates:
             return None
         if not self.candidates:
@@ -77,12 +89,13 @@ class Inputs:
         return self._newest(None)
 
     def look_again(self, resumed: Path | None, step: int) -> None:
-        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved, or else to the one that it `resumed`."""
+        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved, or
+        else to the one that it `resumed`.
+        """
         folder = Path(resolved(self.config.log.dir))
         self.candidates = checkpoint.checkpoints_in(folder)
-        if (
-            resumed is not None and resumed not in self.candidates
-        ):  # older ones in the folder are then of another run
+        # older ones in the folder are then of another run
+        if resumed is not None and resumed not in self.candidates:
             newer = [path for path in self.candidates if step_of(path) > step]
             self.candidates = [*newer, resumed]
         if not self.candidates:
@@ -90,7 +103,8 @@ class Inputs:
         self.checkpoint = self._newest(None)
 
     def fall_back(self, damage: CheckpointError) -> None:
-        """On rank 0, goes on to the checkpoint before `checkpoint`, which was found to be damaged when it was read.
+        """On rank 0, goes on to the checkpoint before `checkpoint`, which was found
+        to be damaged when it was read.
 
         Raises:
             CheckpointError: it is the one that was asked for by its path, or there is none before it.
@@ -103,7 +117,9 @@ class Inputs:
             self.checkpoint = self._newest(damage)
 
     def _newest(self, damage: CheckpointError | None) -> Path:
-        """The next of the candidates that is whole by its manifest and the sizes of its files. All ranks compare the rest together.
+        """The next of the candidates that is whole by its manifest and the sizes of its files.
+
+        All ranks compare the rest together.
 
         Raises:
             CheckpointError: none is, or the one that was asked for by its path is not.
@@ -141,7 +157,9 @@ class Inputs:
             self._check_decay(reader)
 
     def _check_decay(self, reader: checkpoint.Reader) -> None:
-        """Refuses a decay from a checkpoint named by its path whose rate would jump there: it decays already, or this decay has begun."""
+        """Refuses a decay from a checkpoint named by its path whose rate would jump there: it decays
+        already, or this decay has begun.
+        """
         optim, steps, recorded, at = (
             self.config.optim,
             self.config.train.steps,
@@ -165,7 +183,9 @@ class Inputs:
             raise ConfigError("optim.decay_steps", wrong, right)
 
     def _check_state(self, reader: checkpoint.Reader) -> None:
-        """Refuses a checkpoint without the state of a parameter's optimizer, or with another's, which may give it another meaning."""
+        """Refuses a checkpoint without the state of a parameter's optimizer, or with another's,
+        which may give it another meaning.
+        """
         groups, names, before = (
             ParameterGroups(self.config.optim),
             set(reader.names),
@@ -179,18 +199,26 @@ class Inputs:
             group = groups.of(parameter)
             state = group.kinds
             by = f"{KEY}[{group.number - 1}]" if group.number else f"optim.kind={group.rule.name}"
-            right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
+            right = (
+                "the optimizer that it was saved with, or its weights alone: "
+                f"checkpoint.weights={reader.path}"
+            )
             if lacking := [kind for kind in state if f"{kind}/{parameter}" not in names]:
                 saved = [kind for kind in lacking if any(name.startswith(f"{kind}/") for name in names)]
                 of = f" of {parameter}" if saved else ""
                 wrong = f"holds no {' and no '.join(lacking)}{of}, which {by} goes on with"
                 raise CheckpointError(str(reader.path), wrong, right)
             if state and (was := recorded_rule(before, parameter)) not in (None, group.rule.name):
-                wrong = f"holds {' and '.join(state)} of {parameter} as {was} left it, and {by} means something else by that"
+                wrong = (
+                    f"holds {' and '.join(state)} of {parameter} as {was} left it, and {by} means "
+                    "something else by that"
+                )
                 raise CheckpointError(str(reader.path), wrong, right)
 
     def _check_counts(self, reader: checkpoint.Reader) -> None:
-        """Refuses a state that is none, and counts that training cannot have reached by the checkpoint's step."""
+        """Refuses a state that is none, and counts that training cannot have
+        reached by the checkpoint's step.
+        """
         step, train, right = reader.step, self.config.train, "use an earlier checkpoint"
         try:
             state = RunState.model_validate(reader.state)
@@ -219,22 +247,23 @@ class Inputs:
             raise CheckpointError(str(reader.path), wrong, f"as many, or more by whole batches; {right}")
 
     def _weights(self, config: Config) -> Path | None:
-        if config.checkpoint.weights is None:
-            return None
+        if config.checkpoint.weights is None or holds_weights(config.checkpoint.weights):
+            return None  # a folder of transformers is read where weights are drawn
         path = checkpoint.locate(Path(config.checkpoint.weights))
         self.opened = checkpoint.Reader(path)
         check_weights(self.opened, config)
         return path
 
     def _check_samples(self, config: Config, reader: checkpoint.Reader) -> None:
-        """Refuses changed settings that decide the order of samples: the run continues that order at ``step × global_batch_size``."""
+        """Refuses changed settings that decide the order of samples: the run continues that order
+        at ``step × global_batch_size``.
+        """
         before = recorded_sections(reader)
         now = config.model_dump(mode="json", by_alias=True)
         keys = [("train", "seed"), ("train", "seq_len"), ("data", "packing")]
         keys += same_batches(before["train"], config.train, reader.step)
-        if (
-            config.checkpoint.resume == "auto"
-        ):  # a checkpoint named by its path may continue with another corpus
+        # a checkpoint named by its path may continue with another corpus
+        if config.checkpoint.resume == "auto":
             keys.append(("data", "train"))
         for section, key in keys:
             older = {"packing": "none", "batch_ramp": []}  # which older checkpoints do not have
@@ -245,7 +274,9 @@ class Inputs:
                 raise CheckpointError(str(reader.path), wrong, "the same value, or checkpoint.resume=never")
 
     def unigram_entropy(self) -> float | None:
-        """The loss on the validation set, in nats a token, of a model that knows only token frequencies; None if unknown."""
+        """The loss on the validation set, in nats a token, of a model that knows only
+        token frequencies; None if unknown.
+        """
         if self.validation is None:
             return None
         sidecars = [Sidecar.load(tokens.prefix) for tokens in self.validation.corpora]
@@ -258,7 +289,9 @@ class Inputs:
 
 
 def same_batches(recorded: dict[str, Any], train: TrainConfig, step: int) -> list[tuple[str, str]]:
-    """The keys to compare of those that decide the sizes of batches: none, if a ramp changes only those behind `step`."""
+    """The keys to compare of those that decide the sizes of batches: none, if a ramp
+    changes only those behind `step`.
+    """
     keys = ("global_batch_size", "batch_ramp")
     try:
         before = TrainConfig.model_validate_json(
@@ -272,7 +305,9 @@ def same_batches(recorded: dict[str, Any], train: TrainConfig, step: int) -> lis
 
 
 def recorded_rule(optim: Any, parameter: str) -> Any:
-    """The name of the rule that updated a parameter, by a recorded section `optim`, which may be any JSON; None where it does not say."""
+    """The name of the rule that updated a parameter, by a recorded section `optim`, which may be any
+    JSON; None where it does not say.
+    """
     if not isinstance(optim, dict):
         return None
     groups = optim.get("groups")
@@ -284,7 +319,9 @@ def recorded_rule(optim: Any, parameter: str) -> Any:
 
 
 def check_measurable(config: Config) -> None:
-    """Raises `ConfigError` if the model has no loss that validation measures: a file of the user's own may give others alone."""
+    """Raises `ConfigError` if the model has no loss that validation measures: a file of the
+    user's own may give others alone.
+    """
     if CROSS_ENTROPY.name not in (names := losses_of(layers_of(config))):
         wrong = f"validation measures {CROSS_ENTROPY.name}, and the model has {', '.join(names) or 'no loss'}"
         raise ConfigError("data.valid", wrong, f"null, or a layer with a loss called {CROSS_ENTROPY.name}")

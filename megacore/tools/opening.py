@@ -16,11 +16,8 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.settings.validation import batch_equations
 from megacore.train.trainer import Trainer
 
-UNHEARD = (
-    "model.init_std",
-    "model.zero_init",
-    "checkpoint.weights",
-)  # settings of first weights: a run that goes on has its own
+# settings of first weights: a run that goes on has its own
+UNHEARD = ("model.init_std", "model.zero_init", "checkpoint.weights")
 HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
 
 
@@ -36,12 +33,16 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
     held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
     layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
     own = {parameter for stage in trainer.train_step.stages for parameter in stage.parameters()}
-    parameters = sum(
-        prod(shard_of(parameter).local_shape) for parameter in own
-    )  # an engine may hold some elsewhere
+    # an engine may hold some elsewhere
+    parameters = sum(prod(shard_of(parameter).local_shape) for parameter in own)
     frozen = sum(prod(shard_of(parameter).local_shape) for parameter in own if not parameter.requires_grad)
     still = f", {frozen:,} of them frozen" if frozen else ""
     yield f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}{still}"
+    if (model := config.model).hf is not None:
+        yield (
+            f"model: {model.hf}, whose config.json has the SHA-256 {model.hf_digest}, by transformers "
+            f"{model.hf_version}"
+        )
     if choices:
         yield choices
     yield from decayed_twice(config)
@@ -52,23 +53,30 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
     elif trainer.step:
         yield f"resumed after step {trainer.step} of {train.steps}"
         yield from [*changes(config, trainer.recorded), *trainer.residuals]
-    elif trainer.origin:
-        yield f"starting from the weights of {trainer.origin}"
+    elif origin := trainer.origin or config.checkpoint.weights:  # a checkpoint, or a folder of transformers
+        yield f"starting from the weights of {origin}"
 
 
 def decayed_twice(config: Config) -> Iterator[str]:
-    """A warning where the rate falls for an optimizer whose average of the weights stands in place of that."""
+    """A warning where the rate falls for an optimizer whose average of the weights
+    stands in place of that.
+    """
     optim = config.optim
     averages = sorted(
         {group.rule.name for group in ParameterGroups(optim).every if AVERAGE in group.rule.kinds}
     )
     if averages and optim.schedule != "constant" and optim.min_lr < optim.lr:
         name = " and ".join(averages)
-        yield f"WARNING: optim.schedule={optim.schedule} lowers the rate, in place of which {name} averages (optim.schedule=constant)"
+        yield (
+            f"WARNING: optim.schedule={optim.schedule} lowers the rate, in place of which {name} "
+            "averages (optim.schedule=constant)"
+        )
 
 
 def changes(config: Config, recorded: Mapping[str, Any]) -> list[str]:
-    """Which settings of a run that goes on are others than those of its checkpoint (`recorded` sections), in up to two lines."""
+    """Which settings of a run that goes on are others than those of its checkpoint (`recorded`
+    sections), in up to two lines.
+    """
     heard, unheard = list[str](), list[str]()
     for name, section in config.model_dump(mode="json", by_alias=True).items():
         before = recorded.get(name)

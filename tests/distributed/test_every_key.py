@@ -1,5 +1,7 @@
-"""Nothing configured is ignored: every key of the schema, with another value, changes what a run computes, what it tells its observers,
-what it writes, what the planner says of it, how the process is set up, or is refused by name. A new key without a case fails."""
+"""Nothing configured is ignored: every key of the schema, with another value, changes what a run computes,
+what it tells its observers, what it writes, what the planner says of it, how the process is set up, or is
+refused by name. A new key without a case fails.
+"""
 
 import ctypes
 import json
@@ -244,6 +246,10 @@ CASES: dict[str, Case] = {
 BATCHES = "tests/distributed/test_bad_batches.py"
 SAVING = "tests/distributed/test_checkpoint_training.py"
 ELSEWHERE = {
+    "model.hf": (
+        "a module of transformers in place of megacore's layers",
+        "tests/distributed/test_plain_training.py::test_five_steps_are_those_of_the_loop_of_transformers",
+    ),
     "model.source": (
         "a file of one's own",
         "tests/distributed/test_source.py::test_a_setting_changes_what_is_computed",
@@ -381,7 +387,9 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def written(folder: Path) -> list[str]:
-    """The files of a folder, without their times, and which figures of which steps the run has logged there."""
+    """The files of a folder, without their times, and which figures of which steps the
+    run has logged there.
+    """
     files = [
         re.sub(r"tfevents.*", "tfevents", str(path.relative_to(folder)))
         for path in folder.rglob("*")
@@ -393,7 +401,9 @@ def written(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config and two corpora, and the run of which `checkpoint.resume` and `checkpoint.weights` may speak."""
+    """A config and two corpora, and the run of which `checkpoint.resume` and
+    `checkpoint.weights` may speak.
+    """
     folder = tmp_path_factory.mktemp("keys")
     write_corpus(folder, "other", seed=1)
     train = {"steps": 3, "precision": "fp32", "deterministic": False, "compile": False}
@@ -463,7 +473,9 @@ def test_a_run_that_is_repeated_changes_nothing(kind: str, seen: Callable[..., d
 
 
 def test_every_key_has_its_case() -> None:
-    """A new key comes with what it changes, or with a reason and the test that shows what a short run cannot."""
+    """A new key comes with what it changes, or with a reason and the test that shows
+    what a short run cannot.
+    """
     assert sorted([*CASES, *ELSEWHERE]) == sorted(DEFAULTS)
     for key, (_, test) in ELSEWHERE.items():
         path, _, function = test.partition("::")

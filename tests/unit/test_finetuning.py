@@ -22,7 +22,10 @@ from tests.conversion import random_run
 
 
 def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
-    """One after the other, a user would start as many runs as there are keys. What is to be set can be typed as it stands."""
+    """One after the other, a user would start as many runs as there are keys.
+
+    What is to be set can be typed as it stands.
+    """
     was = {
         "num_layers": 2,
         "bias": True,
@@ -50,7 +53,8 @@ def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         reader.check_model(now | {"max_positions": 16, "position": "rope"})
     assert caught.value.wrong == (
-        "was written with model.num_layers=2 (the config says 3), model.bias=true (the config says false), model.norm=layernorm "
+        "was written with model.num_layers=2 (the config says 3), model.bias=true (the config says "
+        "false), model.norm=layernorm "
         '(the config says rmsnorm), model.rope_scaling={"type": "linear"} (the config says null)'
     )
     words = shlex.split(caught.value.right.removeprefix("set ").removesuffix(", or take another checkpoint"))
@@ -62,6 +66,9 @@ def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
 
 
 FREE = {
+    "hf",  # where the config.json is, which is compared itself
+    "hf_revision",
+    "hf_version",
     "dropout",
     "attention",
     "init_std",
@@ -80,24 +87,26 @@ FREE = {
 
 
 def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
-    """Weights still fit a model with another epsilon, scale or base of rotary positions, and are another function there."""
+    """Weights still fit a model with another epsilon, scale or base of rotary positions,
+    and are another function there.
+    """
     model = Config().model.model_dump(mode="json") | {"position": "rope"}
     reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
     reader.check_model(model | dict.fromkeys(FREE, "another"))
     for key in model.keys() - FREE:
-        with pytest.raises(
-            CheckpointError, match="of digest another" if key == "source_digest" else rf"model\.{key}="
-        ):
+        words = {"source_digest": "of digest another", "hf_config": "the config has a model.hf_config"}
+        with pytest.raises(CheckpointError, match=words.get(key, rf"model\.{key}=")):
             reader.check_model(model | {key: "another"})
-    del reader.state["model"][
-        "router_bias"
-    ]  # of an earlier release, where the rate said whether there is one
+    # of an earlier release, where the rate said whether there is one
+    del reader.state["model"]["router_bias"]
     with pytest.raises(CheckpointError, match=r"model\.router_bias_rate="):
         reader.check_model(model | {"router_bias_rate": 0.1})
 
 
 def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:
-    """Only where the config asks for a scaling: a config that forgot the weights' own would train another function."""
+    """Only where the config asks for a scaling: a config that forgot the weights'
+    own would train another function.
+    """
     model = Config().model.model_dump(mode="json") | {
         "position": "rope",
         "rope_scaling": {"type": "linear", "factor": 2.0},
@@ -191,7 +200,9 @@ def test_the_document_can_be_typed(tmp_path: Path) -> None:
 
 
 def test_the_example_of_instructions_is_its_model() -> None:
-    """configs/finetune_chat.json would refuse the model that it is for, SmolLM2-135M-Instruct as it is published."""
+    """configs/finetune_chat.json would refuse the model that it is for,
+    SmolLM2-135M-Instruct as it is published.
+    """
     sizes = {
         "vocab_size": 49152,
         "hidden_size": 576,
@@ -233,7 +244,9 @@ TEMPLATE = (
 
 
 def test_instructions_can_be_typed(tmp_path: Path) -> None:
-    """From a model of the Llama family with a chat template to the loss of its answers, which must fall far below the questions'."""
+    """From a model of the Llama family with a chat template to the loss of its answers, which must
+    fall far below the questions'.
+    """
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install -e '.[test]'"
     )

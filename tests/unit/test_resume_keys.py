@@ -1,5 +1,6 @@
-"""What becomes of every key of the config that is another at a resume than in the checkpoint: refused by name, heard and said, or
-without effect and said. A key that nobody has decided on fails here."""
+"""What becomes of every key of the config that is another at a resume than in the checkpoint: refused by
+name, heard and said, or without effect and said. A key that nobody has decided on fails here.
+"""
 
 import json
 from collections.abc import Iterator
@@ -30,39 +31,47 @@ from tests.training import write_config, write_corpus
 
 # Another function of the same weights, other samples, or an optimizer's state that means something else.
 REFUSED = """
-model: block source_digest num_layers hidden_size num_heads num_kv_heads head_size ffn_size vocab_size norm activation position
-    max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
+model: block source_digest hf_config num_layers hidden_size num_heads num_kv_heads head_size ffn_size
+vocab_size norm activation position
+    max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale
+    residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
     q_rank kv_rank plain_size value_size
-    num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores router_normalised router_scale
+    num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores
+    router_normalised router_scale
     expert_groups groups_per_token router_bias
-    norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
+    norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap
+    logit_cap
     attention_sinks attention_gate qk_norm_heads window_rope_theta head_bias window_schedule
 train: seq_len global_batch_size batch_ramp seed
 optim: kind groups
 data: packing train
 """
 HEARD = """
-model: source dropout attention kernels chunked_loss z_loss router_balance balance_coefficient router_z_loss capacity_factor
+model: source hf hf_revision hf_version dropout attention kernels chunked_loss z_loss
+    router_balance balance_coefficient router_z_loss capacity_factor
     router_bias_rate
 parallel: expert expert_tensor expert_halves
-    tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
+    tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds
+    hang_seconds
     heartbeat_seconds
-train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches
-optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks
+train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every
+eval_batches
+optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold
+max_skips max_rollbacks
     muon_momentum muon_nesterov muon_steps muon_scale muon_precision muon_heads muon_adamw_lr
-    beta1 beta2 eps momentum ema lion_beta1 lion_beta2 slow_beta slow_alpha slow_warmup free_beta1 free_beta2 free_eps
+    beta1 beta2 eps momentum ema lion_beta1 lion_beta2 slow_beta slow_alpha slow_warmup free_beta1 free_beta2
+    free_eps
     soap_beta1 soap_beta2 soap_eps soap_adamw_lr
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every best mirror async on_failure resume
-engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels compression
+engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels
+compression
 cpu: keep_memory onednn widen
 log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile statistics
 """
-SETTLED = {
-    "model.attention": "eager",
-    "parallel.context_method": "ring",
-}  # of which `auto` keeps the checkpoint's choice
+# of which `auto` keeps the checkpoint's choice
+SETTLED = {"model.attention": "eager", "parallel.context_method": "ring"}
 
 
 def keys_of(text: str) -> set[str]:
@@ -75,7 +84,9 @@ def keys_of(text: str) -> set[str]:
 
 
 def test_every_key_is_decided() -> None:
-    """A new key would be one that changes the order of samples, or the meaning of a state, and nobody would have asked."""
+    """A new key would be one that changes the order of samples, or the meaning of a
+    state, and nobody would have asked.
+    """
     decided = [*keys_of(REFUSED), *keys_of(HEARD), *UNHEARD]
     assert sorted(decided) == sorted(flatten(Config().model_dump(by_alias=True)))
 
@@ -85,9 +96,8 @@ def run(tmp_path: Path) -> tuple[Config, Path]:
     """A config, and the checkpoint of step 3 in its run's folder."""
     write_corpus(tmp_path, "other", seed=1)
     config = load(write_config(tmp_path, write_corpus(tmp_path)), [f"log.dir={tmp_path}/run"]).config
-    config = changed(
-        changed(config, "model.attention", "sdpa"), "train.compile", False
-    )  # as the trainer settles them
+    # as the trainer settles them
+    config = changed(changed(config, "model.attention", "sdpa"), "train.compile", False)
     engine = {"updates": 3.0, "skipped": 0.0}
     sections = {
         "model": config.model.model_dump(mode="json"),
@@ -113,15 +123,32 @@ def changed(config: Config, key: str, value: Any) -> Config:
 def another(key: str, config: Config, folder: Path) -> Any:
     """Another value of a key."""
     special = {
-        "model.block": "another", "model.source_digest": "another", "model.rope_scaling": LinearRope(type="linear", factor=2.0),
-        "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
-        "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
-        "train.compile": True, "train.batch_ramp": ((2, 4),), "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
-        "log.statistics": StatisticsConfig(every=2), "log.figures": ("train/*",),
+        "model.block": "another",
+        "model.source_digest": "another",
+        "model.hf_config": {"model_type": "llama"},
+        "model.hf_revision": "0123abcd",
+        "model.hf_version": "5.0",
+        "model.rope_scaling": LinearRope(type="linear", factor=2.0),
+        "optim.groups": (OptimGroup(match=("w",), kind="sgd"),),
+        "data.train": str(folder / "other"),
+        "data.valid": str(folder / "other"),
+        "data.tokenizer": "bytes",
+        "parallel.data": 2,
+        "parallel.schedule": "gpipe",
+        "engine.config": {},
+        "engine.reshard": True,
+        "train.compile": True,
+        "train.batch_ramp": ((2, 4),),
+        "optim.lag": (1, 1),
+        "log.profile": ProfileConfig(steps=(1, 2)),
+        "log.statistics": StatisticsConfig(every=2),
+        "log.figures": ("train/*",),
         "engine.compression": Int8Compression(kind="int8"),
-        "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
+        "checkpoint.resume": str(folder / "run"),
+        "log.dir": config.log.dir,
+        "checkpoint.weights": "another",
         "checkpoint.mirror": str(folder / "second"),
-    }  # fmt: skip
+    }
     if key in special:
         return special[key]
     value = flatten(config.model_dump(by_alias=True))[key]
@@ -139,15 +166,19 @@ def another(key: str, config: Config, folder: Path) -> Any:
 def test_a_key_that_gives_a_checkpoint_another_meaning_is_refused(
     key: str, run: tuple[Config, Path], tmp_path: Path
 ) -> None:
-    """Samples would come twice, or never; weights would be another function; a sum would be taken for a mean."""
+    """Samples would come twice, or never; weights would be another function; a sum
+    would be taken for a mean.
+    """
     with pytest.raises(CheckpointError) as refused:
         Inputs(changed(run[0], key, another(key, run[0], tmp_path)), 0)
     assert key.removesuffix("_digest") in str(refused.value)
 
 
-@pytest.mark.parametrize("key", sorted((keys_of(HEARD) | {*UNHEARD}) - {"model.source"}))
+@pytest.mark.parametrize("key", sorted((keys_of(HEARD) | {*UNHEARD}) - {"model.source", "model.hf"}))
 def test_no_other_key_changes_in_silence(key: str, run: tuple[Config, Path], tmp_path: Path) -> None:
-    """The run goes on with the new value, and says so; or says that the value has no effect. (Of a source in test_source.py.)"""
+    """The run goes on with the new value, and says so; or says that the value has no effect.
+    (Of a source in test_source.py, of a folder in test_hf_folder.py.)
+    """
     config, _ = run
     value = another(key, config, tmp_path)
     new = changed(config, key, value)

@@ -1,4 +1,6 @@
-"""What `launch/plan.py` says of a model of the user's own (`model.source`) whose layers need content: they run on no `meta`."""
+"""What `launch/plan.py` says of a model of the user's own (`model.source` or `model.hf`) whose layers need
+content: they run on no `meta`.
+"""
 
 import sys
 
@@ -24,9 +26,10 @@ def report(config: Config) -> None:
     console = Console(
         highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120
     )
-    console.print(f"parameters    {parameters(config):,}, of the layers of {config.model.source}")
+    console.print(f"parameters    {parameters(config):,}, of the layers of {config.model.custom_name}")
     console.print(
-        "FLOPs, bubble, memory and what is sent are unknown: the layers do not run on tensors without content:"
+        "FLOPs, bubble, memory and what is sent are unknown: the layers do not run on tensors without "
+        "content:"
     )
     console.print(why_uncounted(config))
     table, layers = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False), stage_layers(config)

@@ -35,9 +35,11 @@ def export_hf(
     say: Callable[[str], None],
     weights: str | None = None,
 ) -> None:
-    """Write the checkpoint at `path` (see `checkpoint.locate`) to the new folder `output`, which transformers opens.
+    """Write the checkpoint at `path` (see `checkpoint.locate`) to the new folder
+    `output`, which transformers opens.
 
-    Only one logical tensor is in memory at a time, until the comparison, which holds one whole model (cut to `compare_layers`).
+    Only one logical tensor is in memory at a time, until the comparison, which holds one whole model (cut to
+    `compare_layers`).
 
     Args:
         dtype: what the weights are rounded to.
@@ -79,7 +81,8 @@ def export_hf(
         }
         files = write_weights(partial, layout, _split(reader, mapped, dtype), shard_bytes)
         say(
-            f"{reader.path}: {len(layout)} tensors of {family.architecture} in {str(dtype).removeprefix('torch.')}, {files} file(s)"
+            f"{reader.path}: {len(layout)} tensors of {family.architecture} in "
+            f"{str(dtype).removeprefix('torch.')}, {files} file(s)"
         )
         say(text.finding)
         written = Folder(partial)
@@ -92,7 +95,10 @@ def export_hf(
 
 
 def config_of(reader: Reader) -> Config:
-    """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded, or it has a source."""
+    """The config of the checkpoint's model on one device.
+
+    Raises `CheckpointError` if none is recorded, or its layers are not megacore's own.
+    """
     sections = recorded_sections(reader)
     if sections["model"].get("source") is not None:
         raise CheckpointError(
@@ -100,6 +106,9 @@ def config_of(reader: Reader) -> Config:
             "its model is of a source of the user's own, which no other project has",
             "another model",
         )
+    if sections["model"].get("hf") is not None:
+        wrong = "its model is a class of transformers (model.hf), which is not exported yet"
+        raise CheckpointError(str(reader.path), wrong, "a run of what launch/checkpoint.py import wrote")
     if (schedule := sections["model"].get("window_schedule")) and reader.step <= schedule[-1][0]:
         right = f"a checkpoint behind step {schedule[-1][0]}"
         raise CheckpointError(

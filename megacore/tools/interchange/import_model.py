@@ -33,15 +33,10 @@ from megacore.tools.interchange.stream import first_buffers, save_stream
 from megacore.tools.settings.load import parse_override, resolve, set_value
 
 FILE_BYTES = 4 << 30
-LONGEST = (
-    2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
-)
-GENTLE = {
-    "lr": 3e-5,
-    "min_lr": 3e-6,
-    "warmup_steps": 20,
-    "weight_decay": 0.01,
-}  # a tenth of what trains from nothing: the model is to stay
+# of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
+LONGEST = 2048
+# a tenth of what trains from nothing: the model is to stay
+GENTLE = {"lr": 3e-5, "min_lr": 3e-6, "warmup_steps": 20, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,8 @@ class Peer:
             found[name] = stored
         embedding = found[next(iter(mapped[0].peers))]
         for stored in sorted(self.shapes.keys() - set(found.values())):
-            tied = stored == HEAD and torch.equal(
-                self.read(stored), self.read(embedding)
-            )  # some store it under both names
+            # some store it under both names
+            tied = stored == HEAD and torch.equal(self.read(stored), self.read(embedding))
             if (
                 not tied
                 and stored not in self.left_out
@@ -122,11 +116,12 @@ PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}
 def import_model(
     peer: Peer, output: Path, overrides: list[str], compare_layers: int | None, say: Callable[[str], None]
 ) -> None:
-    """Write `peer` as the new run `output`: a checkpoint of step 0 that holds weights alone, and a config.json to fine-tune them with,
-    in a folder of its own. What follows from other values (the last step of the decay, the data ranks) is left open in it.
+    """Write `peer` as the new run `output`: a checkpoint of step 0 that holds weights alone, and a
+    config.json to fine-tune them with, in a folder of its own. What follows from other values (the last step
+    of the decay, the data ranks) is left open in it.
 
-    Only one logical tensor is in memory at a time, until the comparison with transformers, which holds one whole model
-    (cut to `compare_layers`).
+    Only one logical tensor is in memory at a time, until the comparison with transformers, which holds one
+    whole model (cut to `compare_layers`).
 
     Args:
         overrides: `section.key=value`, of the run's config.
@@ -149,9 +144,9 @@ def import_model(
     for override in overrides:
         set_value(sections, *parse_override(override))
     config = resolve(deepcopy(sections), [], output.name, 1).config
-    if config.model.source is not None:
+    if config.model.is_custom:
         raise ConfigError(
-            "model.source", f"the tensors of {peer.path} are those of megacore's own blocks", "null"
+            config.model.custom_key, f"the tensors of {peer.path} are those of megacore's own blocks", "null"
         )
     if config.model.num_layers > len(peer.shapes):  # before so many are looked for
         wrong = f"has {len(peer.shapes)} tensors, too few for {config.model.num_layers} layers"
@@ -181,9 +176,8 @@ def import_model(
         if not copy_tokenizer(peer.path, partial / "tokenizer"):
             (partial / "tokenizer").rmdir()
         layout: Layout = {tensor.key: (tensor.own(dtype), tensor.shape) for tensor in mapped}
-        buffers = {
-            name: value for name, value in first_buffers(config).items() if name not in layout
-        }  # which the peer has not
+        # which the peer has not
+        buffers = {name: value for name, value in first_buffers(config).items() if name not in layout}
         layout |= {name: (value.dtype, tuple(value.shape)) for name, value in buffers.items()}
         origin = {"path": str(peer.path), "architecture": peer.architecture}
         state = {
@@ -204,14 +198,16 @@ def import_model(
             )
         )
         say(
-            f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)"
+            f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} "
+            "file(s)"
         )
         for tensor in mapped:
             for name, ours in tensor.split(reader.read(tensor.key, Shard(tensor.shape))).items():
                 require_same(peer.path, names[name], peer.read(names[name]).to(tensor.own(dtype)), ours)
         if peer.left_out:
             say(
-                f"{len(peer.left_out)} tensors of layers behind the last are left out: they guess tokens further ahead"
+                f"{len(peer.left_out)} tensors of layers behind the last are left out: they guess tokens "
+                "further ahead"
             )
         say(f"read back: all {len(names)} tensors are those of {peer.architecture}, in every bit")
         if not peer.path.is_dir():

@@ -1,4 +1,6 @@
-"""Fits the profile to one measured run, so that the same machine's other layouts and sizes are predicted from it."""
+"""Fits the profile to one measured run, so that the same machine's other layouts
+and sizes are predicted from it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +47,10 @@ def slowed(profile: Profile, factor: float) -> Profile:
 def calibrated(
     profile: Profile, setting: Setting, seconds: float, device: DeviceSpec, cluster: Cluster
 ) -> Profile | None:
-    """The profile, slowed or sped up until the setting takes so many seconds. None if no factor does that: its links alone take longer."""
+    """The profile, slowed or sped up until the setting takes so many seconds.
+
+    None if no factor does that: its links alone take longer.
+    """
     low, high = 1 / WIDEST, WIDEST
 
     def step(factor: float) -> float:
@@ -60,19 +65,21 @@ def calibrated(
 
 
 def read_run(folder: str) -> tuple[Setting, float]:
-    """The setting of a run, and its median seconds a step, from config.json and metrics.jsonl. Raises `ConfigError`."""
+    """The setting of a run, and its median seconds a step, from config.json and metrics.jsonl.
+
+    Raises `ConfigError`.
+    """
     path = Path(folder)
     try:
-        lines = (
-            read_text(path / "metrics.jsonl").rpartition("\n")[0].split("\n")
-        )  # a last line may be half written
+        # a last line may be half written
+        lines = read_text(path / "metrics.jsonl").rpartition("\n")[0].split("\n")
         steps = [Timed.model_validate_json(line) for line in lines]
         config = str(path / "config.json")
-        if (
-            read(config).get("model", {}).get("source") is not None
-        ):  # to be executed only if somebody names it
+        # a file is executed only if it is named
+        model = read(config).get("model", {})
+        if (key := next((key for key in ("source", "hf") if model.get(key) is not None), None)) is not None:
             raise ConfigError(
-                "model.source",
+                f"model.{key}",
                 "a step of a model of the user's own is not predicted",
                 "a run of megacore's own model",
             )
@@ -103,7 +110,10 @@ def read_run(folder: str) -> tuple[Setting, float]:
 def calibrate(
     profile: Profile, folder: str, device: DeviceSpec, cluster: Cluster
 ) -> tuple[Profile, Setting, float]:
-    """The profile that a run's folder gives, with what was run and its seconds a step. Raises `ConfigError`."""
+    """The profile that a run's folder gives, with what was run and its seconds a step.
+
+    Raises `ConfigError`.
+    """
     setting, seconds = read_run(folder)
     if setting.precision not in device.peak_flops:
         raise ConfigError(

@@ -21,7 +21,9 @@ class ModelFlow:
     makes_targets: bool = False  # so that some are not learned
 
     def crossing(self, boundary: int, *, gradients: bool = False) -> list[Flow]:
-        """What a message between stages `boundary` and ``boundary + 1`` brings, or the gradients of what it brought."""
+        """What a message between stages `boundary` and ``boundary + 1`` brings, or
+        the gradients of what it brought.
+        """
         flows = self.cuts[boundary].values() if self.cuts else (HIDDEN,)
         return [flow for flow in flows if flow.gradient or not gradients]
 
@@ -35,7 +37,7 @@ class ModelFlow:
 
 def flow_of(config: Config) -> ModelFlow:
     """What crosses the cuts of a config's pipeline, and how many losses there are."""
-    if config.model.source is None and config.model.num_experts is None:  # known without torch
+    if not config.model.is_custom and config.model.num_experts is None:  # known without torch
         return ModelFlow() if config.model.z_loss is None else ModelFlow(over=("targets", "targets"))
     choose, declared = import_module("megacore.model.choose"), import_module("megacore.model.layers")
     layers = choose.layers_of(config)

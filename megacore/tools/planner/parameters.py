@@ -1,4 +1,7 @@
-"""The parameters of a model as its layers state them. The layers are built on `meta`, for any rank; those that are alike are built once."""
+"""The parameters of a model as its layers state them.
+
+The layers are built on `meta`, for any rank; those that are alike are built once.
+"""
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
@@ -37,7 +40,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """The parameters of a stage in the order in which it registers them: before its blocks, of each block, and behind them."""
+    """The parameters of a stage in the order in which it registers them: before its blocks,
+    of each block, and behind them.
+    """
 
     before: list[Parameter]
     blocks: list[list[Parameter]]
@@ -65,7 +70,7 @@ def stage_parameters(config: Config, stage: int, tensor_rank: int = 0) -> StageP
 
 def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     """The parameters of a layer, by its number in the model's list."""
-    inner = config.model.source is None and 0 < layer <= config.model.num_layers
+    inner = not config.model.is_custom and 0 < layer <= config.model.num_layers
     alike = (
         1 + config.model.alike(layer - 1) if inner and not _is_alike(config, layer) else 1 if inner else layer
     )
@@ -106,26 +111,28 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
 
 
 def _is_alike(config: Config, layer: int) -> bool:
-    """Whether a layer is one of those that differ in their names alone: megacore's own between the ends; the user's own may differ in
-    all, and some have experts."""
+    """Whether a layer is one of those that differ in their names alone: megacore's own between the ends; the
+    user's own may differ in all, and some have experts.
+    """
     return (
         0 < layer <= config.model.num_layers
-        and config.model.source is None
+        and not config.model.is_custom
         and config.model.num_experts is None
     )
 
 
 def of_each_rank(config: Config, measure: Callable[[int], T], *key: Hashable) -> list[T]:
-    """`measure` of each rank of the pipeline, which must not depend on names. It is asked once for ranks with the same ends and equally
-    many layers, where layers are alike, and parameters' names choose no optimizer.
+    """`measure` of each rank of the pipeline, which must not depend on names.
 
-    With a `key`, its name and what it depends on besides a rank's layers, it is asked once for all layouts in which these are the same.
+    It is asked once for ranks with the same ends and equally many layers, where layers are alike, and
+    parameters' names choose no optimizer.
+
+    With a `key`, its name and what it depends on besides a rank's layers, it is asked once for all layouts in
+    which these are the same.
     """
     config = partitioned(config)
     ranges, placement, last = layer_ranges(config), placement_of(config), config.model.num_layers + 1
-    differ = (
-        config.model.source is not None or config.model.num_experts is not None or bool(config.optim.groups)
-    )
+    differ = config.model.is_custom or config.model.num_experts is not None or bool(config.optim.groups)
     found: dict[Hashable, T] = {}
     if key:
         parallel, divided = config.parallel, (tuple(ranges), placement) if differ else None
@@ -199,7 +206,10 @@ def block_parameters(config: Config) -> int:
 
 
 def parameters(config: Config) -> int:
-    """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
+    """The number of logical parameters of the whole model.
+
+    A tied LM head is the embedding, and counts once.
+    """
     alone: dict[str, Any] = {"expert": 1, "expert_tensor": None}
     alone |= {
         "tensor": 1,

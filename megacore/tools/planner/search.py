@@ -1,7 +1,8 @@
 """Finds the layouts of a run that fit into a device's memory, and ranks them by predicted step time.
 
-Every candidate is a whole setting: tensor, pipeline, schedule, chunks, context and its method, data, microbatch, recomputation, engine
-and offload. Its time is that of `step_time.predict`, its memory that of `memory.rank_memory` and what a device keeps besides tensors.
+Every candidate is a whole setting: tensor, pipeline, schedule, chunks, context and its method, data,
+microbatch, recomputation, engine and offload. Its time is that of `step_time.predict`, its memory that of
+`memory.rank_memory` and what a device keeps besides tensors.
 Nothing is sampled: all combinations that divide are counted.
 """
 
@@ -37,12 +38,12 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8
 MOST_STAGES = 64
-MOST_SPLIT = (
-    32  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
-)
+# ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
+MOST_SPLIT = 32
 SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
 HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
-SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
+# tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
+SHORTEST_PART = 8192
 
 KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
 OF_EXPERTS = ("expert", "expert_tensor", "expert_halves")
@@ -106,7 +107,10 @@ class Candidate:
 
     @property
     def mfu_causal(self) -> float | None:
-        """The same, without the pairs that a causal mask hides. None of a model of the user's own, of which nobody says what is masked."""
+        """The same, without the pairs that a causal mask hides.
+
+        None of a model of the user's own, of which nobody says what is masked.
+        """
         flops = model_flops(self.config, causal=True)
         return None if flops is None else self.tokens_per_second * flops / self.peak
 
@@ -151,13 +155,18 @@ class Candidate:
             else ""
         )
         experts += " in halves" if parallel.expert_halves else ""
-        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}{experts}"
+        axes = (
+            f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data "
+            f"{parallel.data}{experts}"
+        )
         return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """The candidates that fit, fastest first (of equally fast ones first what needs least), and those that do not, by what they need."""
+    """The candidates that fit, fastest first (of equally fast ones first what needs least), and those
+    that do not, by what they need.
+    """
 
     fit: list[Candidate]
     too_large: list[Candidate]
@@ -175,7 +184,9 @@ def search(
     memory_gib: float,
     routing: Routing | None = None,
 ) -> Found:
-    """Every layout of `config`'s model and global batch on `world` devices, predicted; of experts with a load that was logged."""
+    """Every layout of `config`'s model and global batch on `world` devices, predicted; of
+    experts with a load that was logged.
+    """
     peak, predictor = world * device.peak_flops[config.train.precision], Predictor(device, cluster, profile)
 
     def predict(setting: Setting) -> Prediction:
@@ -212,9 +223,12 @@ def search(
 
 
 def fitting(candidates: list[Candidate], memory_gib: float, routing: Routing | None = None) -> Found:
-    """Divides candidates by what they need. Memory is asked for from the fastest on, until what is left is much slower than what fits.
+    """Divides candidates by what they need.
 
-    With a run's routing, what a balanced load needs comes first, and leaves few: without a capacity the fullest rank needs no less.
+    Memory is asked for from the fastest on, until what is left is much slower than what fits.
+
+    With a run's routing, what a balanced load needs comes first, and leaves few: without a capacity the
+    fullest rank needs no less.
     """
     candidates = sorted(candidates, key=lambda candidate: candidate.seconds)
     fit: list[Candidate] = []
@@ -234,14 +248,17 @@ def fitting(candidates: list[Candidate], memory_gib: float, routing: Routing | N
     best = fit[0].seconds if fit else 1.0
     in_order = sorted(fit, key=lambda candidate: (round(candidate.seconds / best, 4), candidate.needs_gib))
     large.sort(key=lambda candidate: candidate.needs_gib)
-    # To ask all for their memory would take longer than the search: of those whose state is too much, least state and activations count.
+    # To ask all for their memory would take longer than the search: of those whose state is too much, least
+    # state and activations count.
     nearest = [*large[:1], *sorted(hopeless, key=state_and_activations)[:1]]
     nearest = [replace(candidate, routing=routing) for candidate in nearest]
     return Found(in_order, large, len(hopeless), len(candidates), None if fit else least_of(nearest))
 
 
 def state_and_activations(candidate: Candidate) -> tuple[float, int, int]:
-    """What orders candidates by memory without asking for it: their state, then their microbatch and what they recompute."""
+    """What orders candidates by memory without asking for it: their state, then their
+    microbatch and what they recompute.
+    """
     train = candidate.config.train
     return round(candidate.holds_gib, 2), train.micro_batch_size, -RECOMPUTE.index(train.recompute)
 
@@ -252,7 +269,9 @@ def least_of(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def offloaded(config: Config, prediction: Prediction) -> Prediction:
-    """With the time in which a device waits for activations on their way to host memory or back, as far as it does not compute then."""
+    """With the time in which a device waits for activations on their way to host memory or back, as
+    far as it does not compute then.
+    """
     kept = replace_config(config, "train", offload_activations=False)
     away = max(memory.activations for memory in rank_memory(kept)) / max(
         1, min(config.num_microbatches, config.parallel.pipeline)
@@ -301,7 +320,7 @@ def _variants(
     try:
         check(laid_out, parallel["tensor"] * parallel["pipeline"] * token_ranks)
         check_ds_config(laid_out)
-        if config.model.source is not None:
+        if config.model.is_custom:
             rank_parameters(laid_out)
             layer_costs(laid_out, range(config.model.num_layers))
     except ConfigError:  # a run would refuse it, or its layers cannot be divided so

@@ -1,27 +1,34 @@
-"""Predicts what each rank of the pipeline sends in a step, by group and operation, and how long that takes at least.
+"""Predicts what each rank of the pipeline sends in a step, by group and operation,
+and how long that takes at least.
 
-Notation: T tokens of a microbatch (b·s), h hidden size, t tensor ranks, d data ranks, Ψ parameters of a rank. A ring moves, of an
-all-reduced tensor of n elements, 2·n·(t-1)/t through every rank (Chan et al. 2007); of a gathered or scattered tensor with n elements
-in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
+Notation: T tokens of a microbatch (b·s), h hidden size, t tensor ranks, d data ranks, Ψ parameters of a rank.
+A ring moves, of an all-reduced tensor of n elements, 2·n·(t-1)/t through every rank (Chan et al. 2007); of a
+gathered or scattered tensor with n elements in all, n·(t-1)/t; point to point, n. So a rank sends, in
+elements a step:
 
 | what | sent |
 |---|---|
 | tensor, a layer and microbatch | 8·T·h·(t-1)/t: two sums forward, two backward |
-| the same with sequence parallelism | as many, gathered and scattered; and 2·T·h·(t-1)/t to gather again what backward did not keep |
-| with full recomputation | one sum more, 2·T·h·(t-1)/t (two, or 12 together, as published: the block's last is not needed again) |
-| pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t; and whatever else crosses that cut |
-| context, a layer and microbatch, by gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered |
-| by ring | 2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
-| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and an fp32 number a head |
-| data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
+| the same with sequence parallelism | as many, gathered and scattered; and 2·T·h·(t-1)/t to gather again what
+backward did not keep | | with full recomputation | one sum more, 2·T·h·(t-1)/t (two, or 12 together, as
+published: the block's last is not needed again) | | pipeline, a microbatch, boundary and direction | T·h,
+with sequence parallelism T·h/t; and whatever else crosses that cut | | context, a layer and microbatch, by
+gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered | | by ring |
+2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
+| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and an
+fp32 number a head | | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the
+parameters gathered |
 | data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
-| fsdp, m microbatches, n shards | 3·m·Ψ·(n-1)/n: blocks gathered forward and backward, gradients scattered; without `reshard` 2·Ψ·(n-1)/n |
-| fsdp, d/n copies | 2·Ψ/n·(d/n-1)/(d/n): the gradients' sum over copies, once |
-| experts, a layer and microbatch, k of them a token, over e·x ranks | 4·k·T/t·x·h·(e·x-1)/(e·x): rows there and back, and their gradients |
-| gradients of experts | as data's, over the d·t/(e·x) ranks that hold the same |
+| fsdp, m microbatches, n shards | 3·m·Ψ·(n-1)/n: blocks gathered forward and backward, gradients scattered;
+without `reshard` 2·Ψ·(n-1)/n | | fsdp, d/n copies | 2·Ψ/n·(d/n-1)/(d/n): the gradients' sum over copies, once
+|
+| experts, a layer and microbatch, k of them a token, over e·x ranks | 4·k·T/t·x·h·(e·x-1)/(e·x): rows there
+and back, and their gradients | | gradients of experts | as data's, over the d·t/(e·x) ranks that hold the
+same |
 
-What layers send over tensor and context ranks is measured on the layers (`choices.measured`); the table says what comes of it for
-megacore's own. `rank_traffic` adds the ends of a step: loss, partial gradients, tied embeddings, the gradient norm.
+What layers send over tensor and context ranks is measured on the layers (`choices.measured`); the table says
+what comes of it for megacore's own. `rank_traffic` adds the ends of a step: loss, partial gradients, tied
+embeddings, the gradient norm.
 """
 
 from collections import Counter
@@ -52,17 +59,18 @@ class Transfer:
     Elements are those of the tensor that is reduced or sent, or of the whole that is gathered or scattered.
     """
 
-    # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts; or, under fsdp, shard and replicate), pp, tied
-    # (the pipeline's two ends), loss or norm (summed over all ranks); of experts ep, ep×etp, and edp as dp
+    # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts; or, under fsdp,
+    # shard and replicate), pp, tied (the pipeline's two ends), loss or norm (summed over all ranks); of
+    # experts ep, ep×etp, and edp as dp
     group: str
-    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all, exchange (of unequal parts), broadcast or send
+    # all_reduce, all_gather, reduce_scatter, all_to_all, exchange (of unequal parts), broadcast or send
+    operation: str
     size: int  # ranks of the group
     elements: int
     element_bytes: int
     calls: int
-    stays: bool = (
-        False  # of an exchange, the rank's own part, which is as large as the others', is among the elements
-    )
+    # of an exchange, the rank's own part, which is as large as the others', is among the elements
+    stays: bool = False
 
     @property
     def sent_bytes(self) -> float:
@@ -75,7 +83,9 @@ class Transfer:
 
 
 def ring_share(operation: str, size: int) -> float:
-    """The bytes that a rank sends for each byte of an operation: the factor from algorithm to bus bandwidth."""
+    """The bytes that a rank sends for each byte of an operation: the factor from
+    algorithm to bus bandwidth.
+    """
     rounds = {"all_reduce": 2 * (size - 1) / size, "send": 1.0, "exchange": 1.0}
     return rounds.get(operation, (size - 1) / size)
 
@@ -88,11 +98,11 @@ def rank_traffic(
     data_rank: int | None = None,
     loads: Loads = BALANCED,
 ) -> list[list[Transfer]]:
-    """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
-    shards, the first being the fullest.
+    """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor
+    ranks and, under fsdp, of its shards, the first being the fullest.
 
-    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`. `data_rank`: of those that divide tokens, for updates of whole
-    matrices; the first is the fullest.
+    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`. `data_rank`: of those that
+    divide tokens, for updates of whole matrices; the first is the fullest.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
     config, data_rank = partitioned(config), shard_rank if data_rank is None else data_rank
@@ -123,7 +133,7 @@ def rank_traffic(
     traffic = []
     whole = any(group.rule.whole for group in ParameterGroups(config.optim).every)
     of_matrices = of_each_rank(config, matrices) if whole else [[] for _ in placement]
-    plain = config.model.source is None and config.model.num_experts is None  # such layers have no buffers
+    plain = not config.model.is_custom and config.model.num_experts is None  # such layers have no buffers
     of_counts = [[] for _ in placement] if plain else of_each_rank(config, counts)
     for stages, of_state, updates, sums in zip(
         placement, of_each_rank(config, state), of_matrices, of_counts, strict=True
@@ -138,7 +148,9 @@ def rank_traffic(
 
 
 def _layers(config: Config, stages: Iterable[range], loads: Loads) -> list[Transfer]:
-    """Transfers over tensor and context ranks in forward and backward of stages, given their inner layers, as the layers begin them."""
+    """Transfers over tensor and context ranks in forward and backward of stages, given their inner
+    layers, as the layers begin them.
+    """
     calls: Counter[Sent] = Counter()
     for own in stages:
         for cost, count in layer_costs(config, own, loads):
@@ -158,12 +170,11 @@ def _layers(config: Config, stages: Iterable[range], loads: Loads) -> list[Trans
 
 
 def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow) -> list[Transfer]:
-    """What crosses a cut, sent to the next stage, and its gradients, sent to the one before, if another rank holds it: each of them
-    once for every microbatch, under any schedule."""
-    count, sent = (
-        config.num_microbatches,
-        dict[int, tuple[int, int]](),
-    )  # elements and calls, by the bytes of an element
+    """What crosses a cut, sent to the next stage, and its gradients, sent to the one before, if another rank
+    holds it: each of them once for every microbatch, under any schedule.
+    """
+    # elements and calls, by the bytes of an element
+    count, sent = config.num_microbatches, dict[int, tuple[int, int]]()
     ahead = [(stage, False) for stage in sorted(stages) if stage < final and stage + 1 not in stages]
     back = [(stage - 1, True) for stage in sorted(stages) if stage > 0 and stage - 1 not in stages]
     for boundary, gradients in ahead + back:
@@ -177,7 +188,9 @@ def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow
 
 
 def _over_data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
-    """Gradients, and with a sharded optimizer parameters, over the ranks of one sum, in one level or two (`engine.reduce.start_sum`)."""
+    """Gradients, and with a sharded optimizer parameters, over the ranks of one sum, in one level or
+    two (`engine.reduce.start_sum`).
+    """
     parameters, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
     messages = [size for buffer in buffers for size in buffer.messages if size]
     gradient, parameter = GRADIENT_BYTES[config.train.precision], ELEMENT_BYTES[config.train.precision]
@@ -219,7 +232,9 @@ def _over_data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
 
 
 def _data(config: Config, buffers: Sequence[Buffer]) -> list[Transfer]:
-    """Gradients and parameters over ranks with other tokens, partial gradients over tensor ranks and the pipeline's ends."""
+    """Gradients and parameters over ranks with other tokens, partial gradients over tensor
+    ranks and the pipeline's ends.
+    """
     gradient = GRADIENT_BYTES[config.train.precision]
     alike: dict[tuple[object, ...], list[Buffer]] = {}
     for buffer in buffers:
@@ -249,9 +264,8 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
     """What `_data` counts, of the fsdp engine."""
     compute, gradient = ELEMENT_BYTES[config.train.precision], GRADIENT_BYTES[config.train.precision]
     m = config.num_microbatches
-    again = (
-        m if reshards(config) else 1
-    )  # times that blocks are gathered for a forward, and all gradients are summed
+    # times that blocks are gathered for a forward, and all gradients are summed
+    again = m if reshards(config) else 1
     found = []
     for unit in units:
         (shard, shards), (replicate, copies) = unit.shards, unit.copies
@@ -262,9 +276,8 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
                 Transfer(shard, "reduce_scatter", shards, again * shards * unit.trained, gradient, again)
             )
             found.append(Transfer(replicate, "all_reduce", copies, unit.trained, gradient, 1))
-    partial: Counter[int] = (
-        Counter()
-    )  # by the number of ranks: where tensor ranks and those with an expert's parts are the same, one sum
+    # by the number of ranks: where tensor ranks and those with an expert's parts are the same, one sum
+    partial: Counter[int] = Counter()
     for axis, size in same_tokens(config):
         partial[size] += sum(
             unit.own[name] for unit in units for name, over in unit.partial.items() if axis in over
@@ -285,7 +298,9 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
 
 
 def same_tokens(config: Config) -> list[tuple[str, int]]:
-    """The axes of ranks that may have parts of one gradient although they see the same tokens, and their sizes."""
+    """The axes of ranks that may have parts of one gradient although they see the
+    same tokens, and their sizes.
+    """
     return [("tp", config.parallel.tensor), ("etp", config.expert_sizes["etp"])]
 
 
@@ -299,7 +314,9 @@ def together(transfers: Iterable[Transfer]) -> list[Transfer]:
 
 
 def _figures(config: Config, flow: ModelFlow) -> list[Transfer]:
-    """What is summed over all ranks, so that they decide alike: losses with two votes (to stop; a save has failed), and the norm."""
+    """What is summed over all ranks, so that they decide alike: losses with two votes (to stop; a
+    save has failed), and the norm.
+    """
     world = config.world_size
     masked = masks_targets(config) or flow.makes_targets  # what may be left out is counted first
     counts = sum(over != "tokens" and (over != "targets" or masked) for over in set(flow.over))

@@ -1,6 +1,7 @@
 """What a prediction is made for: a model, a batch and a layout, in plain numbers.
 
-A `Setting` can be made from a config (`setting_of`) or from a row of a public table, so that both are predicted by the same code.
+A `Setting` can be made from a config (`setting_of`) or from a row of a public table, so that both are
+predicted by the same code.
 """
 
 from dataclasses import dataclass, replace
@@ -45,7 +46,9 @@ class Mixture:
     ranks: int = 1  # that hold other experts (ep)
     parts: int = 1  # ranks that hold parts of the same (etp)
     copies: bool = True  # each rank with a part is sent the rows; else one of them is, and they gather
-    once: bool = False  # a token goes once to each machine with experts of its own, and is passed on there; else once for each expert
+    # a token goes once to each machine with experts of its own, and is passed on there; else once for each
+    # expert
+    once: bool = False
     busiest: float = 1.0  # rows of the rank that has most, as a part of the mean
     most: float = inf  # rows that an expert takes, likewise (`model.capacity_factor`)
     halves: bool = False  # of a microbatch, which take turns in travelling and in their experts
@@ -53,7 +56,9 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Latent:
-    """Latent attention: the small vectors of a token that its queries, keys and values are made of, and the features of a head."""
+    """Latent attention: the small vectors of a token that its queries, keys and values are made
+    of, and the features of a head.
+    """
 
     keys: int
     queries: int  # 0: queries are made of the hidden states
@@ -83,28 +88,30 @@ class Setting:
     data: int = 1
     chunks: int = 1  # of the model, a rank of the pipeline
     sequence: bool = False  # tokens are divided between tensor-parallel regions
-    async_tensor: bool = (
-        False  # collectives of tensor ranks run in pieces, beside the products before or behind them
-    )
+    # collectives of tensor ranks run in pieces, beside the products before or behind them
+    async_tensor: bool = False
     micro_batch: int = 1
     global_batch: int = 1
     precision: str = "bf16"
-    recompute: str = "none"  # or selective, per_op (every second product, and what is no product), half (of the blocks), full
+    # or selective, per_op (every second product, and what is no product), half (of the blocks), full
+    recompute: str = "none"
     compiled: bool = False  # blocks: neighbouring passes are one kernel
     schedule: str = "1f1b"
     flash: bool = True  # attention keeps no scores, and skips the masked half
-    # What the data ranks divide: 1 optimizer state, 2 gradients too, or parameters that are whole during a step, 3 parameters too.
+    # What the data ranks divide: 1 optimizer state, 2 gradients too, or parameters that are whole during a
+    # step, 3 parameters too.
     zero: int = 0
     shard_size: int = 0  # ranks that divide it; 0: all data ranks
     gradient_bytes: float = 4  # of a number that is summed over data ranks
-    # Of a model of the user's own, what was measured of each rank's layers, and the bytes of the largest message between stages.
+    # Of a model of the user's own, what was measured of each rank's layers, and the bytes of the largest
+    # message between stages.
     own: tuple[OwnRank, ...] = ()
     own_message: int = 0
     mixture: Mixture | None = None  # of some blocks in place of the feed-forward layer
-    latent: Latent | None = (
-        None  # that attention has; then `head_size` is what its kernels take, in the mean of keys and values
-    )
-    # Of whole matrices that an optimizer updates: the operations of the rank that has most, and what it sends and receives.
+    # that attention has; then `head_size` is what its kernels take, in the mean of keys and values
+    latent: Latent | None = None
+    # Of whole matrices that an optimizer updates: the operations of the rank that has most, and what it sends
+    # and receives.
     matrix_operations: float = 0.0
     matrix_transfers: tuple[Transfer, ...] = ()
 
@@ -148,7 +155,9 @@ class Setting:
 
     @property
     def projections(self) -> tuple[tuple[float, float, bool], ...]:
-        """Attention's products: what goes in, what comes out, and whether tensor ranks divide them (not what latents are made by)."""
+        """Attention's products: what goes in, what comes out, and whether tensor ranks divide them
+        (not what latents are made by).
+        """
         if (m := self.latent) is None:
             return (self.hidden, self.attention_size + 2 * self.kv_size, True), (
                 self.attention_size,
@@ -246,10 +255,13 @@ def matrices_of(config: Config) -> dict[str, Any]:
 
 
 def setting_of(config: Config) -> Setting:
-    """The setting of a resolved config, whose experts have a balanced load. Raises `ConfigError` for those of a user's own model."""
+    """The setting of a resolved config, whose experts have a balanced load.
+
+    Raises `ConfigError` for those of a user's own model.
+    """
     refuse_experts(config)
     config = partitioned(config)
-    own = config.model.source is not None
+    own = config.model.is_custom
     model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
     kind_zero = {
         "native": int(engine.shard_optimizer),
@@ -298,7 +310,7 @@ def setting_of(config: Config) -> Setting:
 
 def refuse_experts(config: Config) -> None:
     """Raises `ConfigError` for what is not predicted of a user's own model with experts: a step's time."""
-    if config.model.num_experts is not None and config.model.source is not None:
+    if config.model.num_experts is not None and config.model.is_custom:
         wrong = "how long a step with experts takes is not predicted of a model of your own"
         raise ConfigError(
             "model.source", wrong, "launch/plan.py without --search or --device with --cluster, or null"
@@ -347,7 +359,9 @@ def routed(s: Setting, routing: Routing | None) -> Setting:
 
 
 def gradient_bytes(config: Config) -> float:
-    """Bytes in which a gradient's number travels between data ranks; low rank sends other numbers, and is taken for none of them here."""
+    """Bytes in which a gradient's number travels between data ranks; low rank sends other numbers,
+    and is taken for none of them here.
+    """
     engine, plain = config.engine, 8 if config.train.precision == "fp64" else 4
     if (
         engine.compression is not None

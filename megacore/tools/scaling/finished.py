@@ -19,6 +19,7 @@ from megacore.tools.planner.parameters import parameters
 from megacore.tools.settings.load import load, smallest_world
 
 SWEEP = "sweep.json"  # a sweep's folder has it; its runs are in trials/
+# in runs of one law
 ALIKE = (
     "data.train",
     "data.valid",
@@ -26,7 +27,7 @@ ALIKE = (
     "data.document_mask",
     "train.seq_len",
     "model.vocab_size",
-)  # in runs of one law
+)
 RIGHT = "finished runs' folders, log.dir, or a sweep's folder"
 
 
@@ -38,7 +39,11 @@ class Names(Record):
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. `parameters` are without the table of embeddings and of positions; the LM head counts, also where it is tied."""
+    """A finished run.
+
+    `parameters` are without the table of embeddings and of positions; the LM head counts, also where it is
+    tied.
+    """
 
     name: str
     config: Config
@@ -57,7 +62,9 @@ def counted(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Model FLOPs of a token, forward and backward, with attention over all pairs and the LM head: the numerator of a run's `mfu`."""
+    """Model FLOPs of a token, forward and backward, with attention over all pairs and the LM head:
+    the numerator of a run's `mfu`.
+    """
     found = model_flops(config, causal=False)
     assert found is not None, "of a model of the user's own, which is refused"
     return found
@@ -80,8 +87,10 @@ def folders(paths: Sequence[str]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[str], loss: str | None, last: int) -> list[Run]:
-    """The runs, all with the same kind of loss: `valid` (the last validation's; by default, if all have one) or `train` (the mean of so
-    many last logged steps). Raises `UserError` for a run that has not finished, or that cannot stand beside the others."""
+    """The runs, all with the same kind of loss: `valid` (the last validation's; by default, if all have one)
+    or `train` (the mean of so many last logged steps). Raises `UserError` for a run that has not finished, or
+    that cannot stand beside the others.
+    """
     every = [read_one(folder, last) for folder in folders(paths)]
     kind = loss or ("valid" if all(valid is not None for _, valid, _ in every) else "train")
     runs = []
@@ -107,11 +116,11 @@ def read_one(folder: Path, last: int) -> tuple[Run, float | None, float]:
     metrics = folder / "metrics.jsonl"
     path = str(folder / "config.json")
     try:
-        if (
-            json.loads(read_text(path)).get("model", {}).get("source") is not None
-        ):  # to be executed only if somebody names it
+        # a file is executed only if it is named
+        model = json.loads(read_text(path)).get("model", {})
+        if (key := next((key for key in ("source", "hf") if model.get(key) is not None), None)) is not None:
             raise ConfigError(
-                "model.source",
+                f"model.{key}",
                 "nobody says what a model of the user's own computes",
                 "runs of megacore's model",
             )
@@ -144,8 +153,12 @@ def check_alike(runs: Sequence[Run]) -> None:
             section, _, name = key.partition(".")
             own, first = (getattr(getattr(each.config, section), name) for each in (run, runs[0]))
             if own != first:
-                raise ConfigError(key, f"{run.name} has {own!r:.80} and {runs[0].name} {first!r:.80}: their losses say different things",
-                                  "runs on the same text")  # fmt: skip
+                raise ConfigError(
+                    key,
+                    f"{run.name} has {own!r:.80} and {runs[0].name} {first!r:.80}: their losses say "
+                    "different things",
+                    "runs on the same text",
+                )
 
 
 def undecayed(runs: Sequence[Run]) -> list[str]:

@@ -1,22 +1,25 @@
-"""Which parameters a rule for hidden matrices leaves to AdamW, where `optim.kind` names it: as an entry of `optim.groups`."""
+"""Which parameters a rule for hidden matrices leaves to AdamW, where `optim.kind` names it:
+as an entry of `optim.groups`.
+"""
 
 import re
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.source import source_of
+from megacore.config.source import blaming
 from megacore.errors import ConfigError
 from megacore.tools.settings.group_table import parameter_shards
 
 
 def others_entry(config: Config) -> dict[str, Any] | None:
-    """AdamW for all that no entry of `optim.groups` matches and that is no hidden matrix, by the placements that layers state; None if
-    there is nothing of that kind. Raises `ConfigError` for a model without hidden matrices."""
-    source, groups = source_of(config), ParameterGroups(config.optim)
-    with nullcontext() if source is None else source.blamed(", layers"):
+    """AdamW for all that no entry of `optim.groups` matches and that is no hidden matrix, by the
+    placements that layers state; None if there is nothing of that kind. Raises `ConfigError` for a
+    model without hidden matrices.
+    """
+    groups = ParameterGroups(config.optim)
+    with blaming(config, ", layers"):
         shards = parameter_shards(config)
     rule, left = (
         groups.every[-1].rule,
@@ -39,7 +42,9 @@ def others_entry(config: Config) -> dict[str, Any] | None:
 
 
 def patterns(names: list[str], but: list[str]) -> list[str]:
-    """Patterns that match all of `names`, and none of `but`: one for equal parts of several layers, where that is possible."""
+    """Patterns that match all of `names`, and none of `but`: one for equal parts of several
+    layers, where that is possible.
+    """
     found: dict[str, None] = {}
     for name in names:
         folded = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -1,7 +1,9 @@
-"""Checks a ds_config, alone and against the run's own config. What it says of the run itself: `from_ds_config`.
+"""Checks a ds_config, alone and against the run's own config.
 
-This does not need DeepSpeed. DeepSpeed itself reads its config late, ignores keys that it does not know, and with some combinations
-silently hangs or trains something else.
+What it says of the run itself: `from_ds_config`.
+
+This does not need DeepSpeed. DeepSpeed itself reads its config late, ignores keys that it does not know, and
+with some combinations silently hangs or trains something else.
 """
 
 import difflib
@@ -15,39 +17,56 @@ from megacore.errors import ConfigError
 from megacore.tools.settings.ds_settings import KEY, decided, ds_settings, read
 from megacore.tools.settings.from_ds_config import section, taken_over
 
-# Keys that DeepSpeed 0.19 reads. It ignores others at the top; in sections it fails with a traceback on every rank.
+# Keys that DeepSpeed 0.19 reads. It ignores others at the top; in sections it fails with a traceback on every
+# rank.
 KNOWN = {
-    "": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler
-        zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer bf16 fp16 data_types communication_data_type
-        prescale_gradients gradient_predivide_factor aio steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level
-        timers disable_allgather disable_python_gc comms_logger flops_profiler tensorboard wandb csv_monitor comet
+    "": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+        optimizer scheduler
+        zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer bf16 fp16 data_types
+        communication_data_type
+        prescale_gradients gradient_predivide_factor aio steps_per_print wall_clock_breakdown memory_breakdown
+        dump_state log_level
+        timers disable_allgather disable_python_gc comms_logger flops_profiler tensorboard wandb csv_monitor
+        comet
         activation_checkpointing""",
-    "zero_optimization": """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm offload_param offload_optimizer sub_group_size
+    "zero_optimization": """stage contiguous_gradients reduce_scatter reduce_bucket_size
+        use_multi_rank_bucket_allreduce
+        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm offload_param
+        offload_optimizer sub_group_size
         stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
         stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
-        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
-        ignore_unused_parameters parameter_alignment zero_hpz_partition_size memory_efficient_linear override_module_apply
+        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+        stage3_gather_16bit_weights_on_model_save
+        ignore_unused_parameters parameter_alignment zero_hpz_partition_size memory_efficient_linear
+        override_module_apply
         log_trace_cache_warnings enable_sanity_checks leaf_module""",
-    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init",
+    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read "
+    "pipeline_write fast_init",
     "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
     "bf16": "enabled check_grad_overflow immediate_grad_update",
-    "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+    "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale",
     "data_types": "grad_accum_dtype",
     "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
     "optimizer": "type params",
     "scheduler": "type params",
-    "scheduler.params": """warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio
-        cycle_min_lr cycle_max_lr cycle_first_step_size cycle_second_step_size cycle_momentum cycle_first_stair_count
+    "scheduler.params": """warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps
+        warmup_min_ratio cos_min_ratio
+        cycle_min_lr cycle_max_lr cycle_first_step_size cycle_second_step_size cycle_momentum
+        cycle_first_stair_count
         cycle_second_stair_count decay_step_size decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate""",
-    "activation_checkpointing": """partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints
+    "activation_checkpointing": """partition_activations cpu_checkpointing contiguous_memory_optimization
+        number_checkpoints
         synchronize_checkpoint_boundary profile""",
     "optimizer.params": "lr betas eps weight_decay adam_w_mode torch_adam bias_correction",
-}  # fmt: skip
+}
 
 # Keys that DeepSpeed knows (or knew) and this engine does not pass on: why, and what to use instead.
 REFUSED = {
-    "checkpoint": ("is of DeepSpeed's own checkpoints, which are not written", "the section checkpoint of the run's config"),
+    "checkpoint": (
+        "is of DeepSpeed's own checkpoints, which are not written",
+        "the section checkpoint of the run's config",
+    ),
     "pipeline": ("is of DeepSpeed's own pipeline", "parallel.pipeline"),
     "tensor_parallel": ("is DeepSpeed's own tensor parallelism", "parallel.tensor"),
     "sequence_parallel_size": ("is DeepSpeed's own sequence parallelism", "parallel.sequence"),
@@ -58,42 +77,72 @@ REFUSED = {
     "managed_gradient_accumulation": ("scales gradients by the number of microbatches", "leave it out"),
     "gradient_allreduce_op": ("gradients are scaled for DeepSpeed's mean already", "leave it out"),
     "zero_optimization.compute_grad_norm": ("the log needs the gradient norm", "leave it out"),
-    "zero_optimization.zenflow": ("keeps parts of the optimizer's state where no checkpoint finds them", "offload_optimizer"),
-    "zero_optimization.round_robin_gradients": ("DeepSpeed's map of its partitions ignores the order", "leave it out"),
+    "zero_optimization.zenflow": (
+        "keeps parts of the optimizer's state where no checkpoint finds them",
+        "offload_optimizer",
+    ),
+    "zero_optimization.round_robin_gradients": (
+        "DeepSpeed's map of its partitions ignores the order",
+        "leave it out",
+    ),
     "zero_optimization.elastic_checkpoint": ("is of DeepSpeed's own checkpoints", "leave it out"),
     "zero_optimization.mics_shard_size": ("DeepSpeed 0.19 has removed MiCS", "zero_hpz_partition_size"),
-    "zero_optimization.mics_hierarchical_params_gather": ("DeepSpeed 0.19 has removed MiCS", "zero_hpz_partition_size"),
-    "zero_optimization.zero_quantized_weights": ("compression with CUDA kernels of its own is unproven here", "communication_data_type"),
-    "zero_optimization.zero_quantized_gradients": ("compression with CUDA kernels of its own is unproven here", "communication_data_type"),
+    "zero_optimization.mics_hierarchical_params_gather": (
+        "DeepSpeed 0.19 has removed MiCS",
+        "zero_hpz_partition_size",
+    ),
+    "zero_optimization.zero_quantized_weights": (
+        "compression with CUDA kernels of its own is unproven here",
+        "communication_data_type",
+    ),
+    "zero_optimization.zero_quantized_gradients": (
+        "compression with CUDA kernels of its own is unproven here",
+        "communication_data_type",
+    ),
     "zero_optimization.cpu_offload": ("is an old name", "offload_optimizer"),
     "zero_optimization.cpu_offload_param": ("is an old name", "offload_param"),
-    "zero_optimization.offload_optimizer.ratio": ("keeps a part of the optimizer's state where no checkpoint finds it", "leave it out"),
+    "zero_optimization.offload_optimizer.ratio": (
+        "keeps a part of the optimizer's state where no checkpoint finds it",
+        "leave it out",
+    ),
     "zero_optimization.offload_optimizer.super_offload": ("is unproven here", "leave it out"),
     "bf16.bf16_master_weights_and_grads": ("master weights are fp32", "leave it out"),
     "bf16.bf16_optimizer_states": ("moments are fp32", "leave it out"),
     "fp16.fp16_master_weights_and_grads": ("master weights are fp32", "leave it out"),
     "fp16.auto_cast": ("inputs are tokens or in the right precision already", "leave it out"),
     "data_types.param_dtype": ("parameters are in train.precision", "leave it out"),
-}  # fmt: skip
+}
 
-# What DeepSpeed takes as a key's value. It looks late, and says so with a traceback on every rank, or takes a text for true.
+# What DeepSpeed takes as a key's value. It looks late, and says so with a traceback on every rank, or takes a
+# text for true.
 VALUES = {
-    "true or false": """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
-        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
-        ignore_unused_parameters parameter_alignment memory_efficient_linear override_module_apply log_trace_cache_warnings
-        enable_sanity_checks pin_memory pipeline_read pipeline_write fast_init check_grad_overflow immediate_grad_update
+    "true or false": """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce
+        allgather_partitions overlap_comm
+        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+        stage3_gather_16bit_weights_on_model_save
+        ignore_unused_parameters parameter_alignment memory_efficient_linear override_module_apply
+        log_trace_cache_warnings
+        enable_sanity_checks pin_memory pipeline_read pipeline_write fast_init check_grad_overflow
+        immediate_grad_update
         consecutive_hysteresis single_submit overlap_events use_gds adam_w_mode torch_adam bias_correction
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown memory_breakdown dump_state
-        disable_allgather disable_python_gc partition_activations cpu_checkpointing contiguous_memory_optimization
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown
+        memory_breakdown dump_state
+        disable_allgather disable_python_gc partition_activations cpu_checkpointing
+        contiguous_memory_optimization
         synchronize_checkpoint_boundary profile cycle_momentum""",
-    "a whole number above 0": """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size number_checkpoints
+    "a whole number above 0": """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size
+        number_checkpoints
         reduce_bucket_size steps_per_print block_size queue_depth intra_op_parallelism loss_scale_window
         hysteresis zero_hpz_partition_size""",
-    "a whole number, 0 or more": """allgather_bucket_size sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold
-        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
+    "a whole number, 0 or more": """allgather_bucket_size sub_group_size stage3_prefetch_bucket_size
+        stage3_param_persistence_threshold
+        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+        stage3_module_granularity_threshold
         buffer_count buffer_size max_in_cpu initial_scale_power min_loss_scale""",
-    "a number, 0 or more": """loss_scale gradient_predivide_factor warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio
-        cycle_min_lr cycle_max_lr cycle_first_stair_count cycle_second_stair_count decay_step_size decay_lr_rate cycle_min_mom
+    "a number, 0 or more": """loss_scale gradient_predivide_factor warmup_min_lr warmup_max_lr
+        warmup_min_ratio cos_min_ratio
+        cycle_min_lr cycle_max_lr cycle_first_stair_count cycle_second_stair_count decay_step_size
+        decay_lr_rate cycle_min_mom
         cycle_max_mom decay_mom_rate""",
     "log or linear": "warmup_type",
     "fp32, bf16 or fp16": "communication_data_type grad_accum_dtype",
@@ -115,9 +164,11 @@ ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def check_ds_config(config: Config) -> None:
-    """Refuses the ds_config of a resolved config, if the run has one, with which DeepSpeed would hang or train something else.
+    """Refuses the ds_config of a resolved config, if the run has one, with which DeepSpeed
+    would hang or train something else.
 
-    Raises `ConfigError` for the first key that is unknown, contradicts the run's config, or cannot work with it.
+    Raises `ConfigError` for the first key that is unknown, contradicts the run's config, or cannot work with
+    it.
     """
     if config.engine.kind != "deepspeed":
         return
@@ -147,7 +198,9 @@ def check_ds_config(config: Config) -> None:
 
 
 def stated(config: Config) -> dict[str, tuple[str, Any]]:
-    """What the ds_config of a run says of keys of the run itself, by dotted key: the place there, and the value."""
+    """What the ds_config of a run says of keys of the run itself, by dotted key:
+    the place there, and the value.
+    """
     settings = read(config.engine.config)
     for path, value in walk(settings):
         check_key(path, value)
@@ -211,7 +264,10 @@ def same(given: Any, ours: Any) -> bool:
 
 
 def check_optimizer(given: dict[str, Any], config: Config, takes_rates: bool) -> None:
-    """Refuses an optimizer section that is not the AdamW of the run's config. `takes_rates`: DeepSpeed would take its rate elsewhere."""
+    """Refuses an optimizer section that is not the AdamW of the run's config.
+
+    `takes_rates`: DeepSpeed would take its rate elsewhere.
+    """
     kind = str(given.get("type", "auto")).lower()
     if kind in ONE_BIT:
         why = "DeepSpeed 0.19 has removed its 1-bit optimizers"

@@ -33,7 +33,10 @@ def check_experts(config: Config) -> None:
             right,
         )
     if (among := count // groups * model.groups_per_token) < model.experts_per_token:
-        wrong = f"{model.groups_per_token} of {groups} groups have {among} experts, and a token goes to {model.experts_per_token}"
+        wrong = (
+            f"{model.groups_per_token} of {groups} groups have {among} experts, and a token goes to "
+            f"{model.experts_per_token}"
+        )
         raise ConfigError("model.groups_per_token", wrong, "more groups a token, or fewer experts")
     usual = ExpertSettings.model_fields["balance_coefficient"].default
     if model.router_balance == "none" and model.balance_coefficient != usual:
@@ -53,7 +56,10 @@ def check_experts(config: Config) -> None:
     tensor = parallel.expert_tensor or parallel.tensor
     divides("model.expert_ffn_size", resolved(model.expert_ffn_size), "parallel.expert_tensor", tensor)
     if (shared := model.shared_experts * resolved(model.expert_ffn_size)) % parallel.tensor:
-        wrong = f"{shared} features of the experts that all tokens share are not a multiple of parallel.tensor {parallel.tensor}"
+        wrong = (
+            f"{shared} features of the experts that all tokens share are not a multiple of "
+            f"parallel.tensor {parallel.tensor}"
+        )
         raise ConfigError(
             "model.shared_experts", wrong, "with model.expert_ffn_size a product that tensor ranks divide"
         )
@@ -61,10 +67,16 @@ def check_experts(config: Config) -> None:
         parallel.expert * tensor
     ):
         key = "parallel.expert_tensor" if parallel.expert == 1 else "parallel.expert"
-        wrong = f"expert {parallel.expert} × expert_tensor {tensor} do not divide the {ranks} ranks of data × context × tensor"
+        wrong = (
+            f"expert {parallel.expert} × expert_tensor {tensor} do not divide the {ranks} ranks of "
+            "data × context × tensor"
+        )
         raise ConfigError(key, wrong, f"sizes whose product divides {ranks}")
     if not parallel.sequence and config.rank_tokens % parallel.tensor:
-        wrong = f"tensor ranks divide the {config.rank_tokens} tokens of a microbatch among themselves before they go to experts"
+        wrong = (
+            f"tensor ranks divide the {config.rank_tokens} tokens of a microbatch among themselves "
+            "before they go to experts"
+        )
         raise ConfigError("parallel.tensor", wrong, f"a divisor of {config.rank_tokens}")
 
 
@@ -77,11 +89,10 @@ def check_none(config: Config) -> None:
             )
     for key, alone in (("expert", 1), ("expert_tensor", None), ("expert_halves", False)):
         if getattr(config.parallel, key) != alone:
-            raise ConfigError(
-                f"parallel.{key}",
-                "there are no experts to divide",
-                f"{json.dumps(alone)}, or model.num_experts=8",
-            )
+            wrong, other = "there are no experts to divide", ", or model.num_experts=8"
+            if config.model.hf is not None:
+                wrong, other = "only experts of megacore's own layers have ranks of their own", ""
+            raise ConfigError(f"parallel.{key}", wrong, f"{json.dumps(alone)}{other}")
 
 
 def check_others(config: Config) -> None:

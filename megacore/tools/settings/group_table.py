@@ -35,10 +35,13 @@ def group_table(config: Config) -> str:
 
 
 def parameter_shards(config: Config) -> dict[str, Shard]:
-    """The placement on one process of every trained parameter of a config's model, by name. Of megacore's own blocks one with experts
-    and one without are built, where there are both: others differ from these in their names alone."""
+    """The placement on one process of every trained parameter of a config's model, by name.
+
+    Of megacore's own blocks one with experts and one without are built, where there are both: others differ
+    from these in their names alone.
+    """
     model, built = config.model, config
-    if model.source is None:
+    if not model.is_custom:
         kinds = [model.has_experts(i) for i in range(model.num_layers)]
         of = [kinds.index(kind) for kind in kinds]  # the first block that is alike
         built = config.model_copy(update={"model": model.model_copy(update={"num_layers": max(of) + 1})})
@@ -47,7 +50,7 @@ def parameter_shards(config: Config) -> dict[str, Shard]:
         for name, parameter in whole_model(built, "meta").named_parameters()
         if parameter.requires_grad
     }
-    if model.source is not None:
+    if model.is_custom:
         return shards
     parts = {first: [name for name in shards if name.startswith(f"blocks.{first}.")] for first in {*of}}
     blocks = {

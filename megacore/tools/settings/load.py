@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +18,15 @@ from megacore.config.schema import Config
 from megacore.config.source import DIGEST, KEY, SETTINGS, Source, execute, source_of
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
+from megacore.model.plain.folder import KEY as HF
+from megacore.model.plain.folder import (
+    SIZES,
+    check_content,
+    differing_keys,
+    read_folder,
+    sizes_of,
+    transformers_version,
+)
 from megacore.optimizers.rule import RULES
 from megacore.records import LARGEST
 from megacore.section import MOST_RANKS
@@ -45,7 +54,9 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked config, and the origin of each dotted key: default, file, override, ds_config or derived."""
+    """A checked config, and the origin of each dotted key: default, file, override, ds_config, model.hf or
+    derived.
+    """
 
     config: Config
     origins: dict[str, str]
@@ -53,6 +64,8 @@ class Resolved:
     def table(self) -> str:
         """The text of `--print-config`: one line a value, with the value's origin."""
         values = flatten(self.config.model_dump(mode="json", by_alias=True))
+        if (digest := self.config.model.hf_digest) is not None:  # the object has dozens of keys
+            values["model.hf_config"] = f"SHA-256 {digest}"
         rows = [(key, json.dumps(value), self.origins[key]) for key, value in values.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}" for key, value, origin in rows)
@@ -63,11 +76,18 @@ def load(path: str, overrides: list[str] | None = None, world_size: int = 1) -> 
 
     Raises `ConfigError` for the first thing that is wrong. `world_size` is the number of ranks that started.
     """
-    return resolve(read(path), overrides or [], Path(path).stem, world_size)
+    raw = read(path)
+    recorded = raw.get("model", {}).get("hf_config")
+    loaded = resolve(raw, overrides or [], Path(path).stem, world_size)
+    if recorded is not None:
+        check_recorded(loaded.config)
+    return loaded
 
 
 def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: int) -> Resolved:
-    """Does the work of `load` for given sections, such as those of a checkpoint. Overrides are written into `raw`.
+    """Does the work of `load` for given sections, such as those of a checkpoint.
+
+    Overrides are written into `raw`.
 
     `name` is the run's name, after which its folder is named.
     """
@@ -89,6 +109,8 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
             raise (
                 error if place is None else ConfigError(f"engine.config: {place}", error.wrong, error.right)
             ) from None
+    if config.model.hf is not None:
+        config = with_architecture(config, name, raw, origins)
     check_paths(config)
     if world_size > MOST_RANKS:
         raise ConfigError(
@@ -111,8 +133,73 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     return Resolved(config, origins)
 
 
+def with_architecture(config: Config, name: str, raw: dict[str, Any], origins: dict[str, str]) -> Config:
+    """Return the config with the architecture of `model.hf`, and its sizes where no others are stated."""
+    model = config.model
+    content, commit = model.hf_config, model.hf_revision
+    if content is None:
+        content, commit = recorded_architecture(config, name) or read_folder(str(model.hf), commit)
+    check_content(content)
+    stated = {size: getattr(model, size) for size in SIZES if origins[f"model.{size}"] != "default"}
+    # A recorded config states all sizes, and transformers is not imported for it.
+    sizes = sizes_of(content, stated) if len(stated) < len(SIZES) else {}
+
+    derived = {"hf_config": content, "hf_revision": commit, "hf_version": transformers_version()}
+    for key, value in derived.items():
+        if getattr(model, key) != value:
+            set_value(raw, f"model.{key}", value)
+            origins[f"model.{key}"] = "derived"
+    open_sizes = {f"model.{size}": value for size, value in sizes.items() if size not in stated}
+    for key, value in open_sizes.items():
+        set_value(raw, key, value)
+        origins[key] = HF
+    try:
+        return validate(raw)
+    except ConfigError as error:
+        if error.where not in open_sizes:
+            raise
+        raise ConfigError(HF, f"{error.where}: {error.wrong}", error.right) from None
+
+
+def recorded_architecture(config: Config, name: str) -> tuple[dict[str, Any], str | None] | None:
+    """Return what the run to be resumed has recorded of `model.hf`, if that is not a folder any more.
+
+    So a run goes on without the folder, and one of a hub's model with the commit that it began with.
+    """
+    model, resume = config.model, config.checkpoint.resume
+    if Path(str(model.hf)).is_dir() or resume == "never":
+        return None
+    run = Path(config.log.dir or f"runs/{name}") if resume == "auto" else Path(resume)
+    for folder in (run, *list(run.parents)[:2]):  # a checkpoint is two folders below its run's
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            recorded = json.loads(read_text(folder / "config.json"))["model"]
+            if Path(recorded["hf"]).name == Path(str(model.hf)).name and isinstance(
+                recorded["hf_config"], dict
+            ):
+                return recorded["hf_config"], recorded["hf_revision"]
+    return None
+
+
+def check_recorded(config: Config) -> None:
+    """Raise `ConfigError` if the folder of `model.hf` has changed since a run recorded it, and another run is
+    to begin with that record.
+    """
+    model = config.model
+    if model.hf is None or not Path(model.hf).is_dir():
+        return
+    is_resumed = config.checkpoint.resume != "never" and (Path(str(config.log.dir)) / "config.json").is_file()
+    if is_resumed or model.hf_config is None:
+        return
+    if keys := differing_keys(read_folder(model.hf)[0], model.hf_config):
+        wrong = f"is not the content of {model.hf}/config.json: {', '.join(keys)} differ"
+        right = "null, which takes that file's, or a folder with the recorded content"
+        raise ConfigError("model.hf_config", wrong, right)
+
+
 def with_others(config: Config, raw: dict[str, Any], origins: dict[str, str]) -> Config:
-    """The config with AdamW for what `optim.kind` cannot or should not update, as one more entry of `optim.groups`."""
+    """The config with AdamW for what `optim.kind` cannot or should not update, as
+    one more entry of `optim.groups`.
+    """
     entry = import_module("megacore.tools.settings.default_groups").others_entry(config)  # which loads torch
     if entry is None:
         return config
@@ -124,7 +211,9 @@ def with_others(config: Config, raw: dict[str, Any], origins: dict[str, str]) ->
 
 
 def smallest_world(path: str, overrides: list[str]) -> int:
-    """The number of ranks that the config asks for, with one data rank if it leaves their number open, or the fewest that experts need."""
+    """The number of ranks that the config asks for, with one data rank if it leaves their number
+    open, or the fewest that experts need.
+    """
     raw = read(path)
     apply(overrides, raw)
     parallel = validate(raw).parallel
@@ -153,6 +242,8 @@ def read(path: str) -> dict[str, Any]:
         )
     if "source" in (model := raw.get("model", {})):
         model["source"] = beside(model["source"], path)
+    if "hf" in model:
+        model["hf"] = folder_beside(model["hf"], path)
     return raw
 
 
@@ -165,12 +256,28 @@ def beside(source: object, config_path: str) -> object:
     )
 
 
+def folder_beside(hf: object, config_path: str) -> object:
+    """Return the path of `model.hf` if it is a folder, counted from the config file's own folder.
+
+    Else it is a name on the hub.
+    """
+    path = beside(hf, config_path)
+    return path if isinstance(path, str) and path != hf and Path(path).is_dir() else hf
+
+
 def apply(overrides: list[str], raw: dict[str, Any]) -> list[str]:
-    """Writes overrides into sections, and returns their keys. A source counts from the current folder, like every path that is typed."""
+    """Writes overrides into sections, and returns their keys.
+
+    A source and a folder of `model.hf` count from the current folder, like every path that is typed.
+    """
     keys = []
     for override in overrides:
         key, value = parse_override(override)
-        set_value(raw, key, beside(value, os.curdir) if key == KEY else value)
+        if key == KEY:
+            value = beside(value, os.curdir)
+        elif key == HF:
+            value = folder_beside(value, os.curdir)
+        set_value(raw, key, value)
         keys.append(key)
     return keys
 
@@ -225,9 +332,8 @@ def validate(raw: dict[str, Any]) -> Config:
         first = next(
             (e for e in errors if e["type"] == "extra_forbidden"), max(same_key, key=lambda e: len(e["loc"]))
         )
-    if not first[
-        "loc"
-    ]:  # Python accepts it as JSON and pydantic does not, for example half of a surrogate pair
+    # Python accepts it as JSON and pydantic does not, for example half of a surrogate pair
+    if not first["loc"]:
         raise ConfigError(
             "--config",
             first["msg"].lower().partition(" at line")[0],
@@ -273,7 +379,10 @@ def describe(key: str, config: type[Config]) -> str:
 
 @lru_cache(maxsize=4)
 def schema_of(config: type[Config], validator: object) -> dict[str, Any]:
-    """As JSON, which pydantic takes 20 ms to write. Where an optimizer has brought its keys since, the validator is another."""
+    """As JSON, which pydantic takes 20 ms to write.
+
+    Where an optimizer has brought its keys since, the validator is another.
+    """
     return config.model_json_schema()
 
 

@@ -1,4 +1,6 @@
-"""Rules of the model: its sizes, its positions, its windows and its width, and what tensor, pipeline and context ranks can divide of it."""
+"""Rules of the model: its sizes, its positions, its windows and its width, and what tensor, pipeline and
+context ranks can divide of it.
+"""
 
 from itertools import pairwise
 
@@ -7,8 +9,11 @@ from megacore.config.model import Llama3Rope, ModelConfig, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import Config, resolved
+from megacore.config.source import BUILD, PARTS, source_of
 from megacore.errors import ConfigError
+from megacore.model.plain.folder import SIZES, check_weights
 from megacore.records import LARGEST
+from megacore.tools.settings.derive import derive
 from megacore.tools.settings.experts import check_experts, divides
 from megacore.tools.settings.latent import check_latent
 
@@ -16,6 +21,10 @@ from megacore.tools.settings.latent import check_latent
 MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
 MOST_STAGES = 1024
 MOST_LAYERS = 2**14  # a rank may have to build all of them
+
+# The settings of megacore that a plain module takes; what it computes is its own code's to decide.
+PLAIN_KEYS = {*SIZES, "source", "source_digest", "hf", "hf_revision", "hf_config", "hf_version"}
+PLAIN_KEYS |= {"attention", "kernels"}
 
 
 def check_model(config: Config) -> None:
@@ -27,6 +36,8 @@ def check_model(config: Config) -> None:
             "there is no model.source of which it could be the digest",
             "null, or a model.source",
         )
+    check_plain(config)
+    check_weights(config)
     if model.head_size is None:
         divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)
@@ -107,6 +118,42 @@ def check_model(config: Config) -> None:
         )
 
 
+def check_plain(config: Config) -> None:
+    """Checks that one place gives a plain module, and that no setting would change what it computes."""
+    model, source = config.model, source_of(config)
+    if model.hf is None:
+        for key in ("hf_revision", "hf_config", "hf_version"):
+            if getattr(model, key) is not None:
+                raise ConfigError(f"model.{key}", "there is no model.hf that it is of", "null, or a model.hf")
+        if source is None or source.parts is None:
+            return
+        if source.build is None:
+            wrong = f"{source.path} has {PARTS}, and nothing builds the module that it divides"
+            raise ConfigError("model.source", wrong, f"a function {BUILD}(config) in it, or a model.hf")
+        if model.parametrization == "mup":
+            wrong = "how a plain module's weights begin is not scaled by width"
+            raise ConfigError("model.parametrization", wrong, "standard")
+        return  # its function reads any other setting that it wants
+    if source is not None and source.parts is None:
+        wrong = f"{source.path} has no {PARTS}, which is all that model.hf takes of a file"
+        raise ConfigError("model.source", wrong, f"a file with {PARTS}, or no model.hf")
+    if source is not None and source.build is not None:
+        wrong = f"{source.path} has a function {BUILD}, so the model is not that of model.hf"
+        raise ConfigError("model.source", wrong, f"a file with {PARTS} alone, or no model.hf")
+
+    neutral = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in ModelConfig.model_fields.items()
+        if name not in PLAIN_KEYS
+    }
+    derived = derive(config.model_copy(update={"model": model.model_copy(update=neutral)}), "", 1)
+    for name, default in neutral.items():
+        value, expected = getattr(model, name), derived.get(f"model.{name}", default)
+        if value not in (default, expected):
+            wrong = f"{value} is a setting of megacore's own layers, and the module's own code decides"
+            raise ConfigError(f"model.{name}", wrong, "leave it out")
+
+
 def check_windows(model: ModelConfig) -> None:
     """Checks that windows grow with the steps, up to model.window."""
     key = "model.window_schedule"
@@ -134,7 +181,10 @@ def check_positions(config: Config) -> None:
     if model.position == "rope" and (turned := int(config.head_size * model.rotary_share)) % 2 + (
         turned == 0
     ):
-        wrong = f"{model.rotary_share} of model.head_size {config.head_size} is {turned} features, and rotary positions turn pairs"
+        wrong = (
+            f"{model.rotary_share} of model.head_size {config.head_size} is {turned} features, and "
+            "rotary positions turn pairs"
+        )
         raise ConfigError("model.rotary_share", wrong, "an even number of features")
     for key, plain in (("rotary_share", 1.0), ("nope_every", None)):
         if model.position == "learned" and model.source is None and getattr(model, key) != plain:
@@ -155,7 +205,10 @@ def check_positions(config: Config) -> None:
         isinstance(model.rope_scaling, Llama3Rope)
         and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor
     ):
-        wrong = f"high_freq_factor {model.rope_scaling.high_freq_factor} is not above low_freq_factor {model.rope_scaling.low_freq_factor}"
+        wrong = (
+            f"high_freq_factor {model.rope_scaling.high_freq_factor} is not above low_freq_factor "
+            f"{model.rope_scaling.low_freq_factor}"
+        )
         raise ConfigError("model.rope_scaling", wrong, "a larger high_freq_factor")
     if (
         isinstance(model.rope_scaling, YarnRope)
@@ -198,7 +251,10 @@ def check_parametrization(config: Config) -> None:
         raise ConfigError("model.base_width", wrong, right)
     for group in ParameterGroups(config.optim).every:
         if group.rule.width_factor(True, 2.0) is None:
-            wrong = f"{group.rule.name}, as it is set, does not say how large its updates are, so mup knows no rate"
+            wrong = (
+                f"{group.rule.name}, as it is set, does not say how large its updates are, so mup "
+                "knows no rate"
+            )
             right = "`update_size` in its class (docs/mup.md), or model.parametrization=standard"
             raise ConfigError(GROUPS if group.number else "optim.kind", wrong, right)
 
@@ -231,7 +287,9 @@ def check_elements(config: Config) -> None:
 
 
 def check_context(config: Config) -> None:
-    """Checks that sequences, and under ulysses heads, divide among the context ranks, and that the engine knows them."""
+    """Checks that sequences, and under ulysses heads, divide among the context ranks,
+    and that the engine knows them.
+    """
     parallel = config.parallel
     if parallel.context == 1:
         return
@@ -253,5 +311,8 @@ def unexchanged(config: Config) -> str | None:
     if heads % parallel.context:
         return f"ulysses cannot deal {heads} heads of a tensor rank to {parallel.context} context ranks"
     if kv_heads % parallel.context and parallel.context % kv_heads:
-        return f"ulysses cannot deal {kv_heads} key/value heads of a tensor rank to {parallel.context} context ranks"
+        return (
+            f"ulysses cannot deal {kv_heads} key/value heads of a tensor rank to {parallel.context} "
+            "context ranks"
+        )
     return None

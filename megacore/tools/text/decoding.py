@@ -1,4 +1,6 @@
-"""Generates tokens over the ranks of a mesh: hidden states go through the pipeline, and the chosen token goes to all ranks."""
+"""Generates tokens over the ranks of a mesh: hidden states go through the pipeline, and the
+chosen token goes to all ranks.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,20 +21,26 @@ from megacore.tools.text.sampling import Sampler
 
 
 class Decoder:
-    """One rank's part in generating a text. Every method is collective over the mesh, which has one data rank.
+    """One rank's part in generating a text.
 
-    The model sees at most `model.max_positions` tokens. When a text grows longer, the model reads the last half of them anew and goes
-    on. The cache cannot forget only its oldest token, because the position of every other token would change.
+    Every method is collective over the mesh, which has one data rank.
+
+    The model sees at most `window` tokens, which is `model.max_positions` if it is not given. When a text
+    grows longer, the model reads the last half of them anew and continues. The cache cannot forget only its
+    oldest token, because the position of every other token would change.
     """
 
-    def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, window: int | None = None) -> None:
         assert mesh.sample_group.size == 1 and not any(stage.sequence or stage.training for stage in stages)
         self.stages, self.mesh, self.config = stages, mesh, stages[0].config
         plan = Plan((), placement_of(self.config))
         self.where, self.held = plan.where, plan.placement[mesh.pp.rank]
-        positions, method = self.config.max_positions, settled_context_method(self.config)
+        self.window = self.config.max_positions if window is None else window
+        method = settled_context_method(self.config)
         self.caches = [
-            KeyValueCache(1, positions) if mesh.cp.size == 1 else DividedCache(1, positions, mesh.cp, method)
+            KeyValueCache(1, self.window)
+            if mesh.cp.size == 1
+            else DividedCache(1, self.window, mesh.cp, method)
             for _ in stages
         ]
 
@@ -41,8 +49,7 @@ class Decoder:
     ) -> Iterator[int]:
         """Yields up to `count` tokens after `prompt`, the same on every rank. Stops after the token `end`."""
         assert prompt
-        window = self.config.max_positions
-        tokens = list(prompt)
+        window, tokens = self.window, list(prompt)
         unread = tokens[-window:]
         self._forget()
         for _ in range(count):
@@ -62,7 +69,10 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor | None:
-        """Runs the model on the next tokens of the text. Returns the logits ``[vocab]`` of the last; None before the last stage."""
+        """Runs the model on the next tokens of the text.
+
+        Returns the logits ``[vocab]`` of the last; None before the last stage.
+        """
         pp, logits = self.mesh.pp, None
         text = torch.tensor([tokens], device=self.mesh.device)
         flow: dict[str, Tensor] = {}
@@ -100,7 +110,10 @@ class Decoder:
 
 
 def gather_vocabulary(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """Gathers the logits of each rank's rows ``[rows]`` to ``[vocab]``. The last rank may have fewer rows than the others."""
+    """Gathers the logits of each rank's rows ``[rows]`` to ``[vocab]``.
+
+    The last rank may have fewer rows than the others.
+    """
     rows = -(-vocab_size // group.size)
     return all_gather(F.pad(logits, (0, rows - len(logits))), group)[:vocab_size]
 

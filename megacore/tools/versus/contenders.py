@@ -1,4 +1,6 @@
-"""The two configs that `launch/try.py` compares: the same data, layout and optimizer, and as many operations a token."""
+"""The two configs that `launch/try.py` compares: the same data, layout and optimizer,
+and as many operations a token.
+"""
 
 import copy
 import math
@@ -55,7 +57,9 @@ class Contender:
 
     @cached_property
     def flops(self) -> float | None:
-        """Operations of training on a token, attention over all pairs; None if its layers cannot be counted without content."""
+        """Operations of training on a token, attention over all pairs; None if its layers
+        cannot be counted without content.
+        """
         return model_flops(self.config, causal=False)
 
     @property
@@ -71,7 +75,9 @@ class Contender:
         return replace(self, sections=sections)
 
     def stretched(self, ratio: float) -> "Contender":
-        """The same with so many times the steps, of all that counts them: warmup, decay, batches and windows that grow."""
+        """The same with so many times the steps, of all that counts them: warmup, decay,
+        batches and windows that grow.
+        """
         model, train, optim = self.config.model, self.config.train, self.config.optim
 
         def counted(steps: int) -> int:
@@ -111,13 +117,17 @@ def read_contender(path: str, overrides: Sequence[str]) -> Contender:
 
 
 def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contender:
-    """Whom the idea is compared with: `gpt`, which is the plain model with the idea's config, without source, experts and latents; or
-    another fork or config. Raises `UserError`."""
+    """Whom the idea is compared with: `gpt`, which is the plain model with the idea's config, without source,
+    experts and latents; or another fork or config. Raises `UserError`.
+    """
     if against != "gpt":
         other = read_contender(against, overrides)
         return other if other.name != idea.name else replace(other, name=f"{other.name} (against)")
     sections = copy.deepcopy(idea.sections)
     model = sections["model"]
+    if model.get("hf") is not None:
+        wrong = "the plain model would not have the sizes of model.hf"
+        raise ConfigError("--against", wrong, "another config")
     others = (
         ExpertSettings.model_fields.keys() | LatentSettings.model_fields.keys() | {"source", "source_digest"}
     )
@@ -135,7 +145,10 @@ def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contend
 
 
 def check_alike(idea: Contender, other: Contender, how: str) -> None:
-    """Raises `ConfigError` for the first setting without which a comparison means nothing. `how` their work will be matched."""
+    """Raises `ConfigError` for the first setting without which a comparison means nothing.
+
+    `how` their work will be matched.
+    """
     first, second = (flatten(c.config.model_dump(mode="json", by_alias=True)) for c in (idea, other))
     for key in (*ALIKE, *(() if how == "steps" else ("train.steps",))):
         if first[key] != second[key]:
@@ -147,8 +160,9 @@ def check_alike(idea: Contender, other: Contender, how: str) -> None:
 
 
 def matched(idea: Contender, other: Contender, how: str) -> Contender:
-    """The other one with as many operations as the idea: by its feed-forward size (`ffn`), so that both read the same tokens, or by its
-    steps (`steps`). Raises `ConfigError` if that cannot be."""
+    """The other one with as many operations as the idea: by its feed-forward size (`ffn`), so that both read
+    the same tokens, or by its steps (`steps`). Raises `ConfigError` if that cannot be.
+    """
     if how == "none":
         return other
     wanted, has = idea.flops, other.flops
@@ -173,7 +187,9 @@ def matched(idea: Contender, other: Contender, how: str) -> Contender:
 
 
 def differences(idea: Contender, other: Contender) -> list[tuple[str, str, str]]:
-    """Settings in which both differ, with the value of each, as far as their files and what was matched say."""
+    """Settings in which both differ, with the value of each, as far as their files and
+    what was matched say.
+    """
     first, second = flatten(idea.sections), flatten(other.sections)
     missing = object()
     keys = [
