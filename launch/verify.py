@@ -1,33 +1,50 @@
-"""Proves that every layout computes what one process does: every gradient, parameter, moment, loss and norm."""
+"""Proves that every layout computes what one process does: every gradient, parameter,
+moment, loss and norm.
+"""
 
 import argparse
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # so that a checkout runs without being installed
+# so that a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
-MORE = """The config is made small and keeps its structure (kinds of layers, ties, biases, grouped heads, remainders, uneven stages,
-fewer microbatches than stages, schedule, recomputation, dropout), and trained for three steps by real gloo ranks on this machine's
-CPU, in every layout, and by plain code on one process in fp64. A table shows the largest relative difference of each parameter (its
-gradients, its value, its moments) in each layout. A layout that differs runs once more. If the two runs differ from each other, that
-is a race, and what was in flight is named; else the first module, tensor, microbatch and direction that differs is searched for and
-named. Sizes of parallel.* come from --layouts; absolute sizes that a fork adds (a window) are not made small: give them as overrides.
+MORE = """First the small model is checked against itself on one process: whether its gradients are the
+differences of its loss, no logit depends on a later token, a resume loses nothing, and more.
 
-`--precision bf16` is in addition to fp64, not in its place. It measures every layout against one process, that process against what
-bf16 can cost, and sums, moments and updates against fp32's precision.
+The config is made small and keeps its structure (kinds of layers, ties, biases, grouped heads,
+remainders, uneven stages, fewer microbatches than stages, schedule, recomputation, dropout), and trained for
+three steps by real gloo ranks on this machine's CPU, in every layout, and by plain code on one process in
+fp64. If the file of model.source has a function untouched(config), which returns a plain module, that
+computes instead of the model's layers; so does the class of model.hf, or what build(config) in a file with
+PARTS returns. A table shows the largest relative difference of each parameter (its
+gradients, its value, its moments) in each layout. A layout that differs runs once more. If the two runs
+differ from each other, that is a race, and what was in flight is named; else the first module, tensor,
+microbatch and direction that differs is searched for and named. Sizes of parallel.* come from --layouts;
+absolute sizes that a custom model adds (a window) are not made small: give them as overrides, or by a
+function small(config) in its file.
 
-docs/proof.md says what is exercised and what is left to tests: fp16's loss scaling, resume, generation, train.compile,
-Triton kernels in fp64, and in the training loop logging and saving. It also says what the plain code shares with the layouts.
+In fp64 a difference of up to 1e-9 passes. If one is larger, the model's condition is measured: by how much
+one unit in the last place of the first weights changes everything. Differences of up to 32 times that pass as
+rounding, at most 1e-7; if rounding may explain larger ones, the model is NOT PROVED.
 
-Exit status: 0 equal (in bf16 the last line may name what could not be computed again), 1 not equal, 2 bad arguments."""
+`--precision bf16` is in addition to fp64, not in its place. It measures every layout against one process,
+that process against what bf16 can cost, and sums, moments and updates against fp32's precision.
+
+docs/proof.md says what is exercised and what is left to tests: fp16's loss scaling, resume in another layout,
+train.compile, Triton kernels in fp64, and in the training loop logging and saving. It also says what the
+plain code shares with the layouts.
+
+Exit status: 0 equal (in bf16 the last line may name what could not be computed again), 1 not equal, not
+proved or a self-check failed, 2 wrong arguments."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -36,7 +53,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
     )
-    layouts = "such as tp2,pp4,tp2pp2dp2sp or pp4@zb_v; schedules: each of them in several (default: all axes, to 8 ranks)"
+    layouts = (
+        "such as tp2,pp4,tp2pp2dp2sp or pp4@zb_v; schedules: each of them in several (default: all "
+        "axes, to 8 ranks)"
+    )
     parser.add_argument("--layouts", metavar="NAMES", help=layouts)
     parser.add_argument(
         "--precision",
@@ -44,7 +64,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=("fp64", "bf16"),
         help="bf16: each difference must be explained by what bf16 itself costs (default: %(default)s)",
     )
-    changed = "also run layouts that files which differ from this commit, such as HEAD, may break (megacore/tools/verify/layouts.py: BESIDES)"
+    changed = (
+        "also run layouts that files which differ from this commit, such as HEAD, may break "
+        "(megacore/tools/verify/layouts.py: BESIDES)"
+    )
     parser.add_argument("--changed", metavar="COMMIT", help=changed)
     against = "compare with another version of the code, layout by layout, instead of one process"
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
@@ -94,11 +117,13 @@ def main(argv: list[str]) -> int:
     """Runs the proof, and returns the exit status."""
     from rich.console import Console
 
+    from megacore.files import ROOT
     from megacore.tools.verify.layouts import SCHEDULES, besides
     from megacore.tools.verify.layouts import parse as parse_layout
     from megacore.tools.verify.proof_report import show
-    from megacore.tools.verify.run import Options, prove
-    from megacore.tools.verify.workers import RankFailed
+    from megacore.tools.verify.run import Options, checked_layouts, prove, run_export_check, run_self_checks
+    from megacore.tools.verify.self_check.report import lines as self_check_lines
+    from megacore.tools.verify.workers import ProofWorkers, RankFailed
 
     args = parse(argv)
     given = (
@@ -113,14 +138,31 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--layouts", "names none", "such as tp2,pp2")
     layouts = [parse_layout(name) for name in dict.fromkeys(names)]
     options = Options(args.config, args.overrides, layouts, args.precision, args.against, args.plant)
+    # The threads below load the config too, and two threads must not import the same package at once.
+    checked_layouts(options)
+    report = None
     try:
-        with Console(stderr=True).status("starting") as status:
-            proof = prove(options, lambda result: status.update(f"{result.layout.name} done"))
+        with (
+            ThreadPoolExecutor(max_workers=1) as background,
+            ProofWorkers(ROOT) as exporter,
+            # one process for the self-checks and then the reference, so that torch is imported once
+            ProofWorkers(ROOT) as workers,
+            Console(stderr=True).status("starting") as status,
+        ):
+            export = background.submit(run_export_check, options, exporter)
+            report = run_self_checks(options, workers)
+            status.update("self-check done")
+            proof = prove(options, lambda result: status.update(f"{result.layout.name} done"), workers)
+            report = replace(report, findings=(*report.findings, *export.result()))
     except RankFailed as failure:  # with nothing to compare with, there is no table
-        print(f"{failure.report.strip()}\nthe model does not run on one process: {failure}", file=sys.stderr)
+        if report is not None:
+            print(*self_check_lines(report), sep="\n")
+        print(
+            f"{failure.report.strip()}\nthe reference does not run on one process: {failure}", file=sys.stderr
+        )
         return 1
-    show(proof)
-    return 0 if proof.holds else 1
+    show(proof, report)
+    return 0 if proof.holds and not report.wrong else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A tree of files of which some are none, and the bodies of scripts: what tests of bad inputs share.
 
-A row is a script, its arguments, in which `@name` is a path in the tree, and part of the one line that must be said.
+A row is a script, its arguments, in which `@name` is a path in the tree, and part of the one line that must
+be said.
 """
 
 import json
@@ -40,22 +41,39 @@ from launch.kubernetes import render
 from megacore.checkpoint.manifest import sealed, unsealed
 from megacore.distributed.rank_info import RankInfo
 from tests.conversion import random_run
+from tests.pool import PATIENCE
 
 Row = tuple[str, tuple[str, ...], str]
-SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process has
+SECONDS, BYTES = int(PATIENCE), 4 << 30  # of a row, and of memory beyond what this process has
 SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
-    "checkpoint": checkpoint.run, "coordinates": coordinates.main,
-    "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run, "speculate": speculate.main,
-    "supervise": supervise.run, "sweep": sweep.run, "try": import_module("launch.try").run, "verify": verify.main, "render": render.run,
-    "evaluate": lambda argv: evaluate.run(argv, RankInfo()), "generate": lambda argv: generate.run(argv, RankInfo()),
-    "preflight": lambda argv: preflight.run(argv, RankInfo()), "pretrain": lambda argv: pretrain.run(argv, RankInfo()),
-}  # fmt: skip
+    "checkpoint": checkpoint.run,
+    "coordinates": coordinates.main,
+    "drill": drill.run,
+    "plan": plan.run,
+    "prepare": prepare.run,
+    "samples": samples.run,
+    "speculate": speculate.main,
+    "supervise": supervise.run,
+    "sweep": sweep.run,
+    "try": import_module("launch.try").run,
+    "verify": verify.main,
+    "render": render.run,
+    "evaluate": lambda argv: evaluate.run(argv, RankInfo()),
+    "generate": lambda argv: generate.run(argv, RankInfo()),
+    "preflight": lambda argv: preflight.run(argv, RankInfo()),
+    "pretrain": lambda argv: pretrain.run(argv, RankInfo()),
+}
 
 MODEL = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 256}
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 12, "max_position_embeddings": 16,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 31,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+}
 NANOGPT = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 16, "bias": False}
 LEVEL = {"link": "x", "ranks": None, "bytes_per_second": 1.0}
 ZERO = [
@@ -104,8 +122,13 @@ def write_texts(tree: Path) -> None:
     (tree / "deep.jsonl").write_text('{"text": "a"}\n' + '{"text": ' * 100_000 + "\n")
     (tree / "digits.jsonl").write_text('{"text": ' + "1" * 5000 + "}\n")
     answer = {"role": "assistant", "content": "b"}
-    for name, messages in (("role", [{"role": "bot", "content": "a"}, answer]), ("empty", [answer | {"content": ""}]), ("none", []),
-                           ("unanswered", [{"role": "user", "content": "a"}]), ("right", [answer])):  # fmt: skip
+    for name, messages in (
+        ("role", [{"role": "bot", "content": "a"}, answer]),
+        ("empty", [answer | {"content": ""}]),
+        ("none", []),
+        ("unanswered", [{"role": "user", "content": "a"}]),
+        ("right", [answer]),
+    ):
         (tree / f"chat_{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     right = (tree / "chat_right.jsonl").read_bytes()
     (tree / "chat_broken.jsonl").write_bytes(right + b'{"messages": [\n' + right)
@@ -140,8 +163,19 @@ def write_texts(tree: Path) -> None:
 
 def write_corpora(tree: Path) -> None:
     """Token files that are none."""
-    for name in ("pipe_bin", "pipe_idx", "side_folder", "side_pipe", "side_deep", "mask_short", "mask_pipe", "mask_long", "mask_other",
-                 "ends_negative", "ends_beyond"):  # fmt: skip
+    for name in (
+        "pipe_bin",
+        "pipe_idx",
+        "side_folder",
+        "side_pipe",
+        "side_deep",
+        "mask_short",
+        "mask_pipe",
+        "mask_long",
+        "mask_other",
+        "ends_negative",
+        "ends_beyond",
+    ):
         for suffix in (".bin", ".idx"):
             shutil.copy(tree / f"data{suffix}", tree / f"{name}{suffix}")
     for file in ("pipe_bin.bin", "pipe_idx.idx", "side_pipe.json"):
@@ -171,9 +205,11 @@ def write_models(tree: Path) -> None:
         return manifest
 
     for name, sizes in (
-        ("layers", {"num_layers": 10**8}), ("more_layers", {"num_layers": 10**4}), ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
+        ("layers", {"num_layers": 10**8}),
+        ("more_layers", {"num_layers": 10**4}),
+        ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
         ("positions", {"max_positions": 2**31}),
-    ):  # fmt: skip
+    ):
         run_with(
             f"run_{name}",
             lambda state, sizes=sizes: (state["model"].update(sizes), state["config"]["model"].update(sizes)),
@@ -188,9 +224,13 @@ def write_models(tree: Path) -> None:
             "nowhere"
         ) if name == "link" else os.mkfifo(manifest)
     for name, change in (
-        ("layers", {"num_hidden_layers": 10**4}), ("kinds", {"layer_types": 3}), ("kinds2", {"layer_types": [[1]]}),
-        ("wide", {"hidden_size": 10**23}), ("nan", {"rms_norm_eps": float("nan")}), ("theta", {"rope_theta": 10**400}),
-    ):  # fmt: skip
+        ("layers", {"num_hidden_layers": 10**4}),
+        ("kinds", {"layer_types": 3}),
+        ("kinds2", {"layer_types": [[1]]}),
+        ("wide", {"hidden_size": 10**23}),
+        ("nan", {"rms_norm_eps": float("nan")}),
+        ("theta", {"rope_theta": 10**400}),
+    ):
         (tree / f"hf_{name}").mkdir()
         (tree / f"hf_{name}/config.json").write_text(json.dumps(LLAMA | change))
         save_file({"model.embed_tokens.weight": torch.zeros(31, 8)}, tree / f"hf_{name}/model.safetensors")

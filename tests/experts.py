@@ -1,9 +1,12 @@
-"""Proves mixtures of experts in layouts of 4 and 8 ranks: each two values of what can be chosen occur together in one of them.
+"""Proves mixtures of experts in layouts of 4 and 8 ranks: each two values of what can be chosen
+occur together in one of them.
 
-python -m tests.experts                   proves all of them, a third over a strict wire too: 17 minutes on two cores
+python -m tests.experts                   proves all of them, a third over a strict wire too: 17 minutes on
+    two cores
 python -m tests.experts --list            says which they are
 python -m tests.experts --only 3 7        some, by their numbers
-python -m tests.experts --results FILE    keeps there what is found, and does not prove again what is there of the same code
+python -m tests.experts --results FILE    keeps there what is found, and does not prove again what is there of
+    the same code
 python -m tests.experts --write           writes docs/experts_proof.md, if all are equal to one process
 """
 
@@ -32,13 +35,20 @@ from tests.strict.runs import Case, Runs
 from tests.training import write_weights
 
 DOCUMENT = ROOT / "docs" / "experts_proof.md"
-STRICT_PART = (
-    3  # of the layouts one in so many is run over a strict wire, of those whose routers are as they are
-)
+# of the layouts one in so many is run over a strict wire, of those whose routers are as they are
+STRICT_PART = 3
 MIXTURE = (
-    "model.num_layers=8", "model.norm=rmsnorm", "model.activation=swiglu", "model.position=rope", "model.bias=false", "model.ffn_size=32",
-    "model.num_experts=8", "model.expert_ffn_size=32", "model.first_dense=1", "model.router_z_loss=0.01",
-)  # fmt: skip
+    "model.num_layers=8",
+    "model.norm=rmsnorm",
+    "model.activation=swiglu",
+    "model.position=rope",
+    "model.bias=false",
+    "model.ffn_size=32",
+    "model.num_experts=8",
+    "model.expert_ffn_size=32",
+    "model.first_dense=1",
+    "model.router_z_loss=0.01",
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,8 @@ class Found:
 
     verify: str  # the largest difference, or what is wrong
     near_ties: int
-    strict: (
-        str  # over a strict wire: from drawn weights, from those of a dense model; "" where it was not run
-    )
+    # over a strict wire: from drawn weights, from those of a dense model; "" where it was not run
+    strict: str
     right: bool
 
 
@@ -82,7 +91,10 @@ class StrictRuns:
         self.runs, self.folder = Runs(folder), folder
 
     def verdict(self, proof: Proof, upcycled: bool) -> str:
-        """What is wrong, in a line; empty if nothing is. `upcycled`: it trains on from a dense model's weights, to which noise is added."""
+        """What is wrong, in a line; empty if nothing is.
+
+        `upcycled`: it trains on from a dense model's weights, to which noise is added.
+        """
         model = (*MIXTURE, *proof.chosen("router", "layers"))
         begin = f"checkpoint.weights={self.upcycled(proof)}" if upcycled else "model.shared_experts=1"
         case = Case(
@@ -91,7 +103,9 @@ class StrictRuns:
         return self.runs.verdict(case, Rules(seed=proofs()[0].index(proof)))
 
     def upcycled(self, proof: Proof) -> Path:
-        """A checkpoint whose experts are a dense model's layers and noise, with such a router and such layers; made once."""
+        """A checkpoint whose experts are a dense model's layers and noise, with such a
+        router and such layers; made once.
+        """
         name = f"{proof.of['router']}_{proof.of['layers']}"
         made, settings = self.folder / name, (*MIXTURE, *proof.chosen("router", "layers"))
         if not made.exists():
@@ -129,7 +143,8 @@ def document(found: dict[int, Found]) -> str:
 HEAD = """# Experts in every layout
 
 `launch/verify.py` proves a mixture of experts in {count} layouts of 4 and 8 ranks.
-They are a pairwise cover: each two of the values in this table occur together in a row, if a run accepts the two.
+They are a pairwise cover: each two of the values in this table occur together in a row, if a run accepts the
+two.
 
 ```bash
 python -m tests.experts              # proves all of them again: 17 minutes on two busy cores
@@ -138,28 +153,36 @@ python -m tests.experts --only 3 7   # some, by their places in the table, from 
 
 With `--results FILE` a run that was interrupted goes on, as long as no code changes.
 
-A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` ranks hold different ones, `sp` is sequence parallelism.
+A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` ranks hold different ones, `sp`
+is sequence parallelism.
 
-- **engine**: native, its state divided (`engine.shard_optimizer`), its sums in two levels of hosts (`engine.reduce_levels=2`), or FSDP2.
-- **router**: a softmax and a loss of balance by sequence; or sigmoids, groups, a bias and a loss by the batch before (DeepSeek-V3).
+- **engine**: native, its state divided (`engine.shard_optimizer`), its sums in two levels of hosts
+(`engine.reduce_levels=2`), or FSDP2.
+- **router**: a softmax and a loss of balance by sequence; or sigmoids, groups, a bias and a loss by the batch
+before (DeepSeek-V3).
   With "ties" scores are rounded to sixteenths, so that several are equal.
-  With "one expert" all are equal: every token goes to the first, nobody chooses the others, and ranks that hold these have no rows.
+  With "one expert" all are equal: every token goes to the first, nobody chooses the others, and ranks that
+  hold these have no rows.
 - **batch**: "few tokens" has 4 or 8 in a microbatch, so ranks and experts are without a token.
   "uneven" has 3 sequences in a microbatch, which tensor ranks cut, and 9 blocks.
   "documents" has whole documents packed into samples, and attention within them.
   Tokens of a microbatch that tensor ranks cannot divide are refused, in one line.
 - **capacity**: rows that an expert takes, as a part of the mean; "all" drops none.
 - **exchange**: a microbatch's tokens go to experts at once, or in two halves (`parallel.expert_halves`).
-- **layers**: "biases" has them in experts, routers and all other layers; "latent" is latent attention, with latents of queries too.
+- **layers**: "biases" has them in experts, routers and all other layers; "latent" is latent attention, with
+latents of queries too.
 
 All rows have an expert that all tokens share, a dense first block, and a loss of the router's logits.
 
-**largest difference** is that of all gradients, parameters, moments, buffers, losses and norms on all ranks from one process in plain fp64.
+**largest difference** is that of all gradients, parameters, moments, buffers, losses and norms on all ranks
+from one process in plain fp64.
 Routing comes first: choices must be those of the one process.
 
-**strict wire**: {strict} of the rows also train over [a wire as strict as NCCL](strict_wire.md), and are compared with one process.
+**strict wire**: {strict} of the rows also train over [a wire as strict as NCCL](strict_wire.md), and are
+compared with one process.
 They have an even batch there.
-They begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model) with noise.
+They begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model)
+with noise.
 Losses, norms and every tensor of their checkpoints must be within 1e-9.
 
 Other tests prove what no row has:
@@ -173,20 +196,22 @@ Other tests prove what no row has:
 | published models in, trained, and out | `tests/distributed/test_published_mixtures.py` |
 | mistakes with experts, planted | `tests/faults`, [the table](faults.md) |
 
-| layout | engine | recompute | router | batch | capacity | exchange | layers | largest difference | strict wire: drawn / upcycled |
+| layout | engine | recompute | router | batch | capacity | exchange | layers | largest difference | strict
+wire: drawn / upcycled |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
 
 class Kept:
-    """What was found of the code as it is, in a file of a line for each row; without a file nothing is kept."""
+    """What was found of the code as it is, in a file of a line for each row; without a
+    file nothing is kept.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.code = path, code()
         lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
-        kept = [
-            json.loads(line) for line in lines if line.endswith("}")
-        ]  # not one in whose middle a run was ended
+        # not one in whose middle a run was ended
+        kept = [json.loads(line) for line in lines if line.endswith("}")]
         self.found = {
             tuple(line["row"]): Found(**line["found"]) for line in kept if line["code"] == self.code
         }

@@ -1,12 +1,14 @@
-"""A GPT that sees: every sample begins with an image, and its text says something about it (Liu et al. 2023, LLaVA).
+"""A GPT that sees: every sample begins with an image, and its text says something
+about it (Liu et al. 2023, LLaVA).
 
-The first `model.patches` tokens of a sample are an image, cut into patches (Dosovitskiy et al. 2021). The first layer makes vectors of
-their pixels, `model.sight_layers` blocks let patches see each other, and the next block puts them where the image's tokens stand. No
-target is a token of an image.
+The first `model.patches` tokens of a sample are an image, cut into patches (Dosovitskiy et al. 2021). The
+first layer makes vectors of their pixels, `model.sight_layers` blocks let patches see each other, and the
+next block puts them where the image's tokens stand. No target is a token of an image.
 
-Without `model.images` the picture shows digits: patch number i the last digit of the text's token number i. So a text of digits can be
-read, and not guessed. To bring images, give a `.npy` of uint8, ``[images, height, width]`` or ``[images, height, width, channels]``. In
-the corpus, each sample's first two tokens are its image's number, n % vocab_size and n // vocab_size; any others fill its patches.
+Without `model.images` the picture shows digits: patch number i the last digit of the text's token number i.
+So a text of digits can be read, and not guessed. To bring images, give a `.npy` of uint8, ``[images, height,
+width]`` or ``[images, height, width, channels]``. In the corpus, each sample's first two tokens are its
+image's number, n % vocab_size and n // vocab_size; any others fill its patches.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +54,8 @@ class Settings(ModelConfig):
     def _fits(self) -> Self:
         if self.sight_layers >= self.num_layers:
             raise ValueError(
-                f"model.num_layers={self.num_layers} leaves no block besides {self.sight_layers} of sight (right: more)"
+                f"model.num_layers={self.num_layers} leaves no block besides {self.sight_layers} of sight "
+                "(right: more)"
             )
         return self
 
@@ -85,7 +88,9 @@ def drawn(model: Any, samples: Samples) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def opened(path: str, patches: int, size: int, channels: int) -> np.ndarray:
-    """The images of a file, of which only what is used is read, ``[images, rows, size, columns, size, channels]``."""
+    """The images of a file, of which only what is used is read, ``[images, rows,
+    size, columns, size, channels]``.
+    """
     right = f"uint8 [images, height, width, {channels}], cut into {patches} patches of {size} x {size}"
     try:
         found = np.load(path, mmap_mode="r")
@@ -131,7 +136,9 @@ def text_targets(model: Any, samples: Samples) -> np.ndarray:
 
 
 class Sight(Embedding):
-    """The embedding, and a vector for each patch; tensor ranks with sequence parallelism divide the patches."""
+    """The embedding, and a vector for each patch; tensor ranks with sequence
+    parallelism divide the patches.
+    """
 
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, mesh, dtype, device)
@@ -147,7 +154,9 @@ class Sight(Embedding):
         self.patch_position = new_parameter(table, dtype, device)
 
     def forward(self, context: Context) -> Any:
-        """→ hidden states ``[tokens, hidden]``, and patches ``[patches, batch, hidden]``; zeros where a text is written without one."""
+        """→ hidden states ``[tokens, hidden]``, and patches ``[patches, batch, hidden]``; zeros where
+        a text is written without one.
+        """
         x, positions = super().forward(context), self.patch_position
         pixels = context.batch.get("pixels")
         if pixels is None:
@@ -237,7 +246,8 @@ def layers(config: Config) -> Layers:
         config.parallel.sequence and model.patches % config.parallel.tensor
     ):
         raise ValueError(
-            f"model.patches={model.patches} are not less than train.seq_len, or tensor ranks cannot divide them"
+            f"model.patches={model.patches} are not less than train.seq_len, or tensor ranks cannot "
+            "divide them"
         )
     make = {"pixels": drawn if model.images is None else read, "place": place, "targets": text_targets}
     fields: Mapping[str, Callable[..., Any]] = {name: partial(source, model) for name, source in make.items()}
@@ -254,3 +264,12 @@ def layers(config: Config) -> Layers:
         for spec, (kind, more) in zip(blocks, kinds, strict=False)
     ]
     return [LayerSpec("embedding", first), *named, last]
+
+
+def small(config: Config) -> dict[str, Any]:
+    """What verify changes in its small model: a sample is longer than its image, and shows digits, because
+    random tokens are no numbers of images.
+    """
+    model: Any = config.model
+    tokens = config.train.seq_len * (model.patches // config.train.seq_len + 1)
+    return {"train.seq_len": tokens, "model.max_positions": tokens, "model.images": None}

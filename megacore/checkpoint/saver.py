@@ -1,9 +1,11 @@
 """Saves checkpoints of all ranks together, in the training loop or in a thread beside it.
 
-Every rank writes its file and its index. When all have, rank 0 writes the manifest and renames the folder. Ranks communicate only in
-the loop, when a save begins and when it is finished. What happens between needs only the shared file system, so a thread can do it.
+Every rank writes its file and its index. When all have, rank 0 writes the manifest and renames the folder.
+Ranks communicate only in the loop, when a save begins and when it is finished. What happens between needs
+only the shared file system, so a thread can do it.
 """
 
+import json
 import logging
 import secrets
 import threading
@@ -24,7 +26,7 @@ from megacore.checkpoint.write import LocalTensor, bytes_of, places_of, write_ra
 from megacore.distributed.collectives import all_reduce, broadcast, broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rendezvous import use_device
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,11 @@ TEXT_BYTES = 1 << 14
 
 
 class Ranks:
-    """What the ranks of a mesh, which save or read a checkpoint together, tell one another. Every method is collective, and only the main
-    thread calls it: collectives of two threads would mix. Any other object with its methods, `rank` and `world` will do."""
+    """What the ranks of a mesh, which save or read a checkpoint together, tell one another.
+
+    Every method is collective, and only the main thread calls it: collectives of two threads would mix. Any
+    other object with its methods, `rank` and `world` will do.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.world = mesh, mesh.place.rank, mesh.place.world_size
@@ -55,7 +60,10 @@ class Ranks:
         return int(all_reduce(torch.tensor(number, device=self.mesh.device), self.mesh.world))
 
     def share(self, content: bytes) -> bytes:
-        """Rank 0's `content` on every rank, of any size. It takes two broadcasts, of the size and of the bytes."""
+        """Rank 0's `content` on every rank, of any size.
+
+        It takes two broadcasts, of the size and of the bytes.
+        """
         size = int(broadcast(torch.tensor(len(content), device=self.mesh.device), self.mesh.world))
         buffer = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -66,11 +74,13 @@ class Ranks:
 
 
 class Staging:
-    """Copies tensors into one buffer of host memory, where they wait to be written while training goes on. The first save makes it, and
-    later saves use it again.
+    """Copies tensors into one buffer of host memory, where they wait to be written while training goes on.
 
-    Copying runs beside the next forward and backward; only the next update of the tensors must wait (`hold_update`). On a GPU the
-    buffer is pinned and a stream of its own copies. On a CPU the thread that calls `wait` copies.
+    The first save makes it, and later saves use it again.
+
+    Copying runs beside the next forward and backward; only the next update of the tensors must wait
+    (`hold_update`). On a GPU the buffer is pinned and a stream of its own copies. On a CPU the thread that
+    calls `wait` copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,8 +94,10 @@ class Staging:
         self.made.set()
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns tensors in host memory that hold the copies once `wait` returns. They overwrite the copies before. Give the widest
-        dtype first, so that every tensor is aligned."""
+        """Returns tensors in host memory that hold the copies once `wait` returns.
+
+        They overwrite the copies before. Give the widest dtype first, so that every tensor is aligned.
+        """
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if self.buffer.nbytes < nbytes:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -113,8 +125,10 @@ class Staging:
             copy.copy_(tensor, non_blocking=True)
 
     def hold_update(self) -> None:
-        """Call it before anything writes into the tensors. On a GPU the device waits until the copies are made, and the host does not;
-        on a CPU the host waits."""
+        """Call it before anything writes into the tensors.
+
+        On a GPU the device waits until the copies are made, and the host does not; on a CPU the host waits.
+        """
         if self.copied is None:
             self.made.wait()
         elif self.sources:
@@ -134,7 +148,10 @@ class Staging:
 
 
 def pin(buffer: Tensor) -> None:
-    """Page-locks memory where it is. PyTorch rounds its own pinned tensors up to a power of two, which wastes up to half."""
+    """Page-locks memory where it is.
+
+    PyTorch rounds its own pinned tensors up to a power of two, which wastes up to half.
+    """
     cuda = torch.cuda.cudart()
     portable = 1
     torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable))
@@ -168,7 +185,8 @@ class _Save:
         self.needed, self.started = needed, time.monotonic()
         self.saved: Saved | None = None
         self.error: Exception | None = None
-        self.reason = ""  # the error, for people
+        self.reason = ""  # the error, for people, and what would mend it
+        self.remedy = ""
         self.written, self.abandoned = threading.Event(), threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -189,9 +207,8 @@ class _Save:
                 self.reason += "; it needs {} in all and {} for this rank, and {} was free".format(
                     *map(size_text, sizes)
                 )
-            for file in self.partial.glob(
-                f"rank_{self.rank:05d}.*"
-            ):  # at once: others need the room on a full disk
+            # at once: others need the room on a full disk
+            for file in self.partial.glob(f"rank_{self.rank:05d}.*"):
                 file.unlink(missing_ok=True)
         self.written.set()
 
@@ -213,12 +230,15 @@ class _Save:
             self.commit()
 
     def _fail(self, error: Exception) -> None:
-        what = (
-            f"{error.wrong} ({error.right})"
-            if isinstance(error, CheckpointError)
-            else getattr(error, "strerror", None) or error
-        )
-        self.error, self.reason = error, f"rank {self.rank} of {self.world}: {what}"
+        if isinstance(error, CheckpointError):  # ranks do not agree in what they save
+            what, self.remedy = error.wrong, error.right
+        elif isinstance(error, OSError):
+            what = error.strerror or str(error)
+            self.remedy = "make room" if error.errno in FULL else "see to its folder"
+        else:
+            what = f"{type(error).__name__}: {error}"
+            self.remedy = "a mistake of the program: neither the disk nor its folder has caused it"
+        self.error, self.reason = error, shown(f"rank {self.rank} of {self.world}: {what}")
 
 
 class Saver:
@@ -236,8 +256,10 @@ class Saver:
         background: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """`clean` is called on rank 0 with each checkpoint that is whole, and may delete others. `device`: where the tensors are, if
-        they are not on the CPU."""
+        """`clean` is called on rank 0 with each checkpoint that is whole, and may delete others.
+
+        `device`: where the tensors are, if they are not on the CPU.
+        """
         self.directory, self.ranks, self.clean = directory, ranks, clean
         self.staging = Staging(device or torch.device("cpu")) if background else None
         self.current: _Save | None = None
@@ -246,8 +268,10 @@ class Saver:
         """Begin the checkpoint of `step`. The one before must be finished.
 
         Args:
-            tensors: this rank's pieces by logical name (see `shard.piece_key`). Ranks that hold copies deal them out (see `write.dealt`).
-            state: JSON values (step, samples, seed, …; `model`: the config's model section). Rank 0's is written.
+            tensors: this rank's pieces by logical name (see `shard.piece_key`). Ranks that hold copies deal
+                them out (see `write.dealt`).
+            state: JSON values (step, samples, seed, …; `model`: the config's model section). Rank 0's is
+                written.
         """
         assert self.current is None, "finish the save before"
         places = places_of(tensors)
@@ -272,7 +296,10 @@ class Saver:
 
     @property
     def committed(self) -> Saved | None:
-        """On rank 0, the checkpoint that `start` began, as soon as it is whole and on disk. `finish` forgets it."""
+        """On rank 0, the checkpoint that `start` began, as soon as it is whole and on disk.
+
+        `finish` forgets it.
+        """
         return None if self.current is None else self.current.saved
 
     @property
@@ -281,10 +308,12 @@ class Saver:
         return self.current is not None and self.current.error is not None
 
     def finish(self) -> Saved | None:
-        """Wait until the checkpoint that `start` began is whole and on disk, and return it; None if none was begun.
+        """Wait until the checkpoint that `start` began is whole and on disk, and
+        return it; None if none was begun.
 
         Raises:
-            CheckpointError: it could not be saved. Every rank gets the reason of the first that failed. Nothing is left of it.
+            CheckpointError: it could not be saved. Every rank gets the reason of the first that failed.
+                Nothing is left of it.
         """
         save, self.current = self.current, None
         if save is None:
@@ -300,9 +329,12 @@ class Saver:
 
     def _agree(self, save: _Save) -> None:
         """Raise on every rank if any has failed."""
-        reason = self.ranks.first(save.reason)
-        if not reason:
+        failure = self.ranks.first(
+            json.dumps([save.reason, save.remedy], ensure_ascii=False) if save.reason else ""
+        )
+        if not failure:
             return
+        reason, remedy = json.loads(failure)
         save.abandoned.set()
         if save.thread is not None:
             save.thread.join()
@@ -311,5 +343,5 @@ class Saver:
                 remove(save.partial)
             except OSError as error:
                 logger.warning("could not delete %s, of a save that failed: %s", save.partial, error)
-        right = "the checkpoints before it are whole; make room, or see to its folder"
+        right = f"{remedy}; the checkpoints before it are whole"
         raise CheckpointError(str(save.final), f"was not saved: {reason}", right) from save.error

@@ -33,20 +33,25 @@ def recorded_sections(reader: Reader) -> dict[str, Any]:
 
 
 def weights_of(reader: Reader, name: str) -> str:
-    """The tensor with the weights of a parameter, for who takes weights alone: their average, where the run kept one."""
+    """The tensor with the weights of a parameter, for who takes weights alone: their
+    average, where the run kept one.
+    """
     average = f"{AVERAGES}{name}"
     return average if average in reader.manifest.tensors and not reader.trained else f"{WEIGHTS}{name}"
 
 
 def frozen_of(config: Config) -> set[str]:
     """The weights that a config's model does not train. megacore's own models train all."""
-    every = whole_model(config, "meta").named_parameters() if config.model.source is not None else ()
+    every = whole_model(config, "meta").named_parameters() if config.model.is_custom else ()
     return {name for name, parameter in every if not parameter.requires_grad}
 
 
 def is_new(reader: Reader, name: str) -> bool:
-    """Whether a tensor is a weight that the checkpoint lacks. `check_weights` allows that where a model trains something new beside what
-    is frozen: it begins as it is drawn."""
+    """Whether a tensor is a weight that the checkpoint lacks.
+
+    `check_weights` allows that where a model trains something new beside what is frozen: it begins as it is
+    drawn.
+    """
     return name.startswith(WEIGHTS) and name not in reader.manifest.tensors
 
 
@@ -54,7 +59,8 @@ def check_weights(reader: Reader, config: Config) -> None:
     """Refuses a checkpoint whose weights are not those of the config's model, whatever layout reads them.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing, of another shape, or too many; or all keys of the model
+        CheckpointError: naming the first tensor that is missing, of another shape, or too many; or all keys
+            of the model
             section that differ.
     """
     reader.check_model(config.model.model_dump(mode="json"), stretch=True)

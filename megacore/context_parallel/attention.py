@@ -1,11 +1,16 @@
-"""Attention over the context ranks, which hold different tokens of the same sequences: three ways, with one result.
+"""Attention over the context ranks, which hold different tokens of the same
+sequences: three ways, with one result.
 
-    gather     keys and values of all ranks are gathered; again in backward, rather than kept, and their gradients scattered
-    ring       keys and values go round the ranks, a rank's at a time, while the last ones are attended to (Liu et al. 2023)
-    ulysses    sequences are exchanged for heads and back, so that each rank attends whole sequences (Jacobs et al. 2023)
+    gather     keys and values of all ranks are gathered; again in backward, rather than kept, and their
+               gradients scattered
+    ring       keys and values go round the ranks, a rank's at a time, while the last ones are attended to
+               (Liu et al. 2023)
+    ulysses    sequences are exchanged for heads and back, so that each rank attends whole sequences (Jacobs
+               et al. 2023)
 
 A rank's k and v have n elements each. It sends, in forward and backward together, with c ranks:
-gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c, and an fp32 number for each query and head.
+gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c, and an fp32 number for
+each query and head.
 """
 
 from dataclasses import dataclass, field
@@ -25,9 +30,12 @@ from megacore.distributed.collectives import all_gather, reduce_scatter
 from megacore.distributed.communicator import Group, Work
 
 
-@dataclass(frozen=True)
+# Not frozen, as `Context` is not: PyTorch 2.11 would compile blocks again for other documents.
+@dataclass
 class Sequences:
-    """The sequences that a forward pass computes on: their length, which of their tokens are here, and the documents in them."""
+    """The sequences that a forward pass computes on: their length, which of their tokens are
+    here, and the documents in them.
+    """
 
     seq_len: int
     group: Group  # the context ranks
@@ -55,7 +63,9 @@ class Sequences:
     def calls(
         self, queries: Runs, keys: Runs, q: Tensor, scoring: Scoring | None = None
     ) -> list[AttentionPart | Pack]:
-        """The parts of attention between some queries and some keys, as they are computed on tensors like `q`."""
+        """The parts of attention between some queries and some keys, as they are
+        computed on tensors like `q`.
+        """
         at = queries, keys, scoring
         if at not in self.found and scoring is not None:
             self.found[at] = [*scored_parts(queries, keys, self.documents, scoring)]
@@ -83,10 +93,12 @@ def attend(
     scoring: Scoring | None = None,
     sinks: Sinks = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries to all keys of their sequences, or with documents of their document.
+    """Causal attention of this rank's queries to all keys of their sequences, or
+    with documents of their document.
 
     `scoring`: a window or a cap of the scores, if there is one. `sinks`: those of the heads, likewise.
-    q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``. Collective over the group.
+    q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``.
+    Collective over the group.
     """
     if sequences.group.size == 1:
         return DocumentAttention.apply(q, k, v, sequences.whole(q, scoring), scale, True, sinks)
@@ -94,7 +106,9 @@ def attend(
 
 
 def in_order(gathered: Tensor, sequences: Sequences) -> Tensor:
-    """Tokens of all ranks ``[ranks, batch, tokens of a rank, …]`` → in the order of the sequence ``[batch, tokens, …]``."""
+    """Tokens of all ranks ``[ranks, batch, tokens of a rank, …]`` → in the order of the
+    sequence ``[batch, tokens, …]``.
+    """
     pieces = [
         (run.start, own[:, run.here])
         for own, runs in zip(gathered, sequences.by_rank, strict=True)
@@ -137,7 +151,8 @@ class GatherAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         group = ctx.sequences.group
         keys, values = gathered(k, v, ctx.sequences)
-        # Each is in two parts at most, an early one and a late one; with documents, whose pieces may be finer, or a window in more.
+        # Each is in two parts at most, an early one and a late one; with documents, whose pieces may be
+        # finer, or a window in more.
         wide = ctx.sequences.documents is not None or ctx.scoring is not None
         grads = zeros_like(q, wide=wide), zeros_like(keys, wide=wide), zeros_like(values, wide=wide)
         add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
@@ -154,8 +169,9 @@ def gathered(k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor
 
 
 def token_by_token(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values ``[batch, heads, tokens, head]`` as one tensor ``[2, batch, tokens, heads, head]``: kernels take its tokens as they
-    lie, also those of several sequences in one call."""
+    """Keys and values ``[batch, heads, tokens, head]`` as one tensor ``[2, batch, tokens, heads, head]``:
+    kernels take its tokens as they lie, also those of several sequences in one call.
+    """
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
@@ -194,9 +210,8 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         sequences, group = ctx.sequences, ctx.sequences.group
         both, grad_q = token_by_token(k, v), zeros_like(q, wide=True)
-        sums: Coming | None = (
-            None  # of the gradients of the keys and values at hand, on their way from the rank before
-        )
+        # of the gradients of the keys and values at hand, on their way from the rank before
+        sums: Coming | None = None
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
             # With a window or a cap several parts share a key.
@@ -218,7 +233,9 @@ class RingAttention(torch.autograd.Function):
 def calls_at(
     sequences: Sequences, step: int, q: Tensor, scoring: Scoring | None
 ) -> list[AttentionPart | Pack]:
-    """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
+    """The parts of attention to the keys that a rank holds after `step` passes: those
+    of the rank so many before it.
+    """
     group = sequences.group
     return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size], q, scoring)
 
@@ -246,10 +263,13 @@ def pass_on(x: Tensor, group: Group) -> Coming:
 
 
 class UlyssesAttention(torch.autograd.Function):
-    """`attend` on whole sequences, with a part of the heads on each rank. Saved: q, k, v and l of these heads, and o of this rank's tokens.
+    """`attend` on whole sequences, with a part of the heads on each rank.
 
-    Of o, which the layer behind attention keeps anyway, backward needs a number for each token and head: its product with its gradient.
-    So that number is exchanged, in fp32 at least. Where ranks are more than key/value heads, several get the same one.
+    Saved: q, k, v and l of these heads, and o of this rank's tokens.
+
+    Of o, which the layer behind attention keeps anyway, backward needs a number for each token and head: its
+    product with its gradient. So that number is exchanged, in fp32 at least. Where ranks are more than
+    key/value heads, several get the same one.
     """
 
     @staticmethod
@@ -278,9 +298,8 @@ class UlyssesAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-        both = by_heads(
-            torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences
-        )  # the number's bits, as one element or two
+        # the number's bits, as one element or two
+        both = by_heads(torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences)
         grad, product = (
             x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1)
         )
@@ -306,10 +325,14 @@ class UlyssesAttention(torch.autograd.Function):
 
 
 def with_product(grad: Tensor, product: Tensor) -> Tensor:
-    """An output whose product with its gradient ``[…, head]`` is `product` ``[…, 1]``. Kernels ask for an output, and use that alone.
+    """An output whose product with its gradient ``[…, head]`` is `product` ``[…, 1]``.
 
-    It is zero but for two elements, in each half the one where the gradient is largest. The larger of these takes the product, and the
-    other what rounding left of it: so the product errs by the square of the dtype's rounding, which is less than an output's own errs.
+    Kernels ask for an output, and use that alone.
+
+    It is zero but for two elements, in each half the one where the gradient is largest. The larger of these
+    takes the product, and the
+    other what rounding left of it: so the product errs by the square of the dtype's rounding, which is less
+    than an output's own errs.
     """
     half, most = grad.shape[-1] // 2, torch.finfo(grad.dtype).max
     size, at = grad.abs().unflatten(-1, (2, half)).max(-1)
@@ -327,7 +350,9 @@ def own_heads(x: Tensor, sequences: Sequences) -> Tensor:
 
 
 def by_heads(x: Tensor, sequences: Sequences) -> Tensor:
-    """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``, in memory token by token, as in `Merged`."""
+    """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``, in memory
+    token by token, as in `Merged`.
+    """
     group = sequences.group
     return in_order(
         exchange(x.transpose(1, 2).unflatten(2, (group.size, -1)).movedim(2, 0), group), sequences
@@ -336,9 +361,8 @@ def by_heads(x: Tensor, sequences: Sequences) -> Tensor:
 
 def by_tokens(x: Tensor, sequences: Sequences) -> Tensor:
     """The inverse of `by_heads`; in memory token by token too."""
-    parts = exchange(
-        by_rank(x.transpose(1, 2), sequences), sequences.group
-    )  # [ranks, batch, tokens, heads of a rank, head]
+    # [ranks, batch, tokens, heads of a rank, head]
+    parts = exchange(by_rank(x.transpose(1, 2), sequences), sequences.group)
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 

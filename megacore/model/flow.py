@@ -1,4 +1,6 @@
-"""What flows from layer to layer, and which losses layers have: declarations, known on every rank and without torch."""
+"""What flows from layer to layer, and which losses layers have: declarations, known
+on every rank and without torch.
+"""
 
 from dataclasses import dataclass
 
@@ -9,8 +11,8 @@ from megacore.config.schema import Config
 class Flow:
     """A tensor that layers hand on under a name.
 
-    `dims`: of one rank's microbatch, each a number, or `batch`, `seq`, `tokens` (batch · seq), `hidden`, `heads`, `kv_heads` or `head`.
-    The first has the tokens, if any do.
+    `dims`: of one rank's microbatch, each a number, or `batch`, `seq`, `tokens` (batch · seq), `hidden`,
+    `heads`, `kv_heads` or `head`. The first has the tokens, if any do.
     """
 
     dims: tuple[str | int, ...] = ("tokens", "hidden")
@@ -25,7 +27,9 @@ class Flow:
         return self.dtype or config.train.precision
 
     def shape(self, config: Config, batch: int | None = None, seq: int | None = None) -> tuple[int, ...]:
-        """What a rank holds of it: in a microbatch, or of `batch` sequences of which it has `seq` tokens each."""
+        """What a rank holds of it: in a microbatch, or of `batch` sequences of
+        which it has `seq` tokens each.
+        """
         model, parallel = config.model, config.parallel
         batch = config.train.micro_batch_size if batch is None else batch
         if seq is None:
@@ -48,18 +52,21 @@ class Flow:
 
 @dataclass(frozen=True)
 class Loss:
-    """A part of what training minimises: `coefficient` times the mean, over the global batch, of what layers give sums of.
+    """A part of what training minimises: `coefficient` times the mean, over the global
+    batch, of what layers give sums of.
 
-    `over`: what it is the mean of: `tokens`, or a field of the batch, of which entries that are `IGNORED` do not count. So the weight of
-    a rank's sum is known before its first backward, and is the same on every rank.
+    `over`: what it is the mean of: `tokens`, or a field of the batch, of which entries that are `IGNORED` do
+    not count. So the weight of a rank's sum is known before its first backward, and is the same on every
+    rank.
     """
 
     name: str
     over: str = "tokens"
     coefficient: float = 1.0
-    sp: bool = (
-        True  # under `parallel.sequence` a tensor rank's sum is over its own tokens; else all give the same
-    )
+    # under `parallel.sequence` a tensor rank's sum is over its own tokens; else all give the same
+    sp: bool = True
+    # whether the sum over a batch is the sum over its samples alone; launch/verify.py checks it
+    additive: bool = True
 
 
 CROSS_ENTROPY = Loss("cross_entropy", over="targets", sp=False)

@@ -1,10 +1,12 @@
-"""What a layer declares: the tensors that it takes and hands on, its losses, and the fields of the batch that it needs.
+"""What a layer declares: the tensors that it takes and hands on, its losses, and the
+fields of the batch that it needs.
 
-A model is a list of layers, and a pipeline may cut it between any two. What crosses a cut is what later layers read, and follows from
+A model is a list of layers, and a pipeline may cut it between any two. What crosses a cut is what later
+layers read, and follows from
 these declarations alone: each rank knows it of every cut, and the planner without a device.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +15,8 @@ import torch
 from torch import nn
 
 from megacore.config import Config
-from megacore.distributed.topology import Topology
+from megacore.distributed.buffers import SAVED_STATE, unsaved_state
+from megacore.distributed.topology import Topology, alone
 from megacore.model.batch import FieldSource
 from megacore.model.flow import HIDDEN, Flow, Loss
 from megacore.records import FIGURES
@@ -24,9 +27,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class Layer(nn.Module):
     """A layer of a model; a subclass declares what it is between.
 
-    `forward` takes the tensors that it `reads`, in that order, and the `Context`, which has the batch. It returns those that it
-    `writes`, and behind them a sum for each of its `losses`; a tuple, if they are several.
+    `forward` takes the tensors that it `reads`, in that order, and the `Context`, which has the batch. It
+    returns those that it `writes`, and behind them a sum for each of its `losses`; a tuple, if they are
+    several.
     A layer that writes nothing runs only where there are targets: not when text is generated.
+
+    `launch/verify.py` checks gradients against differences of the loss, and training against evaluation. A
+    layer, or any module in it, declares what differs on purpose: a gradient that is not the derivative of
+    what forward computes (straight-through, quantised, detached), and another result in training than in
+    evaluation, dropout aside (statistics of the batch).
     """
 
     reads: ClassVar[tuple[str, ...]] = ("hidden",)
@@ -34,19 +43,26 @@ class Layer(nn.Module):
     losses: ClassVar[tuple[Loss, ...]] = ()
     fields: ClassVar[Mapping[str, FieldSource]] = {}  # of the batch, besides those that every batch has
     bare: ClassVar[bool] = False  # its parameters are named without the layer's name
+    surrogate_gradient: ClassVar[bool] = False
+    differs_in_training: ClassVar[bool] = False
+    layer_name: str = ""  # in the list of layers, for messages; set where the layer is built
 
     @classmethod
     def shares(cls, *arguments: Any, **_: Any) -> Mapping[str, str]:
-        """Which of its parameters are other layers': by its own name for one, the name that this has in the model. It makes them as the
-        other layer does; both are then one. `arguments`: those of the constructor, up to the config."""
+        """Which of its parameters are other layers': by its own name for one, the name that this has in the
+        model. It makes them as the other layer does; both are then one. `arguments`: those of the
+        constructor, up to the config.
+        """
         return {}
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer of the list, before somebody builds it: its name, its class, and what that takes before what all layers take.
+    """A layer of the list, before somebody builds it: its name, its class, and what that
+    takes before what all layers take.
 
-    The class declares what `Layer` says; one without a declaration has that of `Layer`: hidden states in, hidden states out.
+    The class declares what `Layer` says; one without a declaration has that of `Layer`: hidden states in,
+    hidden states out.
     """
 
     name: str
@@ -62,13 +78,26 @@ class LayerSpec:
         shared: Mapping[str, str] = self.declared("shares")(*self.arguments, config)
         return shared
 
+    def parameter_names(self, config: Config) -> set[str]:
+        """Return the names, in the whole model, of the parameters that this layer makes for itself.
+
+        Those that it shares with another layer are that layer's. The layer is built without content, which
+        takes less than a millisecond: only its constructor knows what it makes.
+        """
+        layer = self.build(config, alone(config), DTYPES[config.train.precision], torch.device("meta"))
+        names = {name for name, _ in layer.named_parameters()} - self.shares(config).keys()
+        return names if self.declared("bare") else {f"{self.name}.{name}" for name in names}
+
     def build(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> Any:
         """The layer, with this rank's part of its parameters."""
         layer = self.kind(*self.arguments, config, mesh, dtype, device)
         if not isinstance(layer, nn.Module):
             raise TypeError(f"{type(layer).__name__} is no torch.nn.Module")
-        for what in ("reads", "writes", "losses"):
-            setattr(layer, what, self.declared(what))
+        declarations = {what: self.declared(what) for what in ("reads", "writes", "losses")}
+        for name, value in (declarations | {"layer_name": self.name}).items():
+            setattr(layer, name, value)
+        if unsaved := unsaved_state(layer):
+            raise ValueError(f"{self.name} has {unsaved[0]}, which no checkpoint saves: {SAVED_STATE}")
         if missing := self.shares(config).keys() - dict(layer.named_parameters()).keys():
             raise ValueError(f"{self.name} shares its {min(missing)}, and has no such parameter")
         return layer
@@ -78,8 +107,9 @@ Layers = Sequence[LayerSpec]
 
 
 def crossing(layers: Layers, cut: int) -> dict[str, Flow]:
-    """What crosses a cut before layer number `cut`, by name, always in the same order: what a layer behind it reads and one before it
-    has written. Raises `ValueError` if none has."""
+    """What crosses a cut before layer number `cut`, by name, always in the same order: what a layer behind it
+    reads and one before it has written. Raises `ValueError` if none has.
+    """
     declared: dict[str, Flow] = {}
     for spec in layers[:cut]:
         declared |= spec.declared("writes")
@@ -104,21 +134,33 @@ def fields_of(layers: Layers) -> dict[str, FieldSource]:
 
 
 def sharing(layers: Layers, config: Config) -> dict[str, tuple[int, ...]]:
-    """Which layers use a parameter together, by its name. Raises `ValueError` if it is no layer's own."""
-    users: dict[str, set[int]] = {}
+    """Return which layers use a parameter together, by its name: the one that makes it, its owner, and those
+    that share it.
+
+    Raises `ValueError` if no layer makes it, or several do.
+    """
+    users: dict[str, set[int]] = defaultdict(set)
     for number, spec in enumerate(layers):
         for name in spec.shares(config).values():
-            users.setdefault(name, {_owner(layers, name)}).add(number)
+            users[name].add(number)
+
+    # A bare layer may make any name, and others make those that begin with their own. No others are built.
+    parameter_names = {
+        number: spec.parameter_names(config)
+        for number, spec in enumerate(layers)
+        if any(spec.declared("bare") or name.startswith(f"{spec.name}.") for name in users)
+    }
+    for name, numbers in users.items():
+        owners = [number for number, names in parameter_names.items() if name in names]
+        if len(owners) != 1:
+            makers = " and ".join(layers[number].name for number in owners)
+            wrong = f"which {makers} make" if makers else "which no layer makes for itself"
+            raise ValueError(
+                f"{layers[min(numbers)].name} shares {name}, {wrong}: share a parameter that exactly one "
+                "layer makes and does not share, by its full name"
+            )
+        numbers.update(owners)
     return {name: tuple(sorted(numbers)) for name, numbers in users.items()}
-
-
-def _owner(layers: Layers, name: str) -> int:
-    """The layer whose own parameter has this name: one whose name it begins with, or else the first bare one."""
-    named = [number for number, spec in enumerate(layers) if name.startswith(f"{spec.name}.")]
-    bare = [number for number, spec in enumerate(layers) if spec.declared("bare")]
-    if not named + bare:
-        raise ValueError(f"a layer shares {name}, which no layer has")
-    return (named + bare)[0]
 
 
 def check(layers: Layers) -> None:
@@ -147,3 +189,6 @@ def check(layers: Layers) -> None:
     names = Counter(spec.name for spec in layers)
     if twice := sorted(name for name, count in names.items() if count > 1):
         raise ValueError(f"two layers are named {twice[0]}")
+    for name in names:  # a module within another's would take the place of a part of it
+        if outer := next((other for other in names if name.startswith(f"{other}.")), None):
+            raise ValueError(f"the layer {name} has a name within that of the layer {outer}")

@@ -15,7 +15,7 @@ from megacore.config import Config
 from megacore.config.implied import compiles, scores_otherwise, settled_context_method
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
-from megacore.distributed.buffers import buffers_of
+from megacore.distributed.buffers import buffers_of, plain_buffers
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology, alone
@@ -34,17 +34,22 @@ Flows = Mapping[str, Tensor]  # by name: what layers hand on
 
 
 def inductor_options(group: Group) -> dict[str, bool] | None:
-    """How Inductor compiles a block. It may time variants of a reduction or a product and keep the fastest, and some of these round
-    differently. Each tensor rank would choose by itself, and what all hold alike would drift apart: there it must not measure."""
+    """How Inductor compiles a block.
+
+    It may time variants of a reduction or a product and keep the fastest, and some of these round
+    differently. Each tensor rank would choose by itself, and what all hold alike would drift apart: there it
+    must not measure.
+    """
     return {"deterministic": True} if group.size > 1 else None
 
 
 class Stage(nn.Module):
     """Consecutive layers of a model.
 
-    A parameter has the same name in every layout: its layer's name in the list, and its own name in the layer. Initialisation,
-    checkpoints and comparisons use this name. A parameter that layers share (`Layer.shares`) has one name. On one rank it is one; ranks
-    that hold it each have a copy, and the engine sums their gradients.
+    A parameter has the same name in every layout: its layer's name in the list, and its own name in the
+    layer. Initialisation, checkpoints and comparisons use this name. A parameter that layers share
+    (`Layer.shares`) has one name. On one rank it is one; ranks that hold it each have a copy, and the engine
+    sums their gradients.
     """
 
     def __init__(
@@ -55,9 +60,11 @@ class Stage(nn.Module):
         device: torch.device | str,
         layers: Layers | None = None,
     ) -> None:
-        """`own`: the numbers of its layers in the list, `layers` or else the config's (`pipeline.partition.layer_ranges`).
+        """`own`: the numbers of its layers in the list, `layers` or else the config's
+        (`pipeline.partition.layer_ranges`).
 
-        `mesh`: the whole cluster's, or one of a single process (`topology.alone`). On the device `meta` the stage has only names and
+        `mesh`: the whole cluster's, or one of a single process (`topology.alone`). On the device `meta` the
+        stage has only names and
         shapes: somebody gives its parameters memory, and calls `compute_on`.
         """
         super().__init__()
@@ -65,10 +72,8 @@ class Stage(nn.Module):
         device, dtype = torch.device(device), DTYPES[config.train.precision]
         self.config, self.group, self.cp = config, mesh.tp, mesh.cp
         self.first, self.last = own.start == 0, own.stop == len(layers)
-        self.takes, self.gives = (
-            crossing(layers, own.start),
-            crossing(layers, own.stop),
-        )  # what comes from the stage before, and goes on
+        # what comes from the stage before, and goes on
+        self.takes, self.gives = crossing(layers, own.start), crossing(layers, own.stop)
         self.losses = tuple(
             dict.fromkeys(
                 loss.name for spec in layers[own.start : own.stop] for loss in spec.declared("losses")
@@ -80,7 +85,8 @@ class Stage(nn.Module):
         ]
         if config.model.parametrization == "mup":
             scale_by_width(config, zip(own, self.layers, strict=True))
-        # The ends of the model, and the layers between, which are compiled, recomputed, offloaded and gathered one by one.
+        # The ends of the model, and the layers between, which are compiled, recomputed, offloaded and
+        # gathered one by one.
         self.before, self.behind = (
             self.layers[: int(self.first)],
             self.layers[len(self.layers) - int(self.last) :],
@@ -104,8 +110,9 @@ class Stage(nn.Module):
                 layer.compile(options=inductor_options(mesh.tp))
 
     def at_step(self, step: int) -> None:
-        """Tells modules that have an `at_step`, because a setting of theirs depends on the step, that it is this one. They keep it for
-        evaluations behind the step."""
+        """Tells modules that have an `at_step`, because a setting of theirs depends on the step, that it is
+        this one. They keep it for evaluations behind the step.
+        """
         for module in self.of_steps:
             module.at_step(step)
 
@@ -141,6 +148,14 @@ class Stage(nn.Module):
         self.device = device
         for buffer in buffers_of([self]).values():
             buffer.fill(device)
+        for path, module, name in plain_buffers(self):
+            constant = module._buffers[name]
+            assert constant is not None
+            if constant.is_meta and device.type != "meta":
+                wrong = f"the torch buffer {path} is made on the device that the constructor is given"
+                right = "on the CPU, and megacore moves it: that device may be meta, which keeps no numbers"
+                raise ConfigError(model.custom_key, wrong, right)
+            module._buffers[name] = constant.to(device)
         self.sequences, self.positions = None, None
         own = np.arange(train.seq_len)
         if self.cp.size == 1 and scores_otherwise(self.config):
@@ -163,7 +178,9 @@ class Stage(nn.Module):
         return self.rope_tables(np.arange(self.config.max_positions), self.rope[0][0].dtype)
 
     def rope_tables(self, positions: np.ndarray, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The rotary tables of some positions, on the stage's device; and those of blocks with a window, if they are others."""
+        """The rotary tables of some positions, on the stage's device; and those of blocks
+        with a window, if they are others.
+        """
         model, where = self.config.model, (dtype, self.device)
         bases = [(model.rope_theta, model.rope_scaling)]
         if model.window_rope_theta is not None:
@@ -179,11 +196,13 @@ class Stage(nn.Module):
     def forward(
         self, flow: Flows, batch: Microbatch, cache: TextCache | None = None, gradients: Flows | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the stage before hands on, and the batch → what goes on to the next, and the sums of this stage's losses, by name.
+        """What the stage before hands on, and the batch → what goes on to the next, and the sums
+        of this stage's losses, by name.
 
-        Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. With a `cache` the tokens follow those
-        that it holds, and are added to it. `gradients`: what backward will start with at each loss, if it is known. Without targets
-        layers that only give losses do not run, and what the last would read goes on.
+        Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. With a
+        `cache` the tokens follow those that it holds, and are added to it. `gradients`: what backward will
+        start with at each loss, if it is known. Without targets layers that only give losses do not run, and
+        what the last would read goes on.
         """
         context, train = self.context(batch, cache, gradients), self.config.train
         flow, losses = dict(flow), dict[str, Tensor]()
@@ -219,8 +238,11 @@ class Stage(nn.Module):
     def context(
         self, batch: Microbatch, cache: TextCache | None = None, gradients: Flows | None = None
     ) -> Context:
-        """What a pass over `batch` is told. Context ranks hold the tokens ``sequences.own`` of each sequence; attention stays within the
-        batch's documents."""
+        """What a pass over `batch` is told.
+
+        Context ranks hold the tokens ``sequences.own`` of each sequence; attention stays within the batch's
+        documents.
+        """
         model, (batch_size, seq), start = (
             self.config.model,
             batch.tokens.shape,
@@ -235,9 +257,8 @@ class Stage(nn.Module):
             )
         elif positions is None:
             positions = self.positions
-            if (
-                sequences is not None and self.cp.size == 1 and seq != sequences.seq_len
-            ):  # a validation's, or a text's
+            # a validation's, or a text's
+            if sequences is not None and self.cp.size == 1 and seq != sequences.seq_len:
                 sequences = Sequences(seq, self.cp, sequences.method)
         ropes: list[tuple[Tensor, Tensor]] = []
         if self.rope:
@@ -265,10 +286,18 @@ class Stage(nn.Module):
         return self({}, Microbatch(tokens, None, key, documents, positions))[0]["hidden"]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the last layer, see `Head.logits`. Raises `ConfigError` if it is of a user's own and has none."""
+        """Of the last layer, see `Head.logits`.
+
+        Raises `ConfigError` if it is of a user's own and has none.
+        """
         if not hasattr(self.behind[0], "logits"):
-            wrong = f"its last layer is a {type(self.behind[0]).__name__} without a method logits, which texts and proofs need"
-            raise ConfigError("model.source", wrong, "a method logits, as megacore.model.head.Head has it")
+            wrong = (
+                f"its last layer is a {type(self.behind[0]).__name__} without a method logits, which "
+                "texts and proofs need"
+            )
+            raise ConfigError(
+                self.config.model.custom_key, wrong, "a method logits, as megacore.model.head.Head has it"
+            )
         return self.behind[0].logits(x)  # type: ignore[operator]
 
     def loss(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
@@ -289,32 +318,51 @@ def run(
     if not layer.writes and context.batch.targets is None:
         return
     read = *(flow[name] for name in layer.reads), context
-    found = (
+    result = (
         checkpoint(layer, *read, use_reentrant=False, preserve_rng_state=False) if recompute else layer(*read)
     )
-    found = found if isinstance(found, tuple) else (found,)
-    for (name, declared), x in zip(layer.writes.items(), found, strict=False):
+    outputs = result if isinstance(result, tuple) else (result,)
+    expected = (*layer.writes, *(loss.name for loss in layer.losses))
+    if len(outputs) != len(expected) or not all(isinstance(x, Tensor) for x in outputs):
+        kinds = ", ".join(type(x).__name__ for x in outputs) or "nothing"
+        wrong = f"{layer.layer_name} returns {kinds}, and declares {', '.join(expected) or 'nothing'}"
+        right = "a tensor for each of its `writes` and then of its `losses`; a tuple, if they are several"
+        raise ConfigError("model.source", wrong, right)
+    for (name, declared), x in zip(layer.writes.items(), outputs, strict=False):  # losses follow
         flow[name] = x if declared.gradient else x.detach()  # as where a pipeline is cut
-    for loss, value in zip(layer.losses, found[len(layer.writes) :], strict=True):
+    for loss, value in zip(layer.losses, outputs[len(layer.writes) :], strict=True):
         losses[loss.name] = losses[loss.name] + value if loss.name in losses else value
     if watch is not None:
         watch.gave(layer, flow)
 
 
 def share_by_name(stages: Iterable[Stage]) -> None:
-    """Parameters of one rank that have the same name are one parameter. Raises `ValueError` if they are not alike."""
+    """Let the layers of one rank that share a parameter hold the same one.
+
+    Raises `ValueError` if what they make differs, or if two layers make parameters of one name without
+    sharing them.
+    """
     held: dict[str, nn.Parameter] = {}
+    makers: dict[str, str] = {}  # by the parameter's name, the path of the one that no layer shares
     for stage in stages:
-        for place, module in stage.named_modules():
-            for own, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = stage.logical_name(f"{place}.{own}")
-                    one = held.setdefault(name, parameter)
-                    if shard_of(one) != shard_of(parameter):
-                        raise ValueError(
-                            f"{place}.{own} is to be {name}, and is of another shape, placement or first value"
-                        )
-                    module._parameters[own] = one
+        for prefix, module in stage.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                path = f"{prefix}.{attribute}"
+                name = stage.logical_name(path)
+                if path not in stage.shared and makers.setdefault(name, path) != path:
+                    raise ValueError(
+                        f"several layers have a parameter of one name, {name}, and do not share it: "
+                        f"{makers[name]} and {path}; give them names of their own, or let one layer share "
+                        "the other's (`shares`)"
+                    )
+                shared = held.setdefault(name, parameter)
+                if shard_of(shared) != shard_of(parameter):
+                    raise ValueError(
+                        f"{path} is to be {name}, and is of another shape, placement or first value"
+                    )
+                module._parameters[attribute] = shared
 
 
 def whole_model(config: Config, device: torch.device | str = "cpu", layers: Layers | None = None) -> Stage:

@@ -1,7 +1,8 @@
 """A config's pipeline plan, and the layers of each stage.
 
-The first stage has the embedding, and the last has the final norm, LM head and loss. In a small model the head costs as much as
-several layers, so with an even split every stage would wait for the last one. Whoever starts a run knows the costs, and gives the
+The first stage has the embedding, and the last has the final norm, LM head and loss. In a small model the
+head costs as much as several layers, so with an even split every stage would wait for the last one. Whoever
+starts a run knows the costs, and gives the
 config its `Partition`: `megacore.tools.choices` does.
 """
 
@@ -19,7 +20,9 @@ from megacore.pipeline.schedule import Placement, Plan, lower, unsplit
 
 @dataclass(frozen=True)
 class Partition:
-    """Which layers each stage of a pipeline has and, if `parallel.schedule` names no generator, the compute actions of a step."""
+    """Which layers each stage of a pipeline has and, if `parallel.schedule` names no generator,
+    the compute actions of a step.
+    """
 
     layers: tuple[range, ...]
     plan: Plan | None = None
@@ -29,7 +32,8 @@ def partition_of(config: Config) -> Partition:
     """A config's partition, which whoever starts a run has chosen."""
     if not isinstance(config.partition, Partition):
         raise RuntimeError(
-            "nobody has cut the model into stages: the config must come from megacore.tools.choices.partition.partitioned"
+            "nobody has cut the model into stages: the config must come from "
+            "megacore.tools.choices.partition.partitioned"
         )
     return config.partition
 
@@ -44,7 +48,9 @@ def plans_of(config: Config) -> dict[int, Plan]:
 
 
 def plan_of(config: Config, microbatches: int | None = None) -> Plan:
-    """The plan of a step, for every rank of a resolved config's pipeline; a generator's for any number of microbatches."""
+    """The plan of a step, for every rank of a resolved config's pipeline; a generator's
+    for any number of microbatches.
+    """
     parallel, options = config.parallel, plan_options(config)
     if parallel.schedule in GENERATORS:
         return build(
@@ -65,14 +71,18 @@ def _chosen_plan(config: Config) -> Plan:
 
 
 def plan_options(config: Config) -> dict[str, Any]:
-    """How plans are lowered: which stages share parameters, and whether backwards are split where the schedule splits them."""
+    """How plans are lowered: which stages share parameters, and whether backwards are split
+    where the schedule splits them.
+    """
     return {"shared": tuple(shared_parameters(config).values()), "split": splits_backward(config)}
 
 
 def shared_parameters(config: Config) -> dict[str, tuple[int, ...]]:
-    """Which stages use a parameter together, by its name, in one order on every rank. The ranks that hold it, and their sum, follow
-    (`Topology.shared`, `schedule.lower`)."""
-    if config.model.source is None:  # known without torch, and wherever the model is cut
+    """Which stages use a parameter together, by its name, in one order on every rank.
+
+    The ranks that hold it, and their sum, follow (`Topology.shared`, `schedule.lower`).
+    """
+    if not config.model.is_custom:  # known without torch, and wherever the model is cut
         ends = tuple(sorted({0, config.parallel.pipeline * config.chunks - 1}))
         return {"embedding.weight": ends} if config.model.tie_embeddings else {}
     users, ranges = import_module("megacore.model.choose").sharing_of(config), layer_ranges(config)
@@ -99,6 +109,8 @@ def stage_layers(config: Config) -> list[range]:
 
 
 def layer_ranges(config: Config) -> list[range]:
-    """The numbers of every stage's layers in the model's list (`model.choose.layers_of`), whose first and last go with their neighbours."""
+    """The numbers of every stage's layers in the model's list (`model.choose.layers_of`), whose first and
+    last go with their neighbours.
+    """
     split = stage_layers(config)
     return [range(own.start + (i > 0), own.stop + 1 + (i == len(split) - 1)) for i, own in enumerate(split)]

@@ -1,7 +1,7 @@
 """The training loop, from a checked config and a mesh to a trained model.
 
-`Trainer.loop` is a run: batch, forward and backward, update, log. What it does besides stands below it: reports, validation and
-checkpoints, recovery, stopping.
+`Trainer.loop` is a run: batch, forward and backward, update, log. What it does besides stands below it:
+reports, validation and checkpoints, recovery, stopping.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from megacore.checkpoint.weights import AVERAGES, WEIGHTS, is_new, recorded_sect
 from megacore.config import Config
 from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
-from megacore.distributed.buffers import BUFFERS
+from megacore.distributed.buffers import BUFFERS, SAVED_STATE, unsaved_state
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
@@ -38,7 +38,10 @@ FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job
 
 
 class Trainer:
-    """One rank's part in a run. Construction and methods are collective over all ranks; `due`, `votes` and what is a property are not."""
+    """One rank's part in a run.
+
+    Construction and methods are collective over all ranks; `due`, `votes` and what is a property are not.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,8 @@ class Trainer:
     ) -> None:
         """`config`: settled, see `megacore.tools.choices`.
 
-        `apart`: in words, that the machines of the run do not share its folder, if somebody has found that. `utilisation`: for reports.
+        `apart`: in words, that the machines of the run do not share its folder, if somebody has found that.
+        `utilisation`: for reports.
         `clean`: deletes old checkpoints, see `Saver`.
         """
         check_settled(config)
@@ -91,15 +95,17 @@ class Trainer:
         self.reporter = Reporter(config, mesh, self.saving, self.monitors, utilisation)
 
     def loop(self) -> None:
-        """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""
+        """Runs step after step.
+
+        Nothing here waits for the device but what comes only after some steps: reports, validations, saves.
+        """
         self.reporter.start()
         while self.step < self.config.train.steps:
             self.step += 1
             batch = self.next_batch()
             self.train_step.begin(self.step)
-            share = self.train_step.forward_backward(
-                batch
-            )  # of the global batch's loss; gradients are the global sums then
+            # of the global batch's loss; gradients are the global sums then
+            share = self.train_step.forward_backward(batch)
             sums = self.train_step.sum_over_ranks(share, self.votes())
             self.saving.saver.hold_update()
             done = self.train_step.update(self.step, *sums)
@@ -108,9 +114,8 @@ class Trainer:
             self.reporter.count(batch)
 
             logging = self.due(self.config.log.every) or self.is_last
-            arrived = self.async_metrics.take(
-                all_of_them=logging
-            )  # figures of the steps that the device has done
+            # figures of the steps that the device has done
+            arrived = self.async_metrics.take(all_of_them=logging)
             self.saving.look(failed=any(metrics.failures for metrics in arrived))
             if logging:
                 self.report(arrived[-1], done.lr)
@@ -157,8 +162,10 @@ class Trainer:
     # A run, around its loop
 
     def run(self, asked: Callable[[], bool] | None = None) -> int:
-        """Trains from the step after the last checkpoint to `train.steps`; returns the exit status. `asked`: whether somebody has asked
-        this rank to stop."""
+        """Trains from the step after the last checkpoint to `train.steps`; returns the exit status.
+
+        `asked`: whether somebody has asked this rank to stop.
+        """
         self.asked = asked or self.asked
         try:
             status = self.train()
@@ -204,7 +211,9 @@ class Trainer:
         self.monitors.tell(Monitor.report, report)
 
     def validate(self) -> float | None:
-        """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
+        """The mean loss in nats a token over the validation set, or over `eval_batches`
+        batches of it; None without one.
+        """
         if self.inputs.validation is None:
             return None
         with self.mesh.observers.aside("validation"), self.engine.evaluating():
@@ -260,21 +269,33 @@ class Trainer:
         return max(self.saving.latest_step, self.resumed_step)
 
     def save(self) -> None:
-        """Saves a checkpoint of the step just done. Raises `CheckpointError` where machines share no folder for it."""
+        """Saves a checkpoint of the step just done.
+
+        Raises `CheckpointError` where machines share no folder for it, or where a layer has since it was
+        built been given state that a checkpoint lacks.
+        """
+        folder = resolved(self.config.log.dir)
         if self.apart:
-            raise CheckpointError(resolved(self.config.log.dir), f"nothing was saved: {self.apart}", SHARED)
+            raise CheckpointError(folder, f"nothing was saved: {self.apart}", SHARED)
+        for stage in self.train_step.stages:
+            if unsaved := unsaved_state(stage):
+                wrong = f"nothing was saved: the model has got {unsaved[0]}, which no checkpoint saves"
+                raise CheckpointError(folder, wrong, f"in the layer's constructor {SAVED_STATE}")
         samples = self.config.train.samples_through(self.step + self.ahead)
         with self.mesh.observers.aside("saving"):
             self.saving.save(self.step, {"samples": samples, "rollbacks": self.skips.rollbacks})
 
     def resume(self) -> int:
-        """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws some; returns the step to go
-        on from."""
-        found = choose(self.inputs, self.mesh)
-        if found is None:
+        """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws
+        some; returns the step to go on from.
+        """
+        checkpoint, step = choose(self.inputs, self.mesh), 0
+        if checkpoint is None:
             self.train_step.draw()
-            return 0
-        return self.restore(*found)
+        else:
+            step = self.restore(*checkpoint)
+        self.train_step.begin(step)  # where all steps are done, a validation still depends on the last one
+        return step
 
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
@@ -291,9 +312,8 @@ class Trainer:
             ):
                 self.mesh.observers.phase("reading a checkpoint")
                 name = logical_name(key)
-                if name.startswith(AVERAGES) or (
-                    weights_alone and name.startswith(WEIGHTS)
-                ):  # an average may begin here
+                # an average may begin here
+                if name.startswith(AVERAGES) or (weights_alone and name.startswith(WEIGHTS)):
                     name = weights_of(reader, name.partition("/")[2])
                 reader.read_into(name, box, tensor)
         # This also rounds the weights just read into the parameters that compute.
@@ -303,26 +323,26 @@ class Trainer:
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
         self.recorded, self.residuals = recorded_sections(reader), read_residuals(reader, tensors)
-        self.skips.restore(
-            reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0)
-        )  # which older checkpoints do not have
+        # which older checkpoints do not have
+        self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))
         self.ahead = self.config.train.batches_in(reader.state["samples"]) - reader.step
         return reader.step
 
     # Recovery
 
     def rolled_back(self, arrived: list[StepMetrics]) -> bool:
-        """Reports the samples of skipped steps. After too many skips in a row the run goes back to its last checkpoint, and continues
-        there with samples that it has not read yet. Returns whether it went back.
+        """Reports the samples of skipped steps.
+
+        After too many skips in a row the run goes back to its last checkpoint, and continues there with
+        samples that it has not read yet. Returns whether it went back.
         """
         for metrics in arrived:
             if self.skips.saw(metrics):
                 self.report_skipped(metrics)
         if not self.skips.too_many():
             return False
-        for metrics in self.async_metrics.take(
-            all_of_them=True
-        ):  # steps done meanwhile; their samples are passed over too
+        # steps done meanwhile; their samples are passed over too
+        for metrics in self.async_metrics.take(all_of_them=True):
             self.report_skipped(metrics)
         self.saving.finish()
         if self.saved_step == 0:
@@ -374,7 +394,9 @@ class Trainer:
         self.saving.finish(last=True)
 
     def check_records(self) -> None:
-        """If the run's records could not be written, saves a checkpoint and raises `LogError` on all ranks."""
+        """If the run's records could not be written, saves a checkpoint and raises
+        `LogError` on all ranks.
+        """
         reason = Ranks(self.mesh).first(self.monitors.broken)
         if reason:
             self.save_at_end()

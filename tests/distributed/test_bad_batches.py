@@ -1,4 +1,6 @@
-"""Steps with a bad gradient: all ranks skip them alike, say which samples they had, and go around them where there are too many."""
+"""Steps with a bad gradient: all ranks skip them alike, say which samples they had, and go around
+them where there are too many.
+"""
 
 import json
 import shutil
@@ -27,27 +29,57 @@ def skipped(folder: Path) -> list[tuple[int, int, int]]:
     return [(line["step"], line["first_sample"], line["last_sample"]) for line in lines]
 
 
-def updates(folder: Path) -> float:
+def digests(folder: Path) -> dict[str, str]:
+    """The digest of every tensor of a run's newest checkpoint, by name."""
     path = find_latest(folder)
     assert path is not None
-    return checkpoint.Reader(path).state["engine"]["updates"]
+    return {name: tensor.digest for name, tensor in checkpoint.Reader(path).manifest.tensors.items()}
+
+
+def updates(folder: Path) -> float:
+    return engine_state(folder)["updates"]
+
+
+def norms(folder: Path) -> list[float]:
+    """The gradient norms by which the newest checkpoint goes on to judge spikes."""
+    return engine_state(folder)["norms"]
+
+
+def engine_state(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint holds for the engine's `load_state`."""
+    path = find_latest(folder)
+    assert path is not None
+    return checkpoint.Reader(path).state["engine"]
 
 
 @pytest.mark.parametrize("engine", [[], ["engine.kind=fsdp"]])
 def test_a_gradient_that_is_bad_on_one_rank_is_skipped_by_all(
     pool: Any, config: str, tmp_path: Path, engine: list[str]
 ) -> None:
-    """After the reduction, data ranks could take different decisions, and from there on have different weights."""
-    pool.run(2, poisoned_rank, config, [*OVERRIDES, *engine], str(tmp_path / "run"), [3, 5], float("nan"))
+    """After the reduction, data ranks could take different decisions, and from
+    there on have different weights. Two rules and an average count the steps, each by itself: a count that
+    grew in a skipped step would be another in the run that resumes after it, on every rank.
+    """
+    overrides = [*OVERRIDES, "optim.kind=soap", "optim.ema=0.9", "checkpoint.keep=9", *engine]
+    pool.run(2, poisoned_rank, config, overrides, str(tmp_path / "run"), [3, 5], float("nan"))
     assert skipped(tmp_path / "run") == [(3, 16, 23), (5, 32, 39)]
     assert [m["skipped"] for m in training.metrics(tmp_path / "run")] == [0, 0, 1, 1, 2, 2, 2, 2]
     assert updates(tmp_path / "run") == 6
+    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000004"
+    pool.run(2, poisoned_rank, config, [*overrides, resume], str(tmp_path / "resumed"), [5], float("nan"))
+    assert training.figures(tmp_path / "resumed")[1:] == training.figures(tmp_path / "run")[5:]
+    assert digests(tmp_path / "resumed") == digests(tmp_path / "run")
 
 
 def test_a_spike_is_skipped_and_its_threshold_decides(pool: Any, config: str, tmp_path: Path) -> None:
-    longer = ["train.steps=24", "checkpoint.every=24", "optim.spike_threshold=30"]
+    """By the norms of the steps before it, also of those before a resume: eight alone would judge nothing."""
+    longer = ["train.steps=24", "checkpoint.every=12", "optim.spike_threshold=30"]
     pool.run(2, poisoned_rank, config, longer, str(tmp_path / "run"), [20], 1e4)
     assert skipped(tmp_path / "run") == [(20, 152, 159)]
+    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000012"
+    pool.run(2, poisoned_rank, config, [*longer, resume], str(tmp_path / "resumed"), [20], 1e4)
+    assert skipped(tmp_path / "resumed") == skipped(tmp_path / "run")
+    assert norms(tmp_path / "resumed") == norms(tmp_path / "run")
     pool.run(
         2, poisoned_rank, config, [*longer, "optim.spike_threshold=1e9"], str(tmp_path / "all"), [20], 1e4
     )
@@ -55,7 +87,9 @@ def test_a_spike_is_skipped_and_its_threshold_decides(pool: Any, config: str, tm
 
 
 def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Path) -> None:
-    """Batches 5, 6 and 7 are bad: back to the checkpoint of step 4, and on with batch 8, also after a restart."""
+    """Batches 5, 6 and 7 are bad: back to the checkpoint of step 4, and on with
+    batch 8, also after a restart.
+    """
     limits = ["checkpoint.every=4", "optim.max_skips=3", "optim.max_rollbacks=1"]
     read = pool.run(
         2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan")
@@ -67,9 +101,8 @@ def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Pat
         2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=9"], str(tmp_path / "run"), [], 1.0
     )
     assert again[0] == [12]
-    with pytest.raises(
-        Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"
-    ):  # the run's one rollback is used up
+    # the run's one rollback is used up
+    with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):
         pool.run(
             2,
             poisoned_rank,
@@ -94,7 +127,9 @@ def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Pat
 def test_a_run_goes_back_to_the_checkpoint_that_it_was_started_from(
     pool: Any, config: str, tmp_path: Path
 ) -> None:
-    """Before its own first save a run that resumes another's checkpoint would find none, or take an older one that is in its folder."""
+    """Before its own first save a run that resumes another's checkpoint would find none, or take an
+    older one that is in its folder.
+    """
     pool.run(1, poisoned_rank, config, [*OVERRIDES, "train.steps=4"], str(tmp_path / "first"), [], 1.0)
     saved = tmp_path / "first/checkpoints"
     shutil.copytree(saved / "step_00000002", tmp_path / "run/checkpoints/step_00000002")
@@ -112,8 +147,9 @@ def test_a_run_goes_back_to_the_checkpoint_that_it_was_started_from(
 
 
 def test_skips_are_on_record_behind_a_rollback_and_a_restart(pool: Any, config: str, tmp_path: Path) -> None:
-    """Back at step 4 the count of skips begins lower, and samples are ahead of steps: bad batches still are named, also the first one, by
-    their own samples. A run that is started again has skipped nothing new."""
+    """Back at step 4 the count of skips begins lower, and samples are ahead of steps: bad batches still are
+    named, also the first one, by their own samples. A run that is started again has skipped nothing new.
+    """
     limits = ["checkpoint.every=4", "optim.max_skips=3", "optim.max_rollbacks=1"]
     read = pool.run(
         2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7, 8, 10], float("nan")

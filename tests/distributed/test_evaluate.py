@@ -1,4 +1,6 @@
-"""Evaluating and fine-tuning: `launch/evaluate.py` gives the training log's figures in any layout, and weights alone start a run."""
+"""Evaluating and fine-tuning: `launch/evaluate.py` gives the training log's figures in any layout,
+and weights alone start a run.
+"""
 
 import contextlib
 import io
@@ -15,13 +17,17 @@ from torch.nn.functional import cross_entropy
 
 from launch.evaluate import run
 from megacore.checkpoint import Reader, locate
+from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.data.indexed import IndexedTokens
+from megacore.distributed.buffers import BUFFERS, buffers_of
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.model.stage import whole_model
 from megacore.tools.checkpoint_weights import load_weights
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
 from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.interchange.settings import read_gpt2
@@ -34,7 +40,8 @@ from tests.checkpoints import save
 from tests.pool import ROOT
 
 TP2PP2 = ["parallel.tensor=2", "parallel.pipeline=2"]
-# Both are sums of the same fp32 losses, each of a relative rounding of 6e-8; another layout sums logits in another order.
+# Both are sums of the same fp32 losses, each of a relative rounding of 6e-8; another layout sums logits in
+# another order.
 ROUNDING = 1e-6
 
 
@@ -45,7 +52,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = Path(textwrap.__file__).parent  # whose files no change of ours touches
     sources = [str(library / f"{name}.py") for name in ("heapq", "shlex", "bisect", "fnmatch", "textwrap")]
     prepare(sources[2:], str(folder / "code"), "bytes")
-    # Not a fraction, which a hash of their text would choose; and of a size that leaves the last batch of 8 × 16 short.
+    # Not a fraction, which a hash of their text would choose; and of a size that leaves the last batch of 8 ×
+    # 16 short.
     (folder / "valid.txt").write_bytes("".join(map(read_ascii, sources[:2])).encode()[: 60 * 128 + 37])
     prepare([str(folder / "valid.txt")], str(folder / "code_valid"), "bytes")
     training.write_config(
@@ -109,7 +117,10 @@ def test_evaluate_is_the_logs_validation(
 
 
 def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Path, tmp_path: Path) -> None:
-    """Against plain PyTorch: the corpus cut into windows of 16, the last one shorter. A mean of batches' means is another number."""
+    """Against plain PyTorch: the corpus cut into windows of 16, the last one shorter.
+
+    A mean of batches' means is another number.
+    """
     figures = pool.run(1, figures_of, ["--checkpoint", str(base)], f"{tmp_path}/figures.json")[0]
     model = whole_model(config_of(text, base)).eval()
     load_weights(Reader(locate(base)), [model])
@@ -148,7 +159,9 @@ def test_part_of_a_corpus_is_the_logs_part(pool: Any, text: Path, tmp_path: Path
 
 
 def test_documents_stay_apart_as_in_the_run(pool: Any, text: Path, tmp_path: Path) -> None:
-    """A run with `data.document_mask` would be measured without it: more targets, and another loss than its log's."""
+    """A run with `data.document_mask` would be measured without it: more targets,
+    and another loss than its log's.
+    """
     config, corpus = str(text / "config.json"), str(text / "code")
     overrides = ["data.document_mask=true", f"data.valid={corpus}", "train.steps=2", "checkpoint.every=2"]
     assert pool.run(1, training.run_rank, config, overrides, f"{tmp_path}/run") == [0]
@@ -164,7 +177,9 @@ def test_documents_stay_apart_as_in_the_run(pool: Any, text: Path, tmp_path: Pat
 def test_context_ranks_evaluate_as_one_does(
     pool: Any, text: Path, base: Path, tmp_path: Path, method: str, documents: list[str]
 ) -> None:
-    """With and without documents packed whole: a target lost where pieces meet, or counted on each rank, is another mean."""
+    """With and without documents packed whole: a target lost where pieces meet, or
+    counted on each rank, is another mean.
+    """
     arguments = ["--checkpoint", str(base), "--data", str(text / "code"), "--batches", "4", *documents]
     one = pool.run(1, figures_of, arguments, f"{tmp_path}/one.json")[0]
     context = ["parallel.context=2", f"parallel.context_method={method}"]
@@ -174,7 +189,9 @@ def test_context_ranks_evaluate_as_one_does(
 
 
 def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
-    """Bits per byte of a sentencepiece corpus: the bytes are the text's own, which prepare counted before there were tokens."""
+    """Bits per byte of a sentencepiece corpus: the bytes are the text's own, which prepare
+    counted before there were tokens.
+    """
     prepared = prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400").splits[
         str(tmp_path / "pieces")
     ]
@@ -219,7 +236,7 @@ def test_mistakes_in_evaluating(text: Path, base: Path, tmp_path: Path) -> None:
     )
 
 
-# --- fine-tuning -------------------------------------------------------------------------------------------------------
+# --- fine-tuning --------------------------------------------------------------------------------------------
 
 
 def fine_tune(
@@ -275,7 +292,9 @@ def test_the_example_config_is_gpt2() -> None:
 
 
 def test_fine_tuning_starts_from_the_weights_alone(pool: Any, text: Path, base: Path, tmp_path: Path) -> None:
-    """Step 1 on, its own samples, schedule and moments; the first loss is the trained model's, and the same in every layout."""
+    """Step 1 on, its own samples, schedule and moments; the first loss is the trained
+    model's, and the same in every layout.
+    """
     steps = fine_tune(pool, text, tmp_path / "run", base, "train.steps=4")
     assert [figures["step"] for figures in steps] == [1, 2, 3, 4] and steps[0]["lr"] == 3e-3 / 5
     assert steps[0]["loss"] < 0.75 * math.log(257), "the base's loss, not a fresh model's"
@@ -286,11 +305,46 @@ def test_fine_tuning_starts_from_the_weights_alone(pool: Any, text: Path, base: 
     assert [m["grad_norm"] for m in spread] == pytest.approx([m["grad_norm"] for m in steps], rel=1e-5)
 
 
+def test_the_weights_of_a_mixture_come_with_its_buffers(text: Path, tmp_path: Path) -> None:
+    """A fine-tuning without the biases of the routers would send tokens to other experts than the base did,
+    and so would an evaluation. Moments and the count of updates are not taken.
+    """
+    mixture = ["model.num_experts=4", "model.experts_per_token=2", "model.router_bias_rate=0.1"]
+    mixture += ["model.router_balance=global", "train.eval_every=0"]
+    assert (
+        training.run_rank(str(text / "config.json"), [*mixture, "train.steps=3"], str(tmp_path / "base")) == 0
+    )
+    reader = Reader(locate(tmp_path / "base"))
+    base = {
+        name: reader.read(name, Shard(tensor.shape))
+        for name, tensor in reader.manifest.tensors.items()
+        if name.startswith((WEIGHTS, BUFFERS))
+    }
+    biases = [tensor for name, tensor in base.items() if name.endswith("router.bias")]
+    assert len(biases) == 2 and all(bias.any() for bias in biases)
+
+    config = config_of(text, tmp_path / "run", *mixture, f"checkpoint.weights={tmp_path}/base")
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    engine = trainer_of(config, mesh, Inputs(config, rank=0)).engine
+    tensors = {name: tensor for name, (tensor, _) in engine.tensors().items()}
+    assert [name for name in base if not torch.equal(tensors[name], base[name])] == []
+    assert [name for name in tensors.keys() - base.keys() if tensors[name].any()] == []
+    assert engine.state()["updates"] == 0
+
+    stage = whole_model(config)
+    load_weights(reader, [stage])
+    loaded = {f"{WEIGHTS}{name}": parameter for name, parameter in stage.named_parameters()}
+    loaded |= {f"{BUFFERS}{name}": buffer.value for name, buffer in buffers_of([stage]).items()}
+    assert [name for name in base if not torch.equal(loaded[name], base[name])] == []
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_interrupted_fine_tuning_goes_on_from_its_own(
     pool: Any, text: Path, base: Path, tmp_path: Path, precision: str
 ) -> None:
-    """`checkpoint.weights` counts only where there is nothing to resume: else every restart would begin anew."""
+    """`checkpoint.weights` counts only where there is nothing to resume: else every
+    restart would begin anew.
+    """
     shutil.copytree(base, tmp_path / "base")
     options = ["checkpoint.every=2", "optim.decay_steps=5", f"train.precision={precision}"]
     whole = fine_tune(pool, text, tmp_path / "whole", base, *options, "train.steps=4")

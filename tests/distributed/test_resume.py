@@ -1,5 +1,6 @@
 """A stopped run goes on as if it had not been: bitwise in its own layout, within rounding in another."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from launch import evaluate
 from megacore.checkpoint import Reader
 from megacore.checkpoint.manifest import FORMAT_VERSION
 from megacore.errors import CheckpointError
 from megacore.tools.inputs import Inputs
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.trainer import STOPPED, Trainer
@@ -106,7 +109,9 @@ def test_goes_on_in_another_layout(
 
 
 def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    """The planted fault: a checkpoint whose step counter lags by one reads a batch twice, and the losses show it."""
+    """The planted fault: a checkpoint whose step counter lags by one reads a batch
+    twice, and the losses show it.
+    """
     config = str(corpus / "config.json")
     assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
     assert pool.run(1, training.run_rank, config, [*COMMON, "train.steps=5"], str(tmp_path / "right")) == [0]
@@ -151,7 +156,9 @@ def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path
 
 
 def test_what_an_earlier_format_saved_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    """A run that was begun before the format changed ends with the same bits, and saves in the format of now."""
+    """A run that was begun before the format changed ends with the same bits, and saves
+    in the format of now.
+    """
     config, overrides = str(corpus / "config.json"), [*COMMON, "checkpoint.every=10", "optim.decay_steps=6"]
     assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=3"], str(tmp_path / "now")) == [0]
     for version in (2, 3, 4):
@@ -168,3 +175,76 @@ def test_what_an_earlier_format_saved_goes_on_bitwise(pool: Any, corpus: Path, t
         assert not list(compare(after, right)) and figures(tmp_path / str(version)) == figures(
             tmp_path / "now"
         )
+
+
+# A block whose output depends on the step, by a module within it.
+BY_STEP = """
+from torch import nn
+from megacore.model.block import Block as Usual
+
+
+class Gain(nn.Module):
+    gain = 1.0
+
+    def at_step(self, step):
+        self.gain = 1.0 + 1.0 / (1 + step)
+
+
+class Block(Usual):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.by_step = Gain()
+
+    def forward(self, x, context):
+        return self.by_step.gain * super().forward(x, context)
+"""
+SCHEDULE = ["model.window=8", f"model.window_schedule=[[{STEPS},2]]"]
+SETTINGS_BY_STEP = {
+    "window": (1, SCHEDULE),
+    "window, validated behind the last step": (1, [*SCHEDULE, f"train.eval_every={STEPS}"]),
+    "window, in stages": (2, [*SCHEDULE, "parallel.pipeline=2"]),
+    "own layer": (1, ["model.source=by_step.py"]),
+}
+
+
+def validation_losses(config_path: str, overrides: list[str], log_dir: str) -> list[float | None]:
+    """A rank's whole run; returns what its validations found."""
+    losses, validate = list[float | None](), Trainer.validate
+
+    def recorded(self: Trainer) -> float | None:
+        losses.append(validate(self))
+        return losses[-1]
+
+    Trainer.validate = recorded  # type: ignore[method-assign]
+    try:
+        assert training.run_rank(config_path, overrides, log_dir) == 0
+        return losses
+    finally:
+        Trainer.validate = validate  # type: ignore[method-assign]
+
+
+def evaluated(arguments: list[str], out: str) -> float:
+    """The loss that launch/evaluate.py finds."""
+    assert evaluate.run([*arguments, "--json", out], place_from_environment()) == 0
+    loss: float = json.loads(Path(out).read_text())["nats_per_token"]
+    return loss
+
+
+@pytest.mark.parametrize("case", SETTINGS_BY_STEP)
+def test_a_run_that_is_over_validates_as_in_its_last_step(
+    pool: Any, corpus: Path, tmp_path: Path, case: str
+) -> None:
+    """The same command again prints another final loss, if a setting that depends on the step is not what it
+    was; so would `launch/evaluate.py`.
+    """
+    ranks, overrides = SETTINGS_BY_STEP[case]
+    source = tmp_path / "by_step.py"
+    source.write_text(BY_STEP)
+    overrides = [word.replace("by_step.py", str(source)) for word in overrides]
+    config, run = str(corpus / "config.json"), str(tmp_path / "run")
+    first, again = (pool.run(ranks, validation_losses, config, overrides, run)[0] for _ in range(2))
+    assert again == first[-1:] and first[-1] is not None
+    named = ["--source", str(source)] if case == "own layer" else []
+    arguments = ["--checkpoint", run, "--batches", "0", *named]
+    (loss,) = pool.run(1, evaluated, arguments, str(tmp_path / "figures.json"))
+    assert loss == pytest.approx(first[-1], rel=1e-6), "fp32, summed in another order"

@@ -1,4 +1,6 @@
-"""What follows from a placement alone, proved by layers that are no feature: weights split over ranks with other tokens, further views."""
+"""What follows from a placement alone, proved by layers that are no feature: weights split over ranks
+with other tokens, further views.
+"""
 
 import contextlib
 import importlib
@@ -48,7 +50,8 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
 EXPERTS = 4
 
-# Ranks along it hold other experts, and see other tokens. It is an axis of its own, or of a second view of the ranks.
+# Ranks along it hold other experts, and see other tokens. It is an axis of its own, or of a second view of
+# the ranks.
 EP = Axis("ep", "expert", tokens=True, splits=True)
 OWN = (AXES[0], replace(AXES[1]), replace(EP, samples=True), *AXES[2:])
 VIEW = (AXES[0], Axis("edp", "expert_data", tokens=True), EP, Axis("etp", "expert_tensor"))
@@ -60,7 +63,10 @@ def moved(value: Tensor, counts: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Each token is multiplied by the weights of one expert, which its position chooses. Tokens go to the ranks with their experts."""
+    """Each token is multiplied by the weights of one expert, which its position chooses.
+
+    Tokens go to the ranks with their experts.
+    """
 
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -71,7 +77,8 @@ class Experts(nn.Module):
         )
         shard = Shard((EXPERTS, config.model.hidden_size), (split(self.group, 0),), decay=True, init_std=0.1)
         self.first, self.weight = shard.offset[0], new_parameter(shard, dtype, device)
-        # Of each expert: how many tokens each rank has sent there, on which all agree; and what it has seen itself.
+        # Of each expert: how many tokens each rank has sent there, on which all agree; and what it has seen
+        # itself.
         self.sent = new_buffer(
             Shard((EXPERTS,), (replicated(self.group, partial=True),), fill=1.0), moved, torch.float64, device
         )
@@ -137,7 +144,9 @@ def config_of(path: str, overrides: Sequence[str], world: int) -> Config:
 
 
 def joined(config: Config, sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) -> Mesh:
-    """A mesh with experts over an axis of the one view if `sizes` has no `edp`, else over one of a second view."""
+    """A mesh with experts over an axis of the one view if `sizes` has no `edp`,
+    else over one of a second view.
+    """
     if "edp" in sizes:
         return mesh(config, place_from_environment(), CPU, sizes=sizes, views=[VIEW])
     return mesh(config, place_from_environment(), CPU, OWN, sizes)
@@ -194,14 +203,17 @@ CASES: dict[str, tuple[list[str], dict[str, int]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_split_over_ranks_with_other_tokens(pool: Any, config_path: str, case: str) -> None:
-    """Gradients of different experts would be added up, or those of copies not; a norm, an update, or what is saved would follow."""
+    """Gradients of different experts would be added up, or those of copies not; a norm, an
+    update, or what is saved would follow.
+    """
     overrides, sizes = CASES[case]
     (one,) = pool.run(1, with_experts, config_path, [], ONE)
     assert apart(pool.run(4, with_experts, config_path, overrides, sizes), one) < TOLERANCE
 
 
 WHOLE = [
-    'optim.groups=[{"match": ["*norm*"], "lr": 0.01}, {"match": ["blocks.*.weight"], "kind": "orthogonal", "lr": 0.02}]'
+    'optim.groups=[{"match": ["*norm*"], "lr": 0.01}, {"match": ["blocks.*.weight"], "kind": '
+    '"orthogonal", "lr": 0.02}]'
 ]
 
 
@@ -262,7 +274,8 @@ def test_an_engine_refuses_sums_that_it_cannot_do(config_path: str) -> None:
     stages[0].blocks["0"].experts.bias = stages[0].blocks["0"].norm1.weight
     with pytest.raises(
         ConfigError,
-        match=r"engine.kind: fsdp sums the gradients of a module as one, and those of blocks.0.experts differ",
+        match=r"engine.kind: fsdp sums the gradients of a module as one, and those of blocks.0.experts "
+        r"differ",
     ):
         FSDPEngine._units(SimpleNamespace(mesh=topology), stages[0], sums_in(stages[0], topology))  # type: ignore[arg-type]
     config, topology, stages = on_meta(config_path, "deepspeed")
@@ -275,7 +288,8 @@ def test_an_engine_refuses_sums_that_it_cannot_do(config_path: str) -> None:
         del block.experts.sent, block.experts.seen
     with pytest.raises(
         ConfigError,
-        match=r"engine.kind: DeepSpeed sums all gradients over dp×ep×cp, and this model has some that are not",
+        match=r"engine.kind: DeepSpeed sums all gradients over dp×ep×cp, and this model has some that are "
+        r"not",
     ):
         DeepSpeedEngine(config, stages, topology)  # type: ignore[arg-type]
 
@@ -300,7 +314,9 @@ def test_a_sum_over_other_ranks_is_noticed(
 def run_with_experts(
     path: str, overrides: list[str], sizes: Mapping[str, int], forgets: bool = False
 ) -> None:
-    """A run with a trainer, which goes on from its last checkpoint; `forgets`: buffers are read into copies of them."""
+    """A run with a trainer, which goes on from its last checkpoint; `forgets`:
+    buffers are read into copies of them.
+    """
     place = place_from_environment()
     config = config_of(path, overrides, place.world_size)
     mesh, piece = joined(config, sizes), ShardedBuffer.piece.fget  # type: ignore[attr-defined]
@@ -313,8 +329,10 @@ def run_with_experts(
 
 
 def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
-    """A buffer that is not saved whole, or comes back as another rank's or not at all, would change every loss from there on. A
-    recomputed pass, or one in validation, must not count."""
+    """A buffer that is not saved whole, or comes back as another rank's or not at all, would change every
+    loss from there on. A recomputed pass, or one in validation, must not count: a run that validates on other
+    tokens has the losses of one that never does.
+    """
     prefix = training.write_corpus(tmp_path)
     path = training.write_config(
         tmp_path, prefix, model={"num_layers": 2}, train={"precision": "fp64", "steps": 6}
@@ -322,10 +340,13 @@ def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
     common = [
         "optim.decay_steps=6",
         "train.eval_every=2",
-        f"data.valid={json.dumps(prefix)}",
+        f"data.valid={json.dumps(training.write_corpus(tmp_path, 'valid', tokens=500, seed=1))}",
         "checkpoint.every=100",
     ]
     pool.run(1, run_with_experts, path, [*common, f"log.dir={tmp_path}/whole"], ONE)
+    never = [*common, "train.eval_every=0", f"log.dir={tmp_path}/never"]
+    pool.run(1, run_with_experts, path, never, ONE)
+    assert training.figures(tmp_path / "never") == training.figures(tmp_path / "whole")
     moves: list[tuple[int, int, list[str], dict[str, int]]] = [
         (
             2,
@@ -346,7 +367,9 @@ def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
 
 
 class Scaled(Block):
-    """A block whose output is divided by the largest number that a step before has seen, as that of 8-bit numbers is."""
+    """A block whose output is divided by the largest number that a step before has
+    seen, as that of 8-bit numbers is.
+    """
 
     def __init__(
         self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device
@@ -363,7 +386,9 @@ class Scaled(Block):
 
 
 def scaled(path: str, overrides: list[str], local: bool = False) -> Found:
-    """Training with such blocks; `local`: the planted fault, the largest number that a rank has seen itself."""
+    """Training with such blocks; `local`: the planted fault, the largest number that a
+    rank has seen itself.
+    """
     place = place_from_environment()
     config = load(path, overrides, place.world_size).config
     fault = (

@@ -1,4 +1,6 @@
-"""The seam of parameters that layers share, by a model whose layers do so on any stages (`tests.value_embeddings`)."""
+"""The seam of parameters that layers share, by a model whose layers do so on any
+stages (`tests.value_embeddings`).
+"""
 
 import contextlib
 import importlib
@@ -19,7 +21,7 @@ from megacore.pipeline.schedule import Op
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
-from tests import training, value_embeddings
+from tests import parameter_owners, training, value_embeddings
 from tests.steps import Found, apart, train
 from tests.strict import Rules, strict
 
@@ -74,13 +76,44 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> None:
-    """A copy with a gradient of its own, counted twice in the norm, saved twice, or summed with another parameter's."""
+    """A copy with a gradient of its own, counted twice in the norm, saved twice, or
+    summed with another parameter's.
+    """
     (one,) = pool.run(1, trained, config_path, [])
     assert apart(pool.run(LAYOUTS[name][0], trained, config_path, LAYOUTS[name][1]), one) < TOLERANCE
 
 
+SHARING = ("head", "untied head", "layer called norm", "first", "middle")
+OWNED: dict[str, tuple[int, list[str]]] = {
+    "pipeline, sharded": (4, [*PP2, "parallel.data=2", "engine.shard_optimizer=true"]),
+    "tensor, V": (4, [*PP2, "parallel.schedule=zb_v", "parallel.tensor=2", "parallel.sequence=true"]),
+}
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_gradients_are_summed_with_the_layer_that_makes_the_parameter(
+    pool: Any, tmp_path: Path, sharing: str
+) -> None:
+    """A parameter of a bare layer does not say by its name which layer makes it. Taken for another layer's,
+    its copies part without a word, and both are saved.
+    """
+    model = {"num_layers": 4, "source": parameter_owners.__file__, "head_bias": True, "sharing": sharing}
+    path = training.write_config(
+        tmp_path,
+        "unused",
+        model=model | {"tie_embeddings": sharing != "untied head"},
+        train={"precision": "fp64"},
+        optim={"weight_decay": 0.3},
+    )
+    (one,) = pool.run(1, trained, path, [])
+    for ranks, overrides in OWNED.values():
+        assert apart(pool.run(ranks, trained, path, overrides), one) < TOLERANCE
+
+
 def test_three_of_four_stages(pool: Any, config_path: str) -> None:
-    """Two groups of ranks that overlap, over a wire that forgives no order but one; and by the planted fault a rank keeps its own sum."""
+    """Two groups of ranks that overlap, over a wire that forgives no order but one; and by the planted
+    fault a rank keeps its own sum.
+    """
     (one,) = pool.run(1, trained, config_path, [])
     assert apart(pool.run(4, trained, config_path, PP4, Mesh, "", 1), one) < TOLERANCE
     found = pool.run(4, trained, config_path, PP4, LeftOut)
@@ -88,7 +121,9 @@ def test_three_of_four_stages(pool: Any, config_path: str) -> None:
 
 
 def test_whole_matrices_and_two_levels(pool: Any, config_path: str) -> None:
-    """Copies stay equal where each rank updates all of a matrix, and where hosts divide the sums of a stage."""
+    """Copies stay equal where each rank updates all of a matrix, and where hosts divide
+    the sums of a stage.
+    """
     (one,) = pool.run(1, with_rule, config_path, WHOLE)
     levels = [*LOOPED, "parallel.data=4", "engine.reduce_levels=2", "engine.shard_optimizer=true"]
     assert apart(pool.run(8, with_rule, config_path, [*levels, *WHOLE], "aabbccdd"), one) < 1e-10
@@ -102,7 +137,9 @@ def with_rule(config_path: str, overrides: list[str], hosts: str = "") -> Found:
 
 
 def test_who_sums_follows_from_layers_and_stages(config_path: str) -> None:
-    """On every holder once, behind its last backward; and what is known of the GPT without torch is what its layers say."""
+    """On every holder once, behind its last backward; and what is known of the GPT
+    without torch is what its layers say.
+    """
     config = settled_alone(load(config_path, PP4, 4).config)
     assert shared_parameters(config) == {**dict.fromkeys(OWN, (0, 1, 3)), "embedding.weight": (0, 3)}
     assert [[a.op for a in actions[-2:]].count(Op.REDUCE_TIED) for actions in plan_of(config).actions] == [

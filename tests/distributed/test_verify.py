@@ -1,4 +1,6 @@
-"""launch/verify.py as a researcher meets it: a model of one's own, a mistake in it, two versions of the code."""
+"""launch/verify.py as a researcher meets it: a model of one's own, a mistake in it, two
+versions of the code.
+"""
 
 import contextlib
 import shutil
@@ -20,7 +22,8 @@ from tests import forks
 from tests.commands import provers, run_script
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
-FEW = "train.global_batch_size=16"  # four microbatches: two for each data rank, one for each stage of a pipeline
+# four microbatches: two for each data rank, one for each stage of a pipeline
+FEW = "train.global_batch_size=16"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,9 @@ def of_source(path: Path, workers: ProofWorkers, layouts: str, *overrides: str) 
 
 @pytest.mark.quick
 def test_the_documented_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> None:
-    """A window that shrinking loses would leave plain attention, which is equal too: the case's config must have it."""
+    """A window that shrinking loses would leave plain attention, which is equal too:
+    the case's config must have it.
+    """
     path = forks.written(tmp_path)
     assert (
         shrink(load_whole(TINY, [f"model.source={path}", "model.window=3"]), [parse("tp2")], 3, "fp64")[
@@ -68,7 +73,8 @@ OWN_TOKENS = ("Norm(config.model, mesh.tp, sequence,", "Norm(config.model, mesh.
 NO_PLACEMENT = [
     (
         "self.index = index",
-        "self.index, self.scale = index, new_parameter(Shard((config.model.hidden_size,), fill=1.0), dtype, device)",
+        "self.index, self.scale = index, new_parameter(Shard((config.model.hidden_size,), fill=1.0), "
+        "dtype, device)",
     ),
     ("x = context.add(x, self.att", "x = context.add(self.scale * x, self.att"),
     ("class Settings", "from megacore.distributed.shard import Shard, new_parameter\n\n\nclass Settings"),
@@ -101,6 +107,132 @@ def test_a_mistake_in_a_source_is_found_by_name(mistake: str, tmp_path: Path, wo
     )
 
 
+# A block with a gate within it, whose buffer is made and used as a case says.
+GATED = """
+import torch
+from torch import nn
+from megacore.model.block import Block as Usual
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        MAKE
+
+    def forward(self, x):
+        UPDATE
+        return x * (1.0 + 0.01 * self.seen.to(x))
+
+
+class Block(Usual):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.gate = Gate()
+
+    def forward(self, x, context):
+        return self.gate(super().forward(x, context))
+"""
+CONSTANT = 'self.register_buffer("seen", torch.tensor(VALUE), persistent=False)'
+LATE = 'hasattr(self, "seen") or self.register_buffer("seen", torch.tensor(1), persistent=PERSISTENT)'
+BUFFERS = {
+    "constant": (CONSTANT.replace("VALUE", "1.0"), "pass", ""),
+    "number": (
+        CONSTANT.replace("VALUE", "1.0"),
+        "self.seen = self.seen + 1.0",
+        "changes while the model runs",
+    ),
+    "in place": (CONSTANT.replace("VALUE", "1"), "self.seen.add_(1)", "changes while the model runs"),
+    "flag": (
+        CONSTANT.replace("VALUE", "False"),
+        "self.seen = ~self.seen | True",
+        "changes while the model runs",
+    ),
+    "in validation": (
+        CONSTANT.replace("VALUE", "1"),
+        "self.seen = self.seen + (not self.training)",
+        "changes while the model runs",
+    ),
+    "made late, constant": ("pass", LATE.replace("PERSISTENT", "False"), ""),
+    "made late, persistent": ("pass", LATE.replace("PERSISTENT", "True"), "which no checkpoint saves"),
+}
+
+
+@pytest.mark.parametrize("case", BUFFERS)
+def test_a_buffer_that_is_lost_is_no_constant(case: str, tmp_path: Path, workers: ProofWorkers) -> None:
+    """No checkpoint has what a module keeps there: a resumed run would begin with other numbers."""
+    make, update, wrong = BUFFERS[case]
+    path = tmp_path / "gated.py"
+    path.write_text(GATED.replace("MAKE", make).replace("UPDATE", update))
+    if wrong:
+        with pytest.raises(
+            ConfigError, match=rf"model.source: .*the torch buffer blocks.0.gate.seen.*{wrong}"
+        ):
+            of_source(path, workers, "one")
+    else:
+        assert of_source(path, workers, "pp2").holds
+
+
+MONITORS = """
+import torch
+from megacore.model.block import Block
+from megacore.train.logs import Monitor
+
+
+class Watcher(Monitor):
+    def built(self, step):
+        self.parameters = [p for stage in step.stages for p in stage.parameters()]
+        BUILT
+
+    @torch.no_grad()
+    def figures(self, figures, stages):
+        FIGURES
+
+    @torch.no_grad()
+    def report(self, report):
+        REPORT
+
+
+MONITORS = [Watcher]
+"""
+READS = {
+    "BUILT": "pass",
+    "FIGURES": "return {'mean': float(self.parameters[0].mean())}",
+    "REPORT": "assert report.figures['loss'] > 0",
+}
+CHANGES = {
+    "weights": {"FIGURES": "self.parameters[-1].mul_(0.5); return {}"},
+    "weights, at a report": {"REPORT": "self.parameters[-1].mul_(0.5)"},
+    "gradients": {"BUILT": "self.parameters[-1].register_hook(lambda gradient: 2 * gradient)"},
+}
+
+
+def watched(folder: Path, changes: dict[str, str]) -> Path:
+    text = MONITORS
+    for word, line in (READS | changes).items():
+        text = text.replace(word + "\n", line + "\n")
+    (folder / "watched.py").write_text(text)
+    return folder / "watched.py"
+
+
+def test_monitors_that_read_are_named_and_change_nothing(tmp_path: Path, workers: ProofWorkers) -> None:
+    """They run as in training; a proof that left them out could not be one of the run."""
+    path = watched(tmp_path, {})
+    proof = of_source(path, workers, "pp2")
+    assert proof.holds
+    assert verdict(proof).endswith(f"; MONITORS of {path} (Watcher) ran in each layout and changed nothing")
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_monitor_that_changes_the_model_is_a_difference(
+    case: str, tmp_path: Path, workers: ProofWorkers
+) -> None:
+    """What it changes in a run nothing else would tell."""
+    path = watched(tmp_path, CHANGES[case])
+    proof = of_source(path, workers, "one")
+    assert not proof.holds
+    assert f"NOT EQUAL: one (0 of 1 layouts equal); MONITORS of {path} (Watcher)" in verdict(proof)
+
+
 def test_the_script_says_what_it_found(tmp_path: Path) -> None:
     wrong = forks.written(tmp_path, OWN_TOKENS)
     done = run_script("launch/verify.py", "--config", TINY, f"model.source={wrong}", "--layouts", "tp2,tp2sp")
@@ -117,7 +249,11 @@ def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWor
     proof = prove(options, workers=workers)
     assert proof.holds and verdict(proof).endswith("bitwise")
     attention = fork / "megacore/model/attention.py"
-    edit(attention, "self.attend(q, k, v)\n        y", "self.attend(q, k * 1.001, v)\n        y")
+    edit(
+        attention,
+        "        return self.attend(q, k, v)\n\n",
+        "        return self.attend(q, k * 1.001, v)\n\n",
+    )
     proof = prove(replace(options, layouts=[parse("one")]), workers=workers)
     assert not proof.holds and "module blocks.0.attention.output, its input" in next(
         iter(explain(proof.results[0]))
@@ -140,7 +276,9 @@ def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
 
 
 def test_a_plain_version_of_an_operation_is_compared(tmp_path: Path, workers: ProofWorkers) -> None:
-    """The reference shares a fork's code: a mistake in chunks of a recurrence would be on both sides, but for the method beside it."""
+    """The reference shares a fork's code: a mistake in chunks of a recurrence would be on both
+    sides, but for the method beside it.
+    """
     hybrid, wrong = ROOT / "configs/forks/hybrid.json", tmp_path / "hybrid.py"
     wrong.write_text(
         hybrid.with_suffix(".py")
@@ -165,7 +303,9 @@ def muon_moves_too_far() -> Iterator[None]:
 
 
 def test_bf16_of_rules_for_matrices(workers: ProofWorkers) -> None:
-    """Muon's own products in bf16 are no mistake, and hide none that is larger; of SOAP it is said what nobody can compute again."""
+    """Muon's own products in bf16 are no mistake, and hide none that is larger; of SOAP it is said
+    what nobody can compute again.
+    """
     muon = Options(TINY, ["optim.kind=muon", "model.num_layers=2"], [parse("one")], precision="bf16")
     assert (proof := prove(muon, workers=workers)).holds and verdict(proof).startswith("EQUAL")
     wrong = prove(replace(muon, plant="tests.distributed.test_verify:muon_moves_too_far"), workers=workers)

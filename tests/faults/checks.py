@@ -18,7 +18,8 @@ from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain
 from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.worker import planted
-from tests import compressed_sums, plain, training
+from tests import compressed_sums, training
+from tests import plain as plain_training
 from tests.commands import provers
 from tests.faults import (
     FAULTS,
@@ -31,6 +32,7 @@ from tests.faults import (
     links,
     matrices,
     pipeline,
+    plain,
     plans,
     precision,
     public,
@@ -45,12 +47,32 @@ from tests.pool import Pool
 from tests.rollback import went_back
 from tests.unit.test_experts import MODEL, other_than_plain
 
-# The modules enter their faults as they are imported; here they are in one order, whichever module imports another.
+# The modules enter their faults as they are imported; here they are in one order, whichever module imports
+# another.
 FAULTS.sort(key=lambda fault: fault.plant.__module__)
 __all__ = [
-    "FAULTS", "Checks", "compression", "context", "data", "dispatch", "document", "experts", "links", "matrices", "pipeline", "plans",
-    "precision", "public", "races", "routers", "split", "structure", "tensor", "trainer",
-]  # fmt: skip
+    "FAULTS",
+    "Checks",
+    "compression",
+    "context",
+    "data",
+    "dispatch",
+    "document",
+    "experts",
+    "links",
+    "matrices",
+    "pipeline",
+    "plain",
+    "plans",
+    "precision",
+    "public",
+    "races",
+    "routers",
+    "split",
+    "structure",
+    "tensor",
+    "trainer",
+]
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
 
@@ -61,9 +83,8 @@ class Checks:
     def __init__(self) -> None:
         self.workers, self.pool = provers(), Pool()
         self.folder = tempfile.TemporaryDirectory()
-        Path(
-            self.folder.name, f"corpus{MASK}"
-        ).touch()  # a proof makes a corpus of its own; this one says that it is to have a mask
+        # a proof makes a corpus of its own; this one says that it is to have a mask
+        Path(self.folder.name, f"corpus{MASK}").touch()
 
     def close(self) -> None:
         """Ends the processes."""
@@ -101,7 +122,8 @@ class Checks:
         overrides = [override.replace("MASKED", f"{self.folder.name}/corpus") for override in fault.overrides]
         layout = parse(fault.layout)
         data, stages = layout.size("data"), layout.size("pipeline")
-        few = f"train.global_batch_size={4 * max(4, 2 * data, stages * data)}"  # microbatches: two a data rank, one for each of its stages
+        # microbatches: two a data rank, one for each of its stages
+        few = f"train.global_batch_size={4 * max(4, 2 * data, stages * data)}"
         options = Options(CONFIG, [*OVERRIDES, few, *overrides], [layout], fault.precision, plant=plant)
         proof = prove(options, workers=self.workers)
         if proof.holds:
@@ -112,7 +134,9 @@ class Checks:
         return re.sub(r", step \d+: .* off on .*", "", first)
 
     def resumed(self, fault: Fault, folder: str, plant: str | None) -> str:
-        """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
+        """A run of four steps, and one that goes on from its checkpoint of step 2: how
+        they differ, in words.
+        """
         path, (whole, second) = Path(folder), (f"{folder}/{name}" for name in ("whole", "second"))
         config = training.write_config(
             path, training.write_corpus(path), train={"steps": 4}, checkpoint={"every": 2, "keep": 3}
@@ -137,7 +161,9 @@ class Checks:
         return ""
 
     def summed(self, fault: Fault, config: str, plant: str | None) -> str:
-        """What is wrong with sums that travel compressed between the ranks of the fault's layout, each of which is a host."""
+        """What is wrong with sums that travel compressed between the ranks of the fault's
+        layout, each of which is a host.
+        """
         world = parse(fault.layout).world
         found = self.pool.run(world, compressed_sums.sums_on_a_rank, config, list(fault.overrides), plant)
         try:
@@ -162,7 +188,9 @@ def validated(fault: Fault) -> str:
 
 
 def epoch_read() -> str:
-    """What is wrong with the samples that a run reads in an epoch, with four data ranks first and then with two; in words."""
+    """What is wrong with the samples that a run reads in an epoch, with four data ranks
+    first and then with two; in words.
+    """
     with tempfile.TemporaryDirectory() as folder:
         prefix = training.write_corpus(Path(folder))
         train = TrainConfig(seq_len=16, micro_batch_size=1, global_batch_size=8)
@@ -180,9 +208,11 @@ def run_quietly(config: str, overrides: list[str], log_dir: str, plant: str | No
 
 
 def trained(folder: str, plant: str | None) -> str:
-    """What launch/pretrain.py saves and logs, in two legs and with a step that is skipped: how it differs from plain code, in words."""
+    """What launch/pretrain.py saves and logs, in two legs and with a step that is skipped: how it
+    differs from plain code, in words.
+    """
     with contextlib.redirect_stdout(io.StringIO()), planted(plant):
-        return plain.in_two_legs(folder)
+        return plain_training.in_two_legs(folder)
 
 
 def document() -> str:
@@ -221,4 +251,4 @@ Some that happened there cannot happen here: megacore has no heads for further t
 
 | mistake | layout | caught by | what it says first |
 |---|---|---|---|
-"""
+"""  # noqa: E501

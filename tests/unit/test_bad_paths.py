@@ -26,6 +26,7 @@ from megacore.tools.records import Records
 from megacore.tools.settings.load import load, resolve
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
 from tests.conftest import Refused
+from tests.pool import PATIENCE
 
 NOBODY = 65534  # a user id
 
@@ -217,17 +218,21 @@ def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) ->
     ],
 )
 def test_closed_streams_leave_the_status(command: str, status: int, said: str) -> None:
-    """A traceback, the status of success for a result that nobody got, or a mistake that is told on standard output."""
+    """A traceback, the status of success for a result that nobody got, or a mistake
+    that is told on standard output.
+    """
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        f"{sys.executable} {command}", shell=True, cwd=root, capture_output=True, text=True, timeout=60
+        f"{sys.executable} {command}", shell=True, cwd=root, capture_output=True, text=True, timeout=PATIENCE
     )
     text = done.stdout + done.stderr
     assert done.returncode == status and said in text and (said or not text) and "Traceback" not in text
 
 
 def test_a_name_that_a_terminal_cannot_write_is_written_in_its_letters(tmp_path: Path) -> None:
-    """A traceback behind a corpus that was whole: its name was no UTF-8, or the terminal's encoding ASCII and the name was not."""
+    """A traceback behind a corpus that was whole: its name was no UTF-8, or the terminal's
+    encoding ASCII and the name was not.
+    """
     with open(tmp_path / "said", "w", encoding="ascii") as stream:
         print("a\udcff é", file=guarded(stream, stream.fileno()), flush=True)
     assert (tmp_path / "said").read_text() == "a\\udcff \\xe9\n"
@@ -237,7 +242,9 @@ def test_a_name_that_a_terminal_cannot_write_is_written_in_its_letters(tmp_path:
 def test_a_disk_that_fills_while_records_begin_is_one_line(
     full: str, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4,096 bytes free are enough to find the folder fit, and not for what a run writes first: a traceback, and half a file."""
+    """4,096 bytes free are enough to find the folder fit, and not for what a run writes
+    first: a traceback, and half a file.
+    """
     write_text, folder = Path.write_text, tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text("before")
@@ -321,9 +328,13 @@ runpy.run_path("launch/pretrain.py", run_name="__main__")
 def test_a_signal_during_imports_ends_what_has_begun_nothing(
     module: str, number: str, tmp_path: Path
 ) -> None:
-    """The system's own end, at once: a handler would have to wait for imports, and there is nothing to save."""
+    """The system's own end, at once: a handler would have to wait for imports, and
+    there is nothing to save.
+    """
     words = [sys.executable, "-c", HOOK, module, number, f"log.dir={tmp_path / 'run'}"]
-    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (
         done.returncode == -getattr(signal, number)
         and not done.stdout + done.stderr
@@ -335,7 +346,10 @@ def test_a_signal_during_imports_ends_what_has_begun_nothing(
 def test_a_run_does_not_write_over_the_config_that_it_was_given(
     whole: bool, tree: Path, tmp_path: Path
 ) -> None:
-    """What the user had written was gone, and in its place stood every default. A run's own record may start it again."""
+    """What the user had written was gone, and in its place stood every default.
+
+    A run's own record may start it again.
+    """
     config, place = tmp_path / "config.json", RankInfo()
     settings = json.loads((tree / "config.json").read_text()) | {"log": {"dir": str(tmp_path)}}
     config.write_text(json.dumps(settings))
@@ -389,7 +403,9 @@ def test_a_refused_preparation_leaves_no_folder(before: tuple[str, ...], tmp_pat
 
 
 def test_a_model_that_lies_about_its_positions_makes_tables_for_the_text_alone() -> None:
-    """A forged checkpoint of a small model made rotary tables of gigabytes, and a cache of as many tokens in every layer."""
+    """A forged checkpoint of a small model made rotary tables of gigabytes, and a cache
+    of as many tokens in every layer.
+    """
     model = {"num_layers": 1, "hidden_size": 24, "num_heads": 4, "vocab_size": 256, "max_positions": 2**24}
     for position, wanted in (("rope", 14), ("learned", 2**24)):
         config = resolve(

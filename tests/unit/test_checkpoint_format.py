@@ -29,6 +29,7 @@ from megacore.tools.settings.load import resolve
 from tests.checkpoints import find_latest, save
 from tests.manifests import edit_manifest, edit_text
 from tests.pieces import piece
+from tests.pool import PATIENCE
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
 DTYPES = [
@@ -44,7 +45,9 @@ DTYPES = [
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Every dtype, a scalar, an odd number of bytes before wider tensors, and a tensor that is not contiguous."""
+    """Every dtype, a scalar, an odd number of bytes before wider tensors, and a
+    tensor that is not contiguous.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = {
         f"model/{str(dtype)[6:]}": (torch.randn(5, 3, generator=generator) * 4).to(dtype) for dtype in DTYPES
@@ -97,7 +100,9 @@ def test_read_into_converts_the_dtype_of_a_slice(tmp_path):
 
 
 def test_reading_never_holds_more_than_a_block(tmp_path, monkeypatch):
-    """A tensor larger than memory can be read, and verified, in parts: no access to a file asks for more than a block of it."""
+    """A tensor larger than memory can be read, and verified, in parts: no access to a file
+    asks for more than a block of it.
+    """
     asked = []
 
     class Watched:
@@ -121,7 +126,9 @@ def test_reading_never_holds_more_than_a_block(tmp_path, monkeypatch):
 
 
 def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
-    """A copy, a restore from a backup or a touch changes times: by these a run would go on from an older step, and delete the newest."""
+    """A copy, a restore from a backup or a touch changes times: by these a run would go on from an
+    older step, and delete the newest.
+    """
     paths = [save_alone(tmp_path, step, {"w": torch.ones(2)}) for step in (200, 10, 9)]
     for times in itertools.permutations(range(1, 4)):
         for path, seconds in zip(paths, times, strict=True):
@@ -161,15 +168,15 @@ def others_of(key: str, value: Any) -> list[Any]:
     choices = get_args(ModelConfig.model_fields[key].annotation)
     if value is None and not any(isinstance(choice, str) for choice in choices):
         return [2]
-    return [
-        choice for choice in choices if isinstance(choice, str) and choice not in (value, "triton")
-    ]  # which needs a GPU
+    # which needs a GPU
+    return [choice for choice in choices if isinstance(choice, str) and choice not in (value, "triton")]
 
 
 @pytest.mark.parametrize("base", BASES, ids=["learned to rope", "without"])
 def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -> None:
-    """Another base of the rotary positions, another scale, another eps: the resumed run would train another function, from weights that
-    fit."""
+    """Another base of the rotary positions, another scale, another eps: the resumed run would train another
+    function, from weights that fit.
+    """
     sizes = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -215,7 +222,9 @@ def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -
 
 
 def test_a_model_of_before_a_key_has_its_default() -> None:
-    """A checkpoint of an earlier release says nothing of a newer key: a run with another value would train another function in silence."""
+    """A checkpoint of an earlier release says nothing of a newer key: a run with another value would
+    train another function in silence.
+    """
     now = resolve(
         {"model": {"hidden_size": 32, "num_heads": 4, "position": "rope"}}, [], "test", 1
     ).config.model.model_dump(mode="json")
@@ -230,7 +239,9 @@ def test_a_model_of_before_a_key_has_its_default() -> None:
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_columns_hold_every_number_up_to_their_width(column: str) -> None:
-    """A width too small by one: 256 in a byte is 0, and a slice of a file, or of a size, that was never written."""
+    """A width too small by one: 256 in a byte is 0, and a slice of a file, or of
+    a size, that was never written.
+    """
     numbers = [
         2**bits + more for bits in range(8, 64 if column == "digest" else 48, 8) for more in (-1, 0)
     ] + [1]
@@ -315,7 +326,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damage_is_named_in_one_line_and_skipped(fault, tmp_path, caplog):
-    """A planted fault in the newest checkpoint: refused by name when asked for, passed over when the newest whole one is."""
+    """A planted fault in the newest checkpoint: refused by name when asked for, passed
+    over when the newest whole one is.
+    """
     damage, message = FAULTS[fault]
     earlier = save_alone(tmp_path, 5, {"w": torch.randn(3, 3)})
     path = save_alone(tmp_path, 10, {"w": torch.randn(3, 3)})
@@ -346,7 +359,10 @@ def test_another_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
 def test_together_ranks_verify_every_file_once(tmp_path: Path, parts: int) -> None:
-    """A file that no rank reads may be damaged; one that all read makes thousands wait. Here ranks are more or fewer than files."""
+    """A file that no rank reads may be damaged; one that all read makes thousands wait.
+
+    Here ranks are more or fewer than files.
+    """
     layout = {f"w{i}": (torch.float32, (2,)) for i in range(5)}
     path = save_stream(tmp_path, 1, layout, (torch.ones(2) for _ in layout), {}, 8)
     seen = []
@@ -359,7 +375,9 @@ def test_together_ranks_verify_every_file_once(tmp_path: Path, parts: int) -> No
 
 
 def test_slices_that_do_not_tile_are_not_committed(tmp_path):
-    """A rank that saves one of two halves, and nobody the other: an error at the save, not at the next start."""
+    """A rank that saves one of two halves, and nobody the other: an error at the save,
+    not at the next start.
+    """
     half = {"w": (torch.ones(2, 3), piece((4, 3), 0, 0, 2))}
     with pytest.raises(CheckpointError, match="tensor w has slices for 6 of its 12 elements"):
         save(tmp_path, 1, half, {}, keep=1)
@@ -368,7 +386,7 @@ def test_slices_that_do_not_tile_are_not_committed(tmp_path):
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE
     )
 
 

@@ -28,7 +28,9 @@ from tests.unit.test_checkpoint_format import assert_holds, save_alone, tensors,
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_at_any_call_leaves_the_earlier_one(background, tmp_path):
-    """Each call that changes the disk is refused in turn: the save is whole, or nothing is left of it and the reason is said."""
+    """Each call that changes the disk is refused in turn: the save is whole, or nothing is
+    left of it and the reason is said.
+    """
     earlier = save_alone(tmp_path, 10, tensors(1))
     outcomes = {"saved": 0, "refused": 0}
     for at in itertools.count(1):
@@ -64,6 +66,38 @@ def test_a_full_disk_says_what_was_needed(tmp_path, monkeypatch):
         save_alone(tmp_path, 20, tensors(2))
 
 
+REMEDIES = {
+    "full": (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; .*make room; "),
+    "refused": (OSError(errno.EACCES, "Permission denied"), "Permission denied .see to its folder; "),
+    "program": (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero .a mistake of the program: "),
+}
+
+
+@pytest.mark.parametrize("failure", REMEDIES)
+def test_a_failed_save_advises_what_would_mend_it(tmp_path, monkeypatch, failure):
+    """A user who makes room for a mistake of the program loses days, and the run ends there again."""
+    error, expected = REMEDIES[failure]
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("os.write", fail)
+    with pytest.raises(CheckpointError, match=f"was not saved: rank 0 of 1: {expected}") as raised:
+        save_alone(tmp_path, 20, tensors(2))
+    assert raised.value.right.endswith("the checkpoints before it are whole")
+    assert ("room" in raised.value.right) == (failure == "full")
+
+
+def test_pieces_that_do_not_fit_together_are_no_matter_of_room(tmp_path):
+    """Two ranks that save a parameter of their own each, under one name."""
+    whole = torch.ones(4), Shard((4,))
+    saver = Saver(tmp_path, Alone())
+    saver.start(20, {"w": whole, "w#2": whole}, {})
+    with pytest.raises(CheckpointError, match="w has overlapping slices") as raised:
+        saver.finish()
+    assert raised.value.right.startswith("every element must be in exactly one slice; ")
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     path = save_alone(tmp_path, 10, tensors(1))
     replaced = tmp_path / "step_00000010.old"
@@ -92,8 +126,10 @@ def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):
 
 
 def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path, caplog):
-    """They would be taken for its newest, and use up the room of its own. They cost a disk's space until somebody deletes them, so
-    one line says where they are, how large, and how."""
+    """They would be taken for its newest, and use up the room of its own.
+
+    They cost a disk's space until somebody deletes them, so one line says where they are, how large, and how.
+    """
     saved = {step: save_alone(tmp_path, step, tensors(step)) for step in (100, 200, 300)}
     set_aside(tmp_path, above=100)
     assert find_latest(tmp_path) == saved[100]
@@ -101,8 +137,8 @@ def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path, caplog
     (line,) = caplog.messages
     size = disk.size_text(sum(file.stat().st_size for file in tmp_path.glob("*.aside1/*")))
     assert (
-        f"were set aside, {size}: step_00000200.aside1, step_00000300.aside1. They stay until you delete them: rm -r"
-        in line
+        f"were set aside, {size}: step_00000200.aside1, step_00000300.aside1. They stay until you delete "
+        "them: rm -r" in line
     )
     save_alone(tmp_path, 300, tensors(1))
     set_aside(tmp_path, above=0)
@@ -123,7 +159,9 @@ def test_every_kth_is_kept_for_good(tmp_path):
 
 
 def test_a_write_that_the_disk_garbles_is_noticed_before_anything_is_deleted(tmp_path, monkeypatch):
-    """A bit flips between memory and disk: the new one is refused when it is read back, and `keep` does not take the old one."""
+    """A bit flips between memory and disk: the new one is refused when it is read back, and
+    `keep` does not take the old one.
+    """
     write = os.write
 
     def garble(descriptor, data):
@@ -143,7 +181,9 @@ def test_a_write_that_the_disk_garbles_is_noticed_before_anything_is_deleted(tmp
 def test_where_files_cannot_be_written_past_the_kernels_memory_they_go_through_it(
     tmp_path, monkeypatch, refuses
 ):
-    """File systems differ in when they say so; every length about the blocks' comes back, and is told apart from its neighbours."""
+    """File systems differ in when they say so; every length about the blocks' comes back, and is
+    told apart from its neighbours.
+    """
     real = getattr(os, refuses)
 
     def refuse(target, *rest):
@@ -183,7 +223,9 @@ def test_staging_memory_is_used_again(tmp_path):
 def test_checkpoints_are_set_aside_before_records_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that dies between the two would leave checkpoints whose steps no record has, and the next one would go on from them."""
+    """A run that dies between the two would leave checkpoints whose steps no record has, and the
+    next one would go on from them.
+    """
     path = training.write_config(
         tmp_path, training.write_corpus(tmp_path), log={"dir": str(tmp_path / "run")}
     )

@@ -1,5 +1,6 @@
 """What a list of layers may declare, and what of it is refused in one line before ranks meet."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,14 +9,16 @@ import torch
 
 from megacore.config import Config
 from megacore.errors import ConfigError
-from megacore.model.flow import Flow, Loss
+from megacore.model.block import Block
+from megacore.model.flow import HIDDEN, Flow, Loss
 from megacore.model.gpt import gpt
 from megacore.model.layers import Layer, LayerSpec, check
-from megacore.model.stage import run
+from megacore.model.stage import Stage, run, whole_model
 from megacore.tools.choices.check_engine import check_shared
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.settings.load import load
-from tests import training
+from tests import parameter_owners, training
 
 
 class NoLoss(Layer):
@@ -88,14 +91,53 @@ RIGHT = {"LONGER": "0", "NAME": '"own"', "OTHER": '"blocks.0.own"', "SHARES": "p
 NOTHING = "shares = classmethod(lambda cls, config: {})"
 PP2, FSDP = ["parallel.pipeline=2"], ["parallel.pipeline=2", "parallel.data=2", "engine.kind=fsdp"]
 REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
-    "another's that nobody has": ({"OTHER": '"blocks.0.owned"'}, [], "model.source: .*a layer shares blocks.0.owned, which no layer has"),
-    "a layer that nobody has": ({"OTHER": '"tower.own"', "SHARES": "bare = False"}, [], "a layer shares tower.own, which no layer has"),
-    "one's own that it has not": ({"NAME": '"owned"'}, [], "blocks.1 shares its owned, and has no such parameter"),
+    "another's that nobody has": (
+        {"OTHER": '"blocks.0.owned"'},
+        [],
+        "model.source: .*blocks.1 shares blocks.0.owned, which no layer makes for itself",
+    ),
+    "a layer that nobody has": (
+        {"OTHER": '"tower.own"', "SHARES": "bare = False"},
+        [],
+        "blocks.1 shares tower.own, which no layer makes for itself",
+    ),
+    "what its owner says it shares": (
+        {"OTHER": 'f"blocks.{index}.own"'},
+        [],
+        "blocks.1 shares blocks.1.own, which no layer makes for itself",
+    ),
+    "what another layer shares itself": (
+        {"OTHER": 'f"blocks.{index - 1}.own"'},
+        PP2,
+        "blocks.2 shares blocks.1.own, which no layer makes for itself",
+    ),
+    "one's own that it has not": (
+        {"NAME": '"owned"'},
+        [],
+        "blocks.1 shares its owned, and has no such parameter",
+    ),
     "another shape": ({"LONGER": "1"}, [], "blocks.1.own is to be blocks.0.own, and is of another shape"),
-    "ends apart": ({"SHARES": NOTHING}, PP2, "model.tie_embeddings: says that layers share embedding.weight, and none does"),
-    "one name": ({"SHARES": NOTHING + "; __init__ = tied"}, [*PP2, "model.tie_embeddings=false"], "of one name, embedding.weight"),
-    "two stages of a rank, fsdp": ({}, [*FSDP, "parallel.schedule=interleaved"], "gives one rank stages that share blocks.0.own"),
-}  # fmt: skip
+    "ends apart": (
+        {"SHARES": NOTHING},
+        PP2,
+        "model.tie_embeddings: says that layers share embedding.weight, and none does",
+    ),
+    "one name": (
+        {"SHARES": NOTHING + "; __init__ = tied"},
+        [*PP2, "model.tie_embeddings=false"],
+        "of one name, embedding.weight, and do not share it: embedding.embedding.weight and head.embedding",
+    ),
+    "one name on one stage": (
+        {"SHARES": NOTHING + "; __init__ = tied"},
+        ["model.tie_embeddings=false"],
+        "of one name, embedding.weight",
+    ),
+    "two stages of a rank, fsdp": (
+        {},
+        [*FSDP, "parallel.schedule=interleaved"],
+        "gives one rank stages that share blocks.0.own",
+    ),
+}
 
 
 def own_config(folder: Path, changes: dict[str, str], overrides: list[str]) -> Config:
@@ -127,3 +169,119 @@ def test_layers_that_do_not_share_what_they_say_are_refused(tmp_path: Path, case
         check_shared(own_config(tmp_path, changes, overrides))
     for overrides in ([], PP2, FSDP):
         check_shared(own_config(tmp_path, {}, overrides))
+
+
+@pytest.mark.parametrize("overrides", [[], PP2])
+def test_a_name_that_two_layers_make_is_refused(tmp_path: Path, overrides: list[str]) -> None:
+    """Whichever was taken for the owner, the gradient of the other would be left out."""
+    model = {"num_layers": 4, "source": parameter_owners.__file__, "sharing": "two make it"}
+    config = load(
+        training.write_config(tmp_path, "unused", model=model), overrides, 2 if overrides else 1
+    ).config
+    with pytest.raises(ConfigError, match="blocks.0 shares norm.weight, which embedding and head make: "):
+        check_shared(settled_alone(config))
+
+
+def test_a_layer_within_another_is_refused(tmp_path: Path) -> None:
+    """As a module it would take the place of the other's attention, whose parameters would be gone."""
+    config = load(training.write_config(tmp_path, "unused")).config
+    first, block, *rest = gpt(config)
+    with pytest.raises(ValueError, match="blocks.0.attention has a name within that of the layer blocks.0"):
+        check([first, block, LayerSpec("blocks.0.attention", block.kind, block.arguments), *rest])
+
+
+class Extra(torch.nn.Module):
+    """Has state that only torch would save."""
+
+    def get_extra_state(self) -> int:
+        return 0
+
+
+UNSAVED: dict[str, Callable[[torch.nn.Module], object]] = {
+    "the torch buffer seen": lambda block: block.register_buffer("seen", torch.zeros(())),
+    "the torch buffer attention.flag": lambda block: block.get_submodule("attention").register_buffer(
+        "flag", torch.tensor(False)
+    ),
+    "the torch buffer norm1.count": lambda block: block.get_submodule("norm1").register_buffer(
+        "count", torch.zeros(3, dtype=torch.int64)
+    ),
+    "the state of extra": lambda block: block.add_module("extra", Extra()),
+}
+
+
+def with_state(add: Callable[[torch.nn.Module], object]) -> type[Block]:
+    """A block with more state."""
+
+    class Stateful(Block):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            add(self)
+
+    return Stateful
+
+
+@pytest.mark.parametrize("state", UNSAVED)
+def test_state_that_no_checkpoint_saves_is_refused(tmp_path: Path, state: str) -> None:
+    """It would train, and a run that goes on would begin with other numbers."""
+    config = load(training.write_config(tmp_path, "unused")).config
+    with pytest.raises(ValueError, match=rf"blocks.0 has {state}.* which no checkpoint saves: make it by "):
+        whole_model(config, layers=gpt(config, with_state(UNSAVED[state])))
+
+
+def test_a_constant_is_where_the_model_computes(tmp_path: Path) -> None:
+    """Stages are built on `meta`: what is made there has no numbers, and what is not must follow them."""
+    config = load(training.write_config(tmp_path, "unused")).config
+
+    def build(device: str | None) -> Stage:
+        def add(block: torch.nn.Module) -> None:
+            block.register_buffer("ramp", torch.full((2,), 3.0, device=device), persistent=False)
+
+        stage = whole_model(config, "meta", gpt(config, with_state(add)))
+        stage.compute_on(torch.device("cpu"))
+        return stage
+
+    assert build(None).get_buffer("blocks.1.ramp").tolist() == [3.0, 3.0]
+    with pytest.raises(
+        ConfigError, match="blocks.0.ramp is made on the device that the constructor is given"
+    ):
+        build("meta")
+    planned = build(None)
+    planned.compute_on(torch.device("meta"))
+    assert planned.get_buffer("blocks.0.ramp").is_meta, "or a plan would compute on two devices"
+
+
+RETURNS: dict[str, Callable[[torch.Tensor], object]] = {
+    "Tensor": lambda x: x,
+    "Tensor, Tensor": lambda x: (x, x),
+    "Tensor, Tensor, Tensor, Tensor": lambda x: (x, x, x, x),
+    "NoneType": lambda x: None,
+    "list": lambda x: [x, x, x],
+    "Tensor, Tensor, NoneType": lambda x: (x, x, None),
+    "Tensor, Tensor, float": lambda x: (x, x, 0.0),
+    "nothing": lambda x: (),
+}
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_that_returns_other_than_it_declares_is_refused(returned: str, recompute: bool) -> None:
+    """Without an output the tensor of an earlier layer would go on, in silence."""
+
+    class Loose(Layer):
+        writes: ClassVar[dict[str, Flow]] = {"hidden": HIDDEN, "memo": Flow()}
+        losses = (Loss("own"),)
+
+        def forward(self, hidden: torch.Tensor, context: Any) -> object:
+            return RETURNS[returned](hidden)
+
+    layer = Loose()
+    layer.layer_name = "blocks.7"
+    wrong = rf"model.source: blocks.7 returns {returned}, and declares hidden, memo, own \(a tensor for each"
+    with pytest.raises(ConfigError, match=wrong):
+        run(layer, {"hidden": torch.ones(2)}, {}, torch.nn.Module(), recompute=recompute)  # type: ignore[arg-type]
+
+
+def test_a_plain_module_may_tie_its_head_over_stages() -> None:
+    """A tied model of transformers, whose embedding has another name, would start on one stage alone."""
+    two_stages = ["parallel.pipeline=2", "train.device=cpu"]
+    check_shared(partitioned(load("configs/forks/plain_gpt.json", two_stages, 2).config))

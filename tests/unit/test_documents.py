@@ -1,4 +1,6 @@
-"""The README stays short, links lead somewhere, lines stay readable, and the README's runs fit the devices that it names."""
+"""The README stays short, links lead somewhere, lines stay readable, and the README's runs
+fit the devices that it names.
+"""
 
 import re
 import runpy
@@ -101,7 +103,9 @@ def overrides(words: list[str]) -> list[str]:
 
 
 def test_the_readmes_runs_fit_their_devices() -> None:
-    """For 1, 8 and 512 devices: the config's layout and batch divide over them, and what is planned is what runs."""
+    """For 1, 8 and 512 devices: the config's layout and batch divide over them,
+    and what is planned is what runs.
+    """
     found = []
     for words in commands(README, "pretrain"):
         number = re.search(r"(?:--num_gpus|--ntasks) (\d+)", " ".join(words))
@@ -116,7 +120,9 @@ def test_the_readmes_runs_fit_their_devices() -> None:
 
 
 def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
-    """Someone would spend days on a run with another batch, another vocabulary, or a tokenizer that no command has brought."""
+    """Someone would spend days on a run with another batch, another vocabulary, or a
+    tokenizer that no command has brought.
+    """
     page = ROOT / "docs/real_run.md"
     runs = commands(page, "pretrain")
     fineweb, openwebtext = (
@@ -141,6 +147,20 @@ def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
         assert prepared.tokenizer == "gpt2" and prepared.valid_fraction
     [planned] = commands(page, "plan")
     assert overrides(planned) == overrides(runs[0])
+
+
+def test_the_page_of_plain_modules_shows_what_runs() -> None:
+    """Readers copy its table, its config and its overrides."""
+    text = read(ROOT / "docs/plain_modules.md")
+    [table] = re.findall(r"^PARTS = \{.*?^\}", text, re.DOTALL | re.MULTILINE)
+    assert table in read(ROOT / "configs/forks/plain_gpt.py")
+
+    [content] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    known = flatten(Config.model_validate_json(content).model_dump(by_alias=True))
+    scripts = ("prepare", "verify", "pretrain")
+    lines = [line for script in scripts for line in commands(ROOT / "docs/plain_modules.md", script)]
+    named = {word.split("=")[0] for line in lines for word in overrides(line)}
+    assert len(lines) == 6 and named and not named - known.keys()
 
 
 def test_every_setting_that_is_named_for_newcomers_exists() -> None:
@@ -190,5 +210,8 @@ def test_mistakes_would_be_noticed() -> None:
         and too_long(f"```\n{two}\n```") == []
         and too_long(f"| {two} |") == []
     )
-    wrong = "[a](docs/nowhere.md) [b](docs/README.md#nowhere) | [c](docs/README.md#documents) [d](https://pytorch.org)"
+    wrong = (
+        "[a](docs/nowhere.md) [b](docs/README.md#nowhere) | [c](docs/README.md#documents) "
+        "[d](https://pytorch.org)"
+    )
     assert broken_links(README, wrong) == ["docs/nowhere.md", "docs/README.md#nowhere"]

@@ -1,4 +1,6 @@
-"""A mixture of experts on one process: against a plain one written here, token by token, and what its settings refuse."""
+"""A mixture of experts on one process: against a plain one written here, token by
+token, and what its settings refuse.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,16 +37,26 @@ from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.settings.load import load
 from tests.training import write_config
 
-MODEL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "bias": False, "activation": "swiglu", "num_experts": 8, "expert_ffn_size": 6,
-         "init_std": 0.3}  # fmt: skip
+MODEL = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "bias": False,
+    "activation": "swiglu",
+    "num_experts": 8,
+    "expert_ffn_size": 6,
+    "init_std": 0.3,
+}
 VARIANTS = {
     "softmax": "",
     "three of eight, not normalised": "model.experts_per_token=3 model.router_normalised=false",
     "shared, plain activation": "model.shared_experts=2 model.activation=gelu",
-    "deepseek": "model.router_scores=sigmoid model.router_scale=2.5 model.expert_groups=4 model.groups_per_token=2 "
+    "deepseek": "model.router_scores=sigmoid model.router_scale=2.5 model.expert_groups=4 "
+    "model.groups_per_token=2 "
     "model.router_bias_rate=0.1 model.shared_experts=1 model.router_balance=sequence",
     "capacity": "model.capacity_factor=0.5 model.router_normalised=true",
-    "groups of softmax": "model.expert_groups=4 model.groups_per_token=2 model.router_balance=global model.router_z_loss=0.1",
+    "groups of softmax": "model.expert_groups=4 model.groups_per_token=2 model.router_balance=global "
+    "model.router_z_loss=0.1",
 }
 Configure = Callable[..., Config]
 
@@ -161,7 +173,9 @@ def other_than_plain(config: Config) -> str:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_the_plain_formula(configure: Configure, variant: str) -> None:
-    """A row under another token's weight, a gate without its gradient, shares of another routing than the dispatch's."""
+    """A row under another token's weight, a gate without its gradient, shares of
+    another routing than the dispatch's.
+    """
     assert other_than_plain(configure(VARIANTS[variant])) == ""
 
 
@@ -186,7 +200,9 @@ def test_of_equal_experts_the_first_is_chosen(configure: Configure) -> None:
 
 
 def test_rows_of_least_weight_are_dropped_first() -> None:
-    """And of equal ones, up to rounding, the last of the microbatch, whatever order its tokens stand in here."""
+    """And of equal ones, up to rounding, the last of the microbatch, whatever order its
+    tokens stand in here.
+    """
     weights = torch.tensor([[0.9, 0.1], [0.3, 0.7], [0.3 + 1e-7, 0.6], [0.3, 0.5]])
     chosen = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 2]])
     fits = [[True, False], [True, True], [False, True], [False, True]]
@@ -207,8 +223,9 @@ def with_biases(experts: Any, given: tuple[Tensor, Tensor], y: Tensor) -> Tensor
 
 
 def test_what_is_not_dropped_has_the_same_bits(configure: Configure) -> None:
-    """With room for all rows; while a text is written or validated; and with room for few, of tokens that lose none of their experts. Those
-    that lose all have zero, and a pass that is run again drops the same."""
+    """With room for all rows; while a text is written or validated; and with room for few, of tokens that
+    lose none of their experts. Those that lose all have zero, and a pass that is run again drops the same.
+    """
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     found = dict[str, Tensor]()
@@ -231,7 +248,9 @@ def test_what_is_not_dropped_has_the_same_bits(configure: Configure) -> None:
 
 
 class Told:
-    """Two ranks that send each other the same: what begins and what is waited for, by number, and what is computed."""
+    """Two ranks that send each other the same: what begins and what is waited
+    for, by number, and what is computed.
+    """
 
     key = "told"
 
@@ -292,7 +311,9 @@ def test_rows_travel_while_others_are_computed(
 
 
 def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
-    """It grows where an expert has less than the mean; a recomputed pass counts once, and a validation never."""
+    """It grows where an expert has less than the mean; a recomputed pass counts once,
+    and a validation never: its tokens are others, and so are the keys of its microbatches.
+    """
     config = configure("model.router_bias_rate=0.25 train.recompute=full")
     stage, own = mixture(config)
     context = stage.context(Microbatch(torch.zeros(2, 16, dtype=torch.int64), key=5))
@@ -301,7 +322,9 @@ def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
     assert list(own.kept) == [5], "the backward runs the layer again"
     own(-x, context)  # and replays the choice, whatever its scores would be now
     assert not own.kept
-    own.eval()(x, context)
+    validation = stage.context(Microbatch(torch.ones(2, 16, dtype=torch.int64), key=6))
+    own.eval()(x.flip(1), validation)
+    assert not own.kept, "there is no backward that would take them"
     counts = torch.zeros(8, dtype=torch.float64)
     for expert in own.router.choose(own.router.ranked(own.router.score(x).scores)).flatten():
         counts[expert] += 1
@@ -314,8 +337,10 @@ def test_counts_and_the_bias_that_follows(configure: Configure) -> None:
 
 @pytest.mark.parametrize("parts", [1, 8])
 def test_of_a_routers_gradient_in_bf16_each_part_is_rounded_once(configure: Configure, parts: int) -> None:
-    """Each rank and microbatch has a part p: an error of 2^-8 |p|, and in fp32 of n products n 2^-24 of their magnitudes. Scores or
-    their gradients in bf16 would err by 2^-8 of these magnitudes, of which p is a small part."""
+    """Each rank and microbatch has a part p: an error of 2^-8 |p|, and in fp32 of n products n
+    2^-24 of their magnitudes. Scores or their gradients in bf16 would err by 2^-8 of these
+    magnitudes, of which p is a small part.
+    """
     _, own = mixture(configure("train.precision=bf16"))
     generator, weight = torch.Generator().manual_seed(0), own.router.weight
     x, toward = torch.randn(64, 16, generator=generator).bfloat16(), torch.randn(64, 8, generator=generator)
@@ -335,7 +360,9 @@ def test_of_a_routers_gradient_in_bf16_each_part_is_rounded_once(configure: Conf
 
 
 def test_an_expert_without_rows_has_a_gradient_of_zero() -> None:
-    """What stands in memory that nobody has written would be one; so would the step before's sum, which is written over."""
+    """What stands in memory that nobody has written would be one; so would the step
+    before's sum, which is written over.
+    """
     ends = torch.tensor([0, 3, 3, 5])  # the first and the third have none
     x, weight = torch.randn(5, 4), torch.nn.Parameter(torch.randn(4, 3, 4))
     main = MainGradient(torch.full((4, 3, 4), torch.nan), WeightGradQueue())
@@ -358,7 +385,9 @@ def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_pass_without_gradients_keeps_no_route(configure: Configure) -> None:
-    """Nobody would run it again and take the route: the next microbatch of its key would go the ways of other tokens."""
+    """Nobody would run it again and take the route: the next microbatch of its key
+    would go the ways of other tokens.
+    """
     config = configure("train.recompute=full")
     model, shape = whole_model(config), (config.train.micro_batch_size, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -490,15 +519,15 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     )
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 2.0, 0, 0, 1, 1, 2, 2]))  # type: ignore[union-attr, index]
     later = monitor.figures({"step": 2}, [stage])
-    assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (
-        1.5,
-        1,
-    )  # the second of the two holds the last four
+    # the second of the two holds the last four
+    assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (1.5, 1)
 
 
 def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Configure) -> None:
-    """A rank of another stage, or of other experts, would be called slow by what the router sends to this one; with a capacity no more
-    travels than it lets through, and what a router did at another step says nothing."""
+    """A rank of another stage, or of other experts, would be called slow by what the router
+    sends to this one; with a capacity no more travels than it lets through, and what a router
+    did at another step says nothing.
+    """
     config = configure("model.num_layers=3 model.first_dense=1 parallel.expert=2 model.capacity_factor=1", 2)
     stage, mesh = (
         whole_model(config),
@@ -518,7 +547,9 @@ def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Con
 
 
 def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: Configure) -> None:
-    """A model of one's own may have one anywhere: the run would end before its first step, or wait for a pipeline rank without one."""
+    """A model of one's own may have one anywhere: the run would end before its first step, or wait
+    for a pipeline rank without one.
+    """
     config = configure("model.num_layers=3 model.first_dense=2", 1)
     stage, mesh = (
         whole_model(config),
@@ -534,16 +565,17 @@ def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: C
 
 
 def test_rows_travel_over_the_ranks_that_hold_experts(configure: Configure) -> None:
-    """Each of two ranks keeps half of its rows; gradients of experts go over the ranks that hold the same ones, others' over all."""
+    """Each of two ranks keeps half of its rows; gradients of experts go over the ranks that hold
+    the same ones, others' over all.
+    """
     config = configure("parallel.expert=2 train.global_batch_size=16", 4)
     (transfers,) = rank_traffic(config)
     rows, own, others = (
         sum(t.sent_bytes for t in transfers if t.group == name) for name in ("ep", "edp", "dp")
     )
     tokens, each = config.rank_tokens * config.num_microbatches, ELEMENT_BYTES[config.train.precision]
-    counts = (
-        2 * 8 * config.num_microbatches
-    )  # of rows, 8 bytes for each expert: half of them to the other rank
+    # of rows, 8 bytes for each expert: half of them to the other rank
+    counts = 2 * 8 * config.num_microbatches
     assert rows == 4 * tokens * 2 * 16 * each / 2 + counts * 2
     experts = 8 * 3 * 6 * 16 // 2
     assert own == pytest.approx(2 * experts * each / 2, rel=0.05) and others > own

@@ -1,7 +1,7 @@
 """The floors of the house: imports go down only, and what is kept to one place stays there.
 
-Every import statement is read from the source, those inside functions too. A schedule can thus be planned, plotted and
-checked on a machine without torch, and a change to the engine cannot reach into the model.
+Every import statement is read from the source, those inside functions too. A schedule can thus be planned,
+plotted and checked on a machine without torch, and a change to the engine cannot reach into the model.
 """
 
 import ast
@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Rooms from the ground up. A room imports those before it and itself; rooms of one line do not import each other.
+# Rooms from the ground up. A room imports those before it and itself; rooms of one line do not import each
+# other.
 ROOMS = [
     ["megacore.errors"],
     ["megacore.files", "megacore.records", "megacore.caches", "megacore.rng", "megacore.distributed.axes"],
@@ -67,26 +68,54 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
-    "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.section", "megacore.config.",
-    "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flow",
-    "megacore.tools.settings.load", "megacore.tools.settings.derive", "megacore.tools.settings.validation",
-    "megacore.tools.settings.experts", "megacore.tools.settings.latent", "megacore.tools.settings.model",
-    "megacore.tools.settings.ds_config", "megacore.tools.settings.ds_settings", "megacore.tools.settings.from_ds_config",
-    "megacore.tools.schedules.", "megacore.tools.choices.flops",
-    "megacore.tools.choices.activations", "megacore.tools.choices.partition", "megacore.tools.choices.search_schedule",
-    "megacore.tools.choices.resolve_auto", "megacore.tools.choices.context_method", "megacore.tools.choices.devices",
-    "megacore.tools.choices.held", "megacore.tools.choices.layer_cost",
-    "megacore.distributed.rank_info", "megacore.distributed.axes", "megacore.distributed.processes",
-    "megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli",
+    "megacore.errors",
+    "megacore.files",
+    "megacore.records",
+    "megacore.caches",
+    "megacore.section",
+    "megacore.config.",
+    "megacore.pipeline.",
+    "megacore.engine.alignment",
+    "megacore.model.flow",
+    "megacore.model.plain.folder",
+    "megacore.tools.settings.load",
+    "megacore.tools.settings.derive",
+    "megacore.tools.settings.validation",
+    "megacore.tools.settings.experts",
+    "megacore.tools.settings.latent",
+    "megacore.tools.settings.model",
+    "megacore.tools.settings.ds_config",
+    "megacore.tools.settings.ds_settings",
+    "megacore.tools.settings.from_ds_config",
+    "megacore.tools.schedules.",
+    "megacore.tools.choices.flops",
+    "megacore.tools.choices.activations",
+    "megacore.tools.choices.partition",
+    "megacore.tools.choices.search_schedule",
+    "megacore.tools.choices.resolve_auto",
+    "megacore.tools.choices.context_method",
+    "megacore.tools.choices.devices",
+    "megacore.tools.choices.held",
+    "megacore.tools.choices.layer_cost",
+    "megacore.distributed.rank_info",
+    "megacore.distributed.axes",
+    "megacore.distributed.processes",
+    "megacore.tools.launchers",
+    "megacore.tools.hostfile",
+    "megacore.tools.error_report",
+    "megacore.tools.cli",
     "megacore.tools.stop_request",
-)  # fmt: skip
-# Read before torch too, but what it does comes later: inside its functions such a module may import what its floor allows.
+)
+# Read before torch too, but what it does comes later: inside its functions such a module may import what its
+# floor allows.
 TORCH_LATE = ("megacore.optimizers.",)
-# Third-party packages that they may import: those in the second set not at import time, only where something is drawn.
-TORCH_FREE_PACKAGES = ({"pydantic"}, {"matplotlib", "rich"})
+# Third-party packages that they may import: those in the second set not at import time, only where something
+# is drawn, or where a config.json of transformers has been read and found right.
+TORCH_FREE_PACKAGES = ({"pydantic"}, {"matplotlib", "rich", "transformers", "huggingface_hub"})
 KERNEL_PACKAGES = {"torch", "triton"}  # and no others in megacore.kernels
 
-# The one module that may call torch.load, with `weights_only=True` spelt out: it then builds tensors and plain values, and calls nothing.
+# The one module that may call torch.load, with `weights_only=True` spelt out: it then builds tensors and
+# plain values, and calls nothing.
 RESTRICTED_LOADER = "megacore.tools.interchange.nanogpt"
 
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -114,7 +143,9 @@ class Source:
         return self.path.name == "__init__.py"
 
     def imports(self) -> tuple[Import, ...]:
-        """Every imported name as written out in full: `from a import b` is a.b, which may or may not be a module."""
+        """Every imported name as written out in full: `from a import b` is a.b,
+        which may or may not be a module.
+        """
         return self._imports
 
     @cached_property
@@ -162,7 +193,9 @@ def sources(root: Path = ROOT) -> list[Source]:
 
 
 def resolve(name: str, known: set[str]) -> str:
-    """The module that an imported name belongs to: the longest prefix that is a file of ours, or else its top-level package."""
+    """The module that an imported name belongs to: the longest prefix that is a file of ours,
+    or else its top-level package.
+    """
     while name not in known and "." in name:
         name = name.rpartition(".")[0]
     return name
@@ -177,8 +210,11 @@ def room_of(name: str) -> str | None:
 
 
 def is_torch_free(name: str) -> bool:
-    """Whether a module may be imported before torch. A package's own file, which every import of what is inside it runs, is no more
-    than a docstring (`test_packages_hold_nothing_of_their_own`)."""
+    """Whether a module may be imported before torch.
+
+    A package's own file, which every import of what is inside it runs, is no more than a docstring
+    (`test_packages_hold_nothing_of_their_own`).
+    """
     free = any(
         name == free or (free.endswith(".") and name.startswith(free)) for free in TORCH_FREE + TORCH_LATE
     )
@@ -212,7 +248,8 @@ def violations(files: list[Source]) -> list[str]:
                 found.append(f"{where}: imports {imported.module}, which stands on no floor")
             elif other != room and FLOORS[other] >= FLOORS[room]:
                 found.append(
-                    f"{where}: {room.rstrip('.')} on floor {FLOORS[room]} imports {target} on floor {FLOORS[other]}"
+                    f"{where}: {room.rstrip('.')} on floor {FLOORS[room]} imports {target} on floor "
+                    f"{FLOORS[other]}"
                 )
             elif (
                 is_torch_free(file.name)
@@ -239,7 +276,9 @@ def foreign(file: Source, imported: Import, where: str) -> Iterator[str]:
 
 
 def test_packages_hold_nothing_of_their_own():
-    """A package's own file is run by every import of anything inside it: code there would stand on every floor at once."""
+    """A package's own file is run by every import of anything inside it: code there
+    would stand on every floor at once.
+    """
     allowed = {"megacore", "megacore.kernels", "megacore.config", "megacore.checkpoint", "benchmarks"}
     for file in sources():
         if file.is_package and file.name not in allowed:
@@ -279,9 +318,8 @@ def test_every_room_is_read():
 
 def test_deepspeed_is_imported_in_one_module_lazily():
     """Everything else must run where DeepSpeed is broken or absent, and start without its slow import."""
-    ours = [
-        source for source in sources() if source.name != "benchmarks.peers.deepspeed_loop"
-    ]  # which is what megacore is held against
+    # which is what megacore is held against
+    ours = [source for source in sources() if source.name != "benchmarks.peers.deepspeed_loop"]
     uses = [
         (source.name, imported)
         for source in ours
@@ -388,7 +426,9 @@ def build(root: Path, files: dict[str, str]) -> None:
     ],
 )
 def test_planted_imports_are_reported(tmp_path, path, code, complaint):
-    """Each fault is planted alone among harmless files; a check that reads less than it claims would stay silent."""
+    """Each fault is planted alone among harmless files; a check that reads less
+    than it claims would stay silent.
+    """
     harmless = ["megacore/__init__.py", "megacore/distributed/collectives.py", "launch/pretrain.py"]
     harmless += ["megacore/engine/__init__.py", "megacore/engine/native.py"]
     build(tmp_path, dict.fromkeys(harmless, "") | {path: code})

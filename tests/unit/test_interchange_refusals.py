@@ -18,20 +18,36 @@ from megacore.checkpoint import locate
 from megacore.checkpoint.manifest import sealed
 from megacore.errors import UserError
 from tests.conversion import assert_nothing_written, random_run
+from tests.pool import PATIENCE
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 12, "max_position_embeddings": 16, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+}
 LAYER = "model.layers.0."
 SHAPES = {
-    "model.embed_tokens.weight": (31, 8), "model.norm.weight": (8,), "lm_head.weight": (31, 8),
-    f"{LAYER}input_layernorm.weight": (8,), f"{LAYER}post_attention_layernorm.weight": (8,),
-    f"{LAYER}self_attn.q_proj.weight": (8, 8), f"{LAYER}self_attn.k_proj.weight": (4, 8), f"{LAYER}self_attn.v_proj.weight": (4, 8),
-    f"{LAYER}self_attn.o_proj.weight": (8, 8), f"{LAYER}mlp.gate_proj.weight": (12, 8), f"{LAYER}mlp.up_proj.weight": (12, 8),
+    "model.embed_tokens.weight": (31, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (31, 8),
+    f"{LAYER}input_layernorm.weight": (8,),
+    f"{LAYER}post_attention_layernorm.weight": (8,),
+    f"{LAYER}self_attn.q_proj.weight": (8, 8),
+    f"{LAYER}self_attn.k_proj.weight": (4, 8),
+    f"{LAYER}self_attn.v_proj.weight": (4, 8),
+    f"{LAYER}self_attn.o_proj.weight": (8, 8),
+    f"{LAYER}mlp.gate_proj.weight": (12, 8),
+    f"{LAYER}mlp.up_proj.weight": (12, 8),
     f"{LAYER}mlp.down_proj.weight": (8, 12),
-}  # fmt: skip
+}
 
 
 def write_model(folder: Path) -> Path:
@@ -92,7 +108,9 @@ K = f"{LAYER}self_attn.k_proj.weight"
 
 
 def linked(name: str, *over: str, elsewhere: bool = True) -> Callable[[Path], None]:
-    """A file of the model, or another, is a link to one beside the model's folder, perhaps `over` a link within it."""
+    """A file of the model, or another, is a link to one beside the model's folder,
+    perhaps `over` a link within it.
+    """
 
     def damage(folder: Path) -> None:
         there = folder.parent / "elsewhere"
@@ -241,15 +259,22 @@ def test_import_names_what_is_wrong(damage, tmp_path):
 
 
 GOOD = {
-    "tokenizer_config.json": '{"eos_token": {"content": "b"}}', "special_tokens_map.json": "{}", "added_tokens.json": '{"c": 2}',
-    "vocab.json": '{"a": 0, "b": 1}', "merges.txt": "#version: 0.2\na b\n",
+    "tokenizer_config.json": '{"eos_token": {"content": "b"}}',
+    "special_tokens_map.json": "{}",
+    "added_tokens.json": '{"c": 2}',
+    "vocab.json": '{"a": 0, "b": 1}',
+    "merges.txt": "#version: 0.2\na b\n",
     "chat_template.jinja": "{% for m in messages %}{{ m }}{% endfor %}",
-    "tokenizer.json": '{"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}',
-}  # fmt: skip
+    "tokenizer.json": '{"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, '
+    '"unk_token": "a"}}',
+}
 
 
 def test_a_folder_of_the_hubs_cache_is_taken(tmp_path):
-    """Its files are links to blobs, which revisions share: the very layout that a download leaves. A tokenizer's good files come along."""
+    """Its files are links to blobs, which revisions share: the very layout that a download leaves.
+
+    A tokenizer's good files come along.
+    """
     cache = tmp_path / "hub" / "models--somebody--model"
     (cache / "snapshots").mkdir(parents=True)
     folder = write_model(cache / "snapshots" / "0123abcd")
@@ -410,7 +435,7 @@ def test_status_and_the_line(tmp_path):
     folder = write_model(tmp_path / "model")
     truncate(folder)
     command = [sys.executable, SCRIPT, "import", folder, "--format", "hf", "--output", tmp_path / "run"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr.startswith(f"checkpoint error: {folder}/model.safetensors: is damaged")

@@ -170,6 +170,7 @@ def test_gates_of_attention(kind: str) -> None:
     ) @ ours.output.weight.T
     torch.testing.assert_close(ours(x, context), right, rtol=1e-12, atol=1e-12)
     rows = 4 if kind == "headwise" else 24
+    assert len(ours.qkv.gate) == rows
     assert block_flops(stage.config, False) - block_flops(plain.config, False) == 2 * 24 * rows
 
 
@@ -185,7 +186,9 @@ def test_blocks_without_positions_are_every_nth() -> None:
 
 
 def test_the_planner_tells_kinds_of_blocks_apart() -> None:
-    """One without positions keeps other tensors; taken for the first, the plan of its stage would be wrong."""
+    """One without positions keeps other tensors; taken for the first, the plan of its
+    stage would be wrong.
+    """
     config = config_of(position="rope", nope_every=2)
     assert [config.model.alike(block) for block in range(3)] == [0, 1, 0]
     third, second, rotating = (

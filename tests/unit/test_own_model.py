@@ -1,4 +1,6 @@
-"""What is known of a model of the user's own without a device: its parameters, its products and their share of the peak, its dry run."""
+"""What is known of a model of the user's own without a device: its parameters, its products and their
+share of the peak, its dry run.
+"""
 
 import math
 import re
@@ -12,7 +14,7 @@ from megacore.config import Config
 from megacore.distributed.collectives import own_part
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import shard_of
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, unregister
 from megacore.tools.choices.compiling import can_compile
@@ -24,7 +26,7 @@ from megacore.tools.library import predict
 from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
-from tests import forks
+from tests import forks, training
 
 TINY = str(forks.ROOT / "configs/gpt_tiny.json")
 
@@ -38,7 +40,9 @@ def with_source(text: str, folder: Path, *overrides: str, world: int = 1) -> Con
     "overrides", [[], ["model.activation=gelu", "model.num_kv_heads=2", "model.tie_embeddings=false"]]
 )
 def test_counted_products_are_those_of_the_formulas(tmp_path: Path, overrides: list[str]) -> None:
-    """megacore's own block, taken for one of the user's: a product that is missed, or counted twice, is another number."""
+    """megacore's own block, taken for one of the user's: a product that is missed, or
+    counted twice, is another number.
+    """
     plain = load(TINY, ["model.attention=eager", *overrides]).config
     own = with_source(
         "from megacore.model.block import Block\n", tmp_path, "model.attention=eager", *overrides
@@ -80,7 +84,8 @@ def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "memory and what is sent are unknown" in said and "GFLOP" not in said
     line = text[: text.index("assert x.sum")].count("\n") + 1
-    why = rf"{tmp_path}/model.py, line {line}, counting its products: RuntimeError: "  # else nobody knows what to mend
+    # else nobody knows what to mend
+    why = rf"{tmp_path}/model.py, line {line}, counting its products: RuntimeError: "
     assert why in said
     with pytest.raises(
         ConfigError, match=f"--plot: the layers of model.source do not run on tensors without content: {why}"
@@ -139,15 +144,20 @@ def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.Capture
     assert 2 * sum(held) - norms == whole + untied
 
 
-@pytest.mark.parametrize(("name", "world", "layout"), [
-    ("gpt_7b", 8, []),
-    ("gpt_1b", 4, ["parallel.pipeline=2", "parallel.schedule=zb_h1", "train.recompute=full"]),
-    ("llama_8b", 8, ["parallel.tensor=2", "parallel.sequence=true", "engine.kind=native"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [
+        ("gpt_7b", 8, []),
+        ("gpt_1b", 4, ["parallel.pipeline=2", "parallel.schedule=zb_h1", "train.recompute=full"]),
+        ("llama_8b", 8, ["parallel.tensor=2", "parallel.sequence=true", "engine.kind=native"]),
+    ],
+)
 def test_megacores_block_as_one_of_the_users_is_planned_alike(
     name: str, world: int, layout: list[str], tmp_path: Path
 ) -> None:
-    """Two descriptions of a block drift apart: what the time model knows of megacore's own must be what the layers do."""
+    """Two descriptions of a block drift apart: what the time model knows of megacore's
+    own must be what the layers do.
+    """
     (tmp_path / "house.py").write_text("from megacore.model.block import Block\n")
     path = str(forks.ROOT / f"configs/{name}.json")
     plain, own = (
@@ -155,19 +165,24 @@ def test_megacores_block_as_one_of_the_users_is_planned_alike(
     )
     assert rank_memory(own) == rank_memory(plain)
     expected, found = (predict(config).terms for config in (plain, own))
-    # A recomputed forward ends with what backward needs; the time model's formula repeats all of it.
+    # A recomputed forward ends with what backward needs. The time model's formula repeats all of it, as other
+    # trainers do: that is a seventh of the passes, and a twenty-fifth of the step.
     again = "train.recompute=full" in layout
     for term in ("products", "attention"):
         assert found[term] == pytest.approx(expected[term], rel=0.03 if again else 1e-3)
-    assert found["passes"] == pytest.approx(expected["passes"], rel=0.12 if again else 0.04)
+    assert found["passes"] == pytest.approx(expected["passes"], rel=0.15 if again else 0.04)
     assert found["tensor"] == pytest.approx(expected["tensor"], rel=0.02)
-    assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.03)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.04 if again else 0.03)
 
 
 def test_layouts_of_the_own_layers_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a layout that its layers cannot be divided into, nobody would hear before the run; here the second block takes no two tensor
-    ranks. Equal layers are measured once, others are not taken for them."""
-    odd = "        if index == 1 and mesh.tp.size > 1:\n            raise ValueError('not divided')\n        self.index = index"
+    """Of a layout that its layers cannot be divided into, nobody would hear before the run; here the second
+    block takes no two tensor ranks. Equal layers are measured once, others are not taken for them.
+    """
+    odd = (
+        "        if index == 1 and mesh.tp.size > 1:\n            raise ValueError('not divided')\n     "
+        "   self.index = index"
+    )
     own = with_source(
         forks.documented().replace("        self.index = index", odd), tmp_path, "train.device=cuda"
     )
@@ -237,7 +252,9 @@ class Heavy(SGD):
 
 
 def test_an_optimizer_may_stand_in_the_file(tmp_path: Path) -> None:
-    """Its name and its settings are the config's, beside those of the model, and only where the file is named; an edit replaces it."""
+    """Its name and its settings are the config's, beside those of the model, and only where the file
+    is named; an edit replaces it.
+    """
     try:
         for mass in (2.0, 3.0):
             own = with_source(
@@ -251,3 +268,27 @@ def test_an_optimizer_may_stand_in_the_file(tmp_path: Path) -> None:
         unregister(RULES["heavy"])
     with pytest.raises(ConfigError, match='optim.kind: "heavy" is not valid'):
         load(TINY, ["optim.kind=heavy"])
+
+
+LATE = """
+import torch
+from megacore.model.block import Block as Usual
+
+
+class Block(Usual):
+    def forward(self, x, context):
+        hasattr(self, "seen") or self.register_buffer("seen", torch.zeros(()))
+        return super().forward(x, context)
+"""
+
+
+def test_state_that_a_layer_is_given_late_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
+    """The checkpoint would be whole by all its digests, and another model."""
+    (tmp_path / "late.py").write_text(LATE)
+    path = training.write_config(
+        tmp_path, training.write_corpus(tmp_path), model={"source": "late.py"}, train={"steps": 2}
+    )
+    wrong = "nothing was saved: the model has got the torch buffer blocks.0.seen, which no checkpoint saves"
+    with pytest.raises(CheckpointError, match=wrong):
+        training.run_rank(path, [], str(tmp_path / "run"))
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))

@@ -28,7 +28,9 @@ def configure(tmp_path: Path) -> Configure:
 def test_a_gradient_that_is_not_finite_changes_nothing(
     configure: Configure, precision: str, bad: float
 ) -> None:
-    """One overflow would turn every weight into NaN; a skipped step that counted would bend bias correction."""
+    """One overflow would turn every weight into NaN; a skipped step that counted would
+    bend bias correction.
+    """
     stage, engine = engine_of(configure(f"train.precision={precision}"))
     backward_of(engine, stage, 1.0)
     engine.step(1e-3)
@@ -53,9 +55,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
 @pytest.mark.parametrize("bad", ["weight", "loss", "gradient", "spike"])
 @pytest.mark.parametrize("kind", RULES)
 def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: str, bad: str) -> None:
-    """By every rule and for every reason: no weight, moment or momentum moves, no norm is remembered, and one step is one skip, also
-    where loss and gradient are both bad, as they are behind a weight that is not finite."""
-    config = configure(f"optim.kind={kind} optim.spike_threshold=6 optim.weight_decay=0.3")
+    """By every rule and for every reason: no weight, moment or momentum moves, no norm is
+    remembered, and one step is one skip, also where loss and gradient are both bad, as they are
+    behind a weight that is not finite.
+    """
+    average = "" if kind == "schedule_free" else "optim.ema=0.9"  # which keeps an average itself
+    config = configure(f"optim.kind={kind} {average} optim.spike_threshold=6 optim.weight_decay=0.3")
     stage, engine = engine_of(config)
     loss = torch.ones((), dtype=torch.float64)
     for _ in range(ENOUGH + 1):
@@ -84,11 +89,45 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
     assert str(engine.spikes.recent.tolist()) == str(window), (
         "a norm beyond those that count would move the median"
     )
+    assert {float(update.updates) for _, update in engine.optimizer.parts} == {state["updates"]}
+
+    # The next step is the one that would have been taken without the skipped one. Every count that a rule or
+    # an average keeps enters it, and a second engine has them all from the state before the skipped step.
+    resumed_stage, resumed = engine_of(config)
+    for name, (tensor, _) in resumed.tensors().items():
+        tensor.copy_(before[name])
+    resumed.load_state(state, resumed.tensors())
+    for each_stage, each_engine in ((stage, engine), (resumed_stage, resumed)):
+        backward_of(each_engine, each_stage, 0.5)
+        each_engine.step(1e-4)
+    expected = {name: tensor for name, (tensor, _) in resumed.tensors().items()}
+    different = [
+        name for name, (tensor, _) in engine.tensors().items() if not torch.equal(tensor, expected[name])
+    ]
+    assert not different
+    assert engine.state() == resumed.state() | {"skipped": 1}
+
+
+def test_a_step_that_is_not_taken_leaves_the_routers_biases(configure: Configure) -> None:
+    """They would follow the tokens of batches that nothing was learned from."""
+    experts = "model.num_experts=4 model.experts_per_token=2 model.router_bias_rate=0.1"
+    config = configure(f"{experts} model.router_balance=none")
+    stage, engine = engine_of(config)
+    accumulate(config, stage, engine, 1)
+    engine.step(1e-3)
+    before = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
+    assert all(before[f"buffer/blocks.{i}.feed_forward.router.bias"].any() for i in (0, 1))
+    accumulate(config, stage, engine, 2)
+    engine.buffers[0].gradients[3] = math.nan
+    assert engine.step(1e-3).skipped == 1
+    assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
 
 
 def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:
-    """More spikes than norms before them: remembered, they would be the usual norm by the end. Nor does a spike overflow: forty of
-    them that halved the loss scale would leave gradients that underflow."""
+    """More spikes than norms before them: remembered, they would be the usual norm by the end.
+
+    Nor does a spike overflow: forty of them that halved the loss scale would leave gradients that underflow.
+    """
     stage, engine = engine_of(configure("train.precision=fp16 optim.spike_threshold=6"))
     scale = engine.state()["loss_scale"]
     for step in range(60):
@@ -99,7 +138,9 @@ def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configu
 
 
 def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
-    """A gradient that is not unscaled before the clip steps by its bound in every step, however small it is."""
+    """A gradient that is not unscaled before the clip steps by its bound in every step,
+    however small it is.
+    """
     norms = {}
     for precision, scale in (("fp32", 1.0), ("fp16", 2.0**16 * 4)):  # 4 microbatches
         config = configure(f"train.precision={precision}")
@@ -145,7 +186,9 @@ def test_loss_scale_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_learning_rate_at_its_corners(schedule: str, points: dict[int, float]) -> None:
-    """Warmup that begins at zero, or a decay that ends a step early or late, is not the documented schedule."""
+    """Warmup that begins at zero, or a decay that ends a step early or late, is not the
+    documented schedule.
+    """
     optim = OptimConfig.model_validate(
         {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "schedule": schedule}
     )
@@ -155,7 +198,9 @@ def test_learning_rate_at_its_corners(schedule: str, points: dict[int, float]) -
 
 
 def test_learning_rate_without_room() -> None:
-    """No warmup, warmup longer than the run, decay that starts where warmup ends: no division by zero, no step at lr 0."""
+    """No warmup, warmup longer than the run, decay that starts where warmup ends: no
+    division by zero, no step at lr 0.
+    """
     for kind in ("cosine", "linear", "constant", "wsd"):
         flat = OptimConfig.model_validate({"lr": 1.0, "warmup_steps": 0, "decay_steps": 1, "schedule": kind})
         assert learning_rate(flat, 1, 1) == (1.0 if kind == "constant" else 0.0)
@@ -189,8 +234,9 @@ def test_older_checkpoints_say_a_scale_of_1_without_scaling(configure: Configure
 
 @pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])
 def test_every_loss_scale_is_restored(configure: Configure, scale: float) -> None:
-    """One that many overflows have made small would be taken for that of a run that did not scale: the resumed run would start
-    afresh, skip all those steps again, and part from the uninterrupted one."""
+    """One that many overflows have made small would be taken for that of a run that did not scale: the
+    resumed run would start afresh, skip all those steps again, and part from the uninterrupted one.
+    """
     (_, engine), (_, resumed) = (engine_of(configure("train.precision=fp16")) for _ in range(2))
     engine.loss_scale.value.fill_(scale)
     engine.loss_scale.good_steps.fill_(7)

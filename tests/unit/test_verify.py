@@ -1,4 +1,6 @@
-"""The parts of the proof that need no process: layouts by name, shrinking, comparing, finding the first difference."""
+"""The parts of the proof that need no process: layouts by name, shrinking,
+comparing, finding the first difference.
+"""
 
 import io
 import json
@@ -66,7 +68,9 @@ def test_layout_names() -> None:
 
 
 def test_changed_files_choose_layouts() -> None:
-    """A change of context parallelism would be proved in two layouts that have it, and one of schedules in the config's alone."""
+    """A change of context parallelism would be proved in two layouts that have it, and one of
+    schedules in the config's alone.
+    """
     root = Path(__file__).resolve().parents[2]
     for place, names in BESIDES.items():
         assert (root / place).exists(), f"{place} is no more, so nothing is chosen for what became of it"
@@ -80,12 +84,12 @@ def test_changed_files_choose_layouts() -> None:
 
 
 def test_a_ds_config_stays_in_the_small_config() -> None:
-    """Without it verify would ask for the ds_config that the user has given, and not say what DeepSpeed cannot do."""
+    """Without it verify would ask for the ds_config that the user has given, and
+    not say what DeepSpeed cannot do.
+    """
     ds_config = {"zero_optimization": {"stage": 1}}
-    given = ds_config | {
-        "train_batch_size": 16,
-        "scheduler": {"type": "WarmupLR"},
-    }  # what it says of the run, the small config says anew
+    # what it says of the run, the small config says anew
+    given = ds_config | {"train_batch_size": 16, "scheduler": {"type": "WarmupLR"}}
     overrides = [
         "engine.kind=deepspeed",
         f"engine.config={json.dumps(given)}",
@@ -129,7 +133,9 @@ def test_what_is_no_layout_is_refused(name: str) -> None:
 
 
 def test_a_refusal_of_layouts_says_which_and_what_would_be_right() -> None:
-    """`parallel.expert there are no experts` is no sentence; and of the one layout that suits every model nobody would know."""
+    """`parallel.expert there are no experts` is no sentence; and of the one layout that suits
+    every model nobody would know.
+    """
     with pytest.raises(
         ConfigError,
         match=r"none is possible: in ep2, parallel.expert: there are no experts to divide \(.* such as one\)",
@@ -168,9 +174,8 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
     assert small.train.recompute == user.train.recompute and small.parallel.schedule == user.parallel.schedule
     parameters = sum(p.numel() for p in whole_model(load(str(case)).config).parameters())
     assert parameters < 2_500_000
-    for stages in (
-        () if path.stem == "deepseek_v3" else (2, 4)
-    ):  # 61 blocks of two kinds and a V: no few blocks are cut alike
+    # 61 blocks of two kinds and a V: no few blocks are cut alike
+    for stages in () if path.stem == "deepseek_v3" else (2, 4):
         assert unevenness(small, stages) == unevenness(user, stages)
         assert small.model.num_layers <= 9
 
@@ -212,7 +217,9 @@ def test_an_uneven_split_stays_uneven(
 def test_fewer_microbatches_than_stages_stay_fewer(
     batch: int, names: str, wanted: dict[str, int], tmp_path: Path
 ) -> None:
-    """Such a pipeline never fills up, and warms up in another way; one that does fill up must go on doing so."""
+    """Such a pipeline never fills up, and warms up in another way; one that does fill
+    up must go on doing so.
+    """
     user = load_whole("configs/gpt_1b.json", ["train.micro_batch_size=1", f"train.global_batch_size={batch}"])
     layouts = [parse(name) for name in names.split(",")]
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
@@ -257,7 +264,10 @@ def test_a_chunked_loss_keeps_several_chunks(micro_batch: int, tmp_path: Path) -
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_case_trains_on_a_blend(batch: int, masked: bool, tmp_path: Path) -> None:
-    """With one corpus, what is read from the first one instead is right. Each is read in every step that has samples for both."""
+    """With one corpus, what is read from the first one instead is right.
+
+    Each is read in every step that has samples for both.
+    """
     overrides = [DOCUMENTS, f"train.global_batch_size={batch}", "train.micro_batch_size=1"]
     sections = shrink(load_whole("configs/gpt_tiny.json", overrides), [parse("one")], 3, "fp64")
     config = load(str(write_case(tmp_path, sections, masked))).config
@@ -281,7 +291,10 @@ DOCUMENTS, PACKED = "data.document_mask=true", "data.packing=best_fit"
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("data", [[DOCUMENTS], [PACKED], [DOCUMENTS, PACKED]])
 def test_a_document_is_cut_in_a_learned_sample(data: list[str], masked: bool, tmp_path: Path) -> None:
-    """docs/proof.md says that cut documents are exercised. Where no target beside a cut is learned, any mistake there would pass."""
+    """docs/proof.md says that cut documents are exercised.
+
+    Where no target beside a cut is learned, any mistake there would pass.
+    """
     for batch, micro_batch in ((1, 1), (2, 1), (16, 2), (24, 3)):
         overrides = [*data, f"train.micro_batch_size={micro_batch}", f"train.global_batch_size={batch}"]
         folder = tmp_path / str(batch)
@@ -297,7 +310,9 @@ def test_a_document_is_cut_in_a_learned_sample(data: list[str], masked: bool, tm
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_the_proof_s_own_rate_is_the_run_s(schedule: str) -> None:
-    """Written twice, so that a mistake in one is seen; this holds the two together where a proof of three steps does not reach."""
+    """Written twice, so that a mistake in one is seen; this holds the two together where a proof
+    of three steps does not reach.
+    """
     optim = OptimConfig(
         schedule=schedule, lr=1.0, min_lr=0.1, warmup_steps=3, decay_steps=4 if schedule == "wsd" else 15
     )
@@ -307,7 +322,9 @@ def test_the_proof_s_own_rate_is_the_run_s(schedule: str) -> None:
 
 
 def test_a_proof_in_fp64_is_as_sharp_as_the_documents_say() -> None:
-    """Within 1e-9: a thousand times that is what a mistake in one small tensor may come to."""
+    """Within 1e-9, unless the condition was measured (test_verify_report.py): a thousand times that is
+    what a mistake in one small tensor may come to.
+    """
     bounds = Bounds("fp64", 4, {"weight": 4096}, {(1, "weight"): 1e6})
     bounds.explain([Difference("gradient", 1, "weight", 0, 1.0)])
     for kind, name in (
@@ -317,11 +334,13 @@ def test_a_proof_in_fp64_is_as_sharp_as_the_documents_say() -> None:
         ("figure", "loss"),
     ):
         assert bounds.of(Difference(kind, 1, name, 0, 0.0)) <= 1e-9
-    assert bounds.of_activations(1.0) <= 1e-9
+    assert bounds.of_activations(0.0) <= 1e-9
 
 
 def test_bf16_has_a_cap_that_one_process_cannot_lift() -> None:
-    """With three times the error of one process as the only bound, a mistake that it makes too would explain itself."""
+    """With three times the error of one process as the only bound, a mistake that it
+    makes too would explain itself.
+    """
     bounds = Bounds("bf16", 4, {"weight": 4096}, {})
     found = {
         kind: Difference(kind, 1, "loss" if kind == "figure" else "weight", 0, 0.03)
@@ -341,7 +360,9 @@ def test_bf16_has_a_cap_that_one_process_cannot_lift() -> None:
 
 
 def test_tensor_ranks_divide_the_experts_that_all_tokens_share() -> None:
-    """Experts of six features that tensor ranks do not divide would leave the last of four ranks no feature of a shared one."""
+    """Experts of six features that tensor ranks do not divide would leave the last of four
+    ranks no feature of a shared one.
+    """
     user = load_whole("configs/moe_tiny.json", [])
     assert shrink(user, [parse("tp4ep4etp1")], 3, "fp64")["model"]["expert_ffn_size"] == 8
     assert shrink(user, [parse("ep4")], 3, "fp64")["model"]["expert_ffn_size"] == 6
@@ -365,7 +386,9 @@ def test_rounding_is_pytorch_s() -> None:
 
 
 def test_an_update_that_points_elsewhere_is_seen() -> None:
-    """By the cosine over what stands clear of rounding: the sign of the rest is chance in bf16, as of all where gradients cancel."""
+    """By the cosine over what stands clear of rounding: the sign of the rest is chance in bf16,
+    as of all where gradients cancel.
+    """
     moment, right = np.array([1.0, -1.0, 0.5, 0.01]), np.array([-1.0, 1.0, -1.0, -1.0])
     reference = {
         "parameter 0|w": np.zeros(4),
@@ -439,7 +462,9 @@ def test_what_was_not_computed_again_is_not_called_equal() -> None:
 
 
 def test_a_bf16_proof_says_of_which_rules_it_compares_no_directions() -> None:
-    """AdamW's updates are also held against fp64's; who proves another rule, or one of their own, would believe as much of it."""
+    """AdamW's updates are also held against fp64's; who proves another rule, or one of their
+    own, would believe as much of it.
+    """
     optim = OptimConfig.model_validate_json('{"groups": [{"match": ["*.weight"], "kind": "sgd"}]}')
     names = ["a.weight", "b.weight", "norm.bias"]
     assert undirected(optim, names) == {"sgd": 2} and undirected(OptimConfig(), names) == {}
@@ -491,9 +516,8 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(
         small = load(str(case), layout.overrides(), layout.world).config
         assert small.model.vocab_size % layout.size("tensor") == user.model.vocab_size % layout.size("tensor")
         assert small.num_microbatches >= 2 and small.model.num_layers >= 4
-        assert small.kv_heads > layout.size(
-            "tensor"
-        )  # a rank's number must not do for that of its first head
+        # a rank's number must not do for that of its first head
+        assert small.kv_heads > layout.size("tensor")
     odd = load_whole("configs/gpt_1b.json", ["train.seq_len=9", "train.micro_batch_size=1"])
     assert impossible(parse("tp4sp"), odd) == "train.seq_len: 9 is not a multiple of parallel.tensor 4"
 
@@ -572,7 +596,9 @@ def test_not_a_number_is_never_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_s_part_of_an_activation_is_recognised(rank: int) -> None:
-    """Whole, this rank's tokens, its features, its gate and up features, or its rows of an uneven vocabulary; else it differs."""
+    """Whole, this rank's tokens, its features, its gate and up features, or its rows of an
+    uneven vocabulary; else it differs.
+    """
     whole = np.random.default_rng(0).normal(size=(6, 8))
     tokens, features = whole[rank * 3 : rank * 3 + 3], whole[:, rank * 4 : rank * 4 + 4]
     gated = np.concatenate([whole[:, rank * 2 : rank * 2 + 2], whole[:, 4 + rank * 2 : 6 + rank * 2]], axis=1)
@@ -587,7 +613,9 @@ def test_a_rank_s_part_of_an_activation_is_recognised(rank: int) -> None:
 
 
 def test_what_watches_a_gradient_hands_it_on() -> None:
-    """Whatever way a layer has of adding: otherwise the run that is watched computes something else, and every verdict is a race."""
+    """Whatever way a layer has of adding: otherwise the run that is watched computes something
+    else, and every verdict is a race.
+    """
     grad, x, rows = torch.randn(5, 4).double(), torch.randn(5, 3).double(), torch.tensor([0, 2, 2, 1, 0])
     ways = {"add_product": (grad, x), "add_rows": (x, rows), "add": (torch.randn(4, 3).double(),)}
     assert ways.keys() == {name for name in vars(MainGradient) if name.startswith("add")}, "a new way"
@@ -603,7 +631,10 @@ def test_what_watches_a_gradient_hands_it_on() -> None:
 
 
 def test_noise_is_that_of_every_checkout() -> None:
-    """`--against` would call two checkouts different that only draw another noise. The numbers are those of November 2026."""
+    """`--against` would call two checkouts different that only draw another noise.
+
+    The numbers are those of November 2026.
+    """
     drawn = {
         (130,): -1.6042106747627258,
         (3, 7): -0.7924339175224304,
@@ -612,3 +643,37 @@ def test_noise_is_that_of_every_checkout() -> None:
     }
     found = {shape: noise("blocks.0.norm1.weight", shape, torch.float64).sum().item() for shape in drawn}
     assert found == pytest.approx(drawn, rel=1e-12)
+
+
+REGRESSION = """
+from megacore.distributed.shard import Shard, new_parameter, replicated
+from megacore.model.flow import Loss
+from megacore.model.gpt import gpt
+from megacore.model.layers import Layer, LayerSpec
+
+
+class Last(Layer):
+    writes = {}
+    losses = (Loss("square", sp=False),)
+
+    def __init__(self, config, mesh, dtype, device):
+        super().__init__()
+        shard = Shard((config.model.hidden_size,), (replicated(mesh.tp),), init_std=0.02)
+        self.weight = new_parameter(shard, dtype, device)
+
+    def forward(self, x, context):
+        return (x @ self.weight - 1).square().sum()
+
+
+def layers(config):
+    return [*gpt(config)[:-1], LayerSpec("head", Last)]
+"""
+
+
+def test_a_head_without_logits_shrinks(tmp_path: Path) -> None:
+    """Its cost is counted as 0, so no size of the vocabulary gives it the share of the user's head."""
+    source = tmp_path / "regression.py"
+    source.write_text(REGRESSION)
+    user = load_whole("configs/gpt_tiny.json", [f"model.source={json.dumps(str(source))}"])
+    small = shrink(user, [parse("one"), parse("pp2")], 3, "fp64")
+    assert small["model"]["vocab_size"] <= user.model.vocab_size

@@ -1,10 +1,12 @@
-"""What `auto` becomes, once, before the first step: what rank 0 finds for its device, alike on every rank and at each resume.
+"""What `auto` becomes, once, before the first step: what rank 0 finds for its device, alike on
+every rank and at each resume.
 
-For attention and context ranks `resolve_auto` has the rules; for compiled blocks rank 0 measures. Whoever imports this has the engines
-of tools attached.
+For attention and context ranks `resolve_auto` has the rules; for compiled blocks rank 0 measures. Whoever
+imports this has the engines of tools attached.
 
-On CPUs blocks gain or lose some per cent by being compiled, which depends on processor and model. To know takes a minute or two, since
-Inductor writes and compiles C++. So short runs are not compiled, and not measured.
+On CPUs blocks gain or lose some per cent by being compiled, which depends on processor and model. To know
+takes a minute or two, since Inductor writes and compiles C++. So short runs are not compiled, and not
+measured.
 """
 
 import json
@@ -29,9 +31,8 @@ from megacore.tools.choices.partition import partitioned
 from megacore.train.step import TrainStep
 
 LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed
-WORTH_MEASURING = (
-    1800.0  # seconds that they take at least: measuring and compiling are then a few per cent of the run
-)
+# seconds that they take at least: measuring and compiling are then a few per cent of the run
+WORTH_MEASURING = 1800.0
 LAYERS = 2  # of the model that is measured; all blocks share one graph
 SECONDS, ROUNDS = 10.0, 15  # at most, of the measurement itself
 GAIN = 0.98  # compiled blocks are taken where a step takes less than this part of a plain one's time
@@ -46,11 +47,12 @@ class Times:
 
 
 def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config, str]:
-    """The config without an `auto` that is chosen by the device, its model cut into stages, and in words why blocks are compiled or not,
-    if somebody measured.
+    """The config without an `auto` that is chosen by the device, its model cut into stages, and in words why
+    blocks are compiled or not, if somebody measured.
 
-    Collective. `resumed`: the checkpoint that rank 0 is to go on from; its run has settled all before. The cut is that by which the mesh
-    was made, whose groups follow from who shares parameters: with what is chosen here, the costs might cut otherwise.
+    Collective. `resumed`: the checkpoint that rank 0 is to go on from; its run has settled all before. The
+    cut is that by which the mesh was made, whose groups follow from who shares parameters: with what is
+    chosen here, the costs might cut otherwise.
     """
     found, why, cut = dict[str, str](), "", partitioned(config).partition
     if mesh.place.rank == 0:
@@ -71,13 +73,14 @@ def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config,
 
 
 def can_compile(config: Config, device: torch.device) -> bool:
-    """Whether compiled blocks come into question: on a CPU, where nothing else that the config asks for excludes them.
+    """Whether compiled blocks come into question: on a CPU, where nothing else that the
+    config asks for excludes them.
 
-    Tensor and context ranks' blocks wait for each other, so one rank could not measure them. GPUs are to be measured.
-    A model of the user's own is compiled only if the config says so, and one with experts never.
+    Tensor and context ranks' blocks wait for each other, so one rank could not measure them. GPUs are to be
+    measured. A model of the user's own is compiled only if the config says so, and one with experts never.
     """
     train, parallel = config.train, config.parallel
-    own = config.model.source is not None or config.model.num_experts is not None
+    own = config.model.is_custom or config.model.num_experts is not None
     excluded = (
         own
         or config.model.dropout
@@ -109,7 +112,10 @@ def with_compile(config: Config, compiled: bool) -> Config:
 
 
 def recorded(reader: Reader) -> tuple[bool, str]:
-    """What a checkpoint's run settled on. One that was written before there was a choice had no compiled blocks."""
+    """What a checkpoint's run settled on.
+
+    One that was written before there was a choice had no compiled blocks.
+    """
     return recorded_sections(reader)["train"].get("compile") is True, ""
 
 
@@ -137,7 +143,8 @@ def measure(config: Config, mesh: Mesh) -> tuple[bool, str]:
     part, took, word = times.compiled / times.plain, time.monotonic() - started, str(chosen).lower()
     return (
         chosen,
-        f"train.compile=auto is {word}: a compiled step takes {part:.2f} of a plain one's time (measured in {took:.0f} s)",
+        f"train.compile=auto is {word}: a compiled step takes {part:.2f} of a plain one's time (measured "
+        f"in {took:.0f} s)",
     )
 
 

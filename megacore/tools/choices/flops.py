@@ -1,7 +1,7 @@
 """Counts the floating-point operations of a model from its config.
 
-Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads × head size (usually h),
-k = key/value heads × head size.
+Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads ×
+head size (usually h), k = key/value heads × head size.
 A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
 """
 
@@ -19,10 +19,11 @@ LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
 
 
 def attention_flops(config: Config, causal: bool) -> float:
-    """Forward operations of scores and weighted values: 2·s·a each; half of both if only the causal triangle is counted.
+    """Forward operations of scores and weighted values: 2·s·a each; half of both if only
+    the causal triangle is counted.
 
-    Grouping key/value heads changes neither, because every query head still meets s keys. What windows mask is not counted; it is the
-    mean of all blocks.
+    Grouping key/value heads changes neither, because every query head still meets s keys. What windows mask
+    is not counted; it is the mean of all blocks.
     """
     return (
         4 * config.train.seq_len * attended_features(config) * (0.5 if causal else 1.0) * window_share(config)
@@ -55,7 +56,9 @@ def projection_weights(config: Config) -> float:
 
 
 def window_share(config: Config) -> float:
-    """Of the pairs of tokens that causal attention has, the part that windows leave, in the mean of all blocks; 1 without windows."""
+    """Of the pairs of tokens that causal attention has, the part that windows leave, in the mean of
+    all blocks; 1 without windows.
+    """
     model, length = config.model, config.train.seq_len
     if model.window is None:
         return 1.0
@@ -72,10 +75,11 @@ def seen_pairs(length: int, window: int | None) -> int:
 def block_flops(config: Config, causal: bool) -> float:
     """Forward operations of one transformer block.
 
-    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h for each gate of attention (or what latents take, see
-    `projection_weights`), 2·h·f for each of the two or, with a gate (swiglu), three feed-forward products, and `attention_flops`.
-    Norms, activations and residuals are not products, and not counted. Of experts those that a token goes through count, and the
-    router; then it is the mean of all blocks.
+    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h for each gate of attention (or
+    what latents take, see `projection_weights`), 2·h·f for each of the two or, with a gate (swiglu), three
+    feed-forward products, and `attention_flops`. Norms, activations and residuals are not products, and not
+    counted. Of experts those that a token goes through count, and the router; then it is the mean of all
+    blocks.
     """
     h = config.model.hidden_size
     f, routed = active_features(config)
@@ -89,7 +93,9 @@ def block_flops(config: Config, causal: bool) -> float:
 
 
 def active_features(config: Config) -> tuple[float, float]:
-    """Features of feed-forward layers that a token goes through, and experts that it is scored for: the mean of all blocks."""
+    """Features of feed-forward layers that a token goes through, and experts that it is
+    scored for: the mean of all blocks.
+    """
     model = config.model
     dense, blocks = resolved(model.ffn_size), range(model.num_layers)
     if model.num_experts is None:
@@ -107,22 +113,26 @@ def head_flops(config: Config) -> float:
 def flops_per_token(config: Config, causal: bool, pairs: float = 1.0) -> float:
     """Model FLOPs of training on one token: 3 × (L blocks + LM head).
 
-    Three, because the backward of a product is two products of the same size: one for the input's gradient, one for the
-    weight's. Attention counts the whole s × s square, or with `causal` the half that a causal model needs. Recomputation
-    and the optimizer are not counted (this is the numerator of MFU, not of HFU). With full recomputation
+    Three, because the backward of a product is two products of the same size: one for the input's gradient,
+    one for the weight's. Attention counts the whole s × s square, or with `causal` the half that a causal
+    model needs. Recomputation and the optimizer are not counted (this is the numerator of MFU, not of HFU).
+    With full recomputation
     and `causal=False` the blocks run 4 times instead of 3, and a batch of B sequences costs the published
     96·B·s·L·h²·(1 + s/6h + V/16Lh) (Narayanan et al. 2021).
 
-    With `data.document_mask` attention needs only a part of the square: `pairs`, in which both tokens are of one document.
+    With `data.document_mask` attention needs only a part of the square: `pairs`, in which both tokens are of
+    one document.
     """
     block = block_flops(config, causal) - (1 - pairs) * attention_flops(config, causal)
     return 3 * (config.model.num_layers * block + head_flops(config))
 
 
 def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
-    """Operations of attention in a step over documents of these lengths, with `data.document_mask`: forward and backward, all layers.
+    """Operations of attention in a step over documents of these lengths, with `data.document_mask`:
+    forward and backward, all layers.
 
-    A document of n tokens has n·(n+1)/2 pairs of a query and a key that it sees. A pair costs 4·a operations forward, and 8·a backward.
+    A document of n tokens has n·(n+1)/2 pairs of a query and a key that it sees. A pair costs 4·a operations
+    forward, and 8·a backward.
     """
     windows = Counter(config.model.window_of(block) for block in range(config.model.num_layers))
     pairs = sum(count * seen_pairs(n, window) for n in lengths for window, count in windows.items())
@@ -131,7 +141,9 @@ def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations a token, forward and backward (recomputation is part of the backward), and how many of the backward's are for weights."""
+    """Operations a token, forward and backward (recomputation is part of the backward), and how many of
+    the backward's are for weights.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -161,9 +173,12 @@ def counted_layers(config: Config) -> tuple[Flops | None, ...] | None:
 
 
 def model_flops(config: Config, causal: bool, pairs: float = 1.0) -> float | None:
-    """`flops_per_token`, or for a model of the user's own three times its products. Then None if they cannot be counted, and with
-    `causal` or a part of all `pairs`: nobody says which of its products are masked."""
-    if config.model.source is None:
+    """`flops_per_token`, or for a model of the user's own three times its products.
+
+    Then None if they cannot be counted, and with `causal` or a part of all `pairs`: nobody says which of its
+    products are masked.
+    """
+    if not config.model.is_custom:
         return flops_per_token(config, causal, pairs)
     layers = None if causal or pairs != 1.0 else counted_layers(config)
     if layers is None:
@@ -175,11 +190,14 @@ def model_flops(config: Config, causal: bool, pairs: float = 1.0) -> float | Non
 
 
 def layer_cost(config: Config) -> Flops:
-    """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention.
+    """The operations that one block really executes, with recomputation.
 
-    Of a model of the user's own: the mean of its layers. If they cannot be counted, stages are cut as if they were the GPT's.
+    SDPA skips the masked half of attention.
+
+    Of a model of the user's own: the mean of its layers. If they cannot be counted, stages are cut as if they
+    were the GPT's.
     """
-    if config.model.source is not None and (layers := counted_layers(config)) is not None:
+    if config.model.is_custom and (layers := counted_layers(config)) is not None:
         mean = sum((layer for layer in layers[1:-1] if layer is not None), Flops()) * (
             1 / config.model.num_layers
         )
@@ -195,9 +213,10 @@ def layer_cost(config: Config) -> Flops:
 def recomputed_flops(config: Config, causal: bool) -> float:
     """Forward operations that the backward of one block executes a second time, by `train.recompute`.
 
-    PyTorch stops when it has recomputed what backward needs, so a product whose result is not kept is not repeated: with `full` the
-    last product of the block (the published formulas count it), with `selective` attention's second product. SDPA keeps no scores, so
-    `selective` repeats no product for it. What SDPA's own backward recomputes is not counted, as is usual.
+    PyTorch stops when it has recomputed what backward needs, so a product whose result is not kept is not
+    repeated: with `full` the last product of the block (the published formulas count it), with `selective`
+    attention's second product. SDPA keeps no scores, so `selective` repeats no product for it. What SDPA's
+    own backward recomputes is not counted, as is usual.
     """
     model = config.model
     if config.train.recompute == "full":
@@ -224,6 +243,8 @@ def head_cost(config: Config) -> Flops:
 
 
 def _own_end(config: Config, at: int) -> Flops | None:
-    """What the first or last layer of the user's own executes; None if it is megacore's, or cannot be counted."""
-    layers = None if config.model.source is None else counted_layers(config)
+    """What the first or last layer of the user's own executes; None if it is
+    megacore's, or cannot be counted.
+    """
+    layers = counted_layers(config) if config.model.is_custom else None
     return None if layers is None else layers[at]

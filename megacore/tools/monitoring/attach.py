@@ -18,7 +18,10 @@ from megacore.train.logs import Monitor
 
 
 def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[Monitor]:
-    """One rank's part of them. Raises `ConfigError` if a package is missing, or the port of `log.prometheus_port` cannot be had."""
+    """One rank's part of them.
+
+    Raises `ConfigError` if a package is missing, or the port of `log.prometheus_port` cannot be had.
+    """
     log, found = config.log, list[Monitor]([Cost()])
     if place.rank == 0:
         check_wandb(config)
@@ -31,7 +34,13 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
     found += [SlowRanks()] if loads is None else [loads, SlowRanks(loads)]
     found += [Statistics()] if log.statistics is not None else []
     found += [Profile()] if log.profile is not None else []
-    if (source := source_of(config)) is not None:
-        with source.blamed(f", {MONITORS}"):
-            found += [monitor() for monitor in source.monitors]
-    return found
+    return found + source_monitors(config)
+
+
+def source_monitors(config: Config) -> list[Monitor]:
+    """The monitors of a model's own file."""
+    source = source_of(config)
+    if source is None:
+        return []
+    with source.blamed(f", {MONITORS}"):
+        return [monitor() for monitor in source.monitors]

@@ -1,8 +1,10 @@
-"""`log.statistics`: how large weights, gradients, updates, activations and attention's logits are, alike in every layout.
+"""`log.statistics`: how large weights, gradients, updates, activations and attention's
+logits are, alike in every layout.
 
-Each figure is a root mean square over a logical tensor, matrix or layer, or over what a layer gave for all tokens of the global batch.
-Every rank adds up the squares of what it holds. Where several hold the same, which follows from its placement, one of them counts.
-A collective over all ranks then brings all sums, and another one the largest logits. Nobody waits for them before the step is logged.
+Each figure is a root mean square over a logical tensor, matrix or layer, or over what a layer gave for all
+tokens of the global batch. Every rank adds up the squares of what it holds. Where several hold the same,
+which follows from its placement, one of them counts. A collective over all ranks then brings all sums, and
+another one the largest logits. Nobody waits for them before the step is logged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +56,12 @@ class Named:
     def __init__(self, config: Config) -> None:
         plain = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
         layers, model = layers_of(plain), whole_model(plain, "meta")
-        owners: dict[nn.Parameter, str] = {}  # the first layer that has it
+        owners: dict[nn.Parameter, str] = {}  # the layer that makes it; others may share it
         for spec, module in zip(layers, model.layers, strict=True):
-            for parameter in module.parameters():
-                owners.setdefault(parameter, spec.name)
+            shared = spec.shares(plain)
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if name not in shared:
+                    owners[parameter] = spec.name
         self.matrices: dict[str, list[tuple[int, Matrix]]] = {}  # by parameter, each with its number
         self.every: list[Matrix] = []
         for name, parameter in model.named_parameters():
@@ -76,9 +80,8 @@ class Named:
                 )
                 self.matrices.setdefault(name, []).append((len(self.every), found))
                 self.every.append(found)
-        self.flows: dict[
-            tuple[str, str], tuple[int, str, Flow]
-        ] = {}  # by layer and tensor: number, name of the figure, declaration
+        # by layer and tensor: number, name of the figure, declaration
+        self.flows: dict[tuple[str, str], tuple[int, str, Flow]] = {}
         for spec in layers:
             for tensor, flow in spec.declared("writes").items():
                 figure = spec.name if tensor == "hidden" else f"{spec.name}.{tensor}"
@@ -87,8 +90,9 @@ class Named:
         self.attentions = {} if compiles(config) else {name: number for number, name in enumerate(attentions)}
 
     def figures(self, sums: Sequence[float], largest: Sequence[float]) -> dict[str, float]:
-        """The figures by name, from the sums of squares of all ranks (of weights, gradients, updates, activations; then the elements of
-        these) and the largest logits."""
+        """The figures by name, from the sums of squares of all ranks (of weights, gradients, updates,
+        activations; then the elements of these) and the largest logits.
+        """
         found: dict[str, float] = {}
         for at, kind in enumerate(TENSORS):
             own = sums[at * len(self.every) : (at + 1) * len(self.every)]
@@ -139,7 +143,9 @@ class Statistics(Monitor, Observer):
 
     @torch.no_grad()
     def gave(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
-        """Adds up the squares of what a layer wrote for this rank's tokens, unless another rank counts the same."""
+        """Adds up the squares of what a layer wrote for this rank's tokens,
+        unless another rank counts the same.
+        """
         for tensor in layer.writes:  # type: ignore[union-attr]
             number, _, declared = self.named.flows[self.names[layer], tensor]
             if self.counts(declared):
@@ -155,7 +161,10 @@ class Statistics(Monitor, Observer):
 
     @torch.no_grad()
     def attends(self, attention: nn.Module, q: Tensor, k: Tensor, context: Context) -> None:
-        """Takes the largest logit of this rank's queries. Collective over context ranks, which give their keys."""
+        """Takes the largest logit of this rank's queries.
+
+        Collective over context ranks, which give their keys.
+        """
         number = self.named.attentions.get(self.names.get(attention, ""))
         if self.forward and number is not None:
             assert isinstance(attention, CausalAttention)
@@ -182,7 +191,9 @@ class Statistics(Monitor, Observer):
         return iter(self.engine.pieces("", [r.master for r in self.engine.held.ranges]).items())
 
     def add(self, kind: str, pieces: Any, scale: Tensor | None = None) -> None:
-        """Adds up the squares of pieces of logical tensors, each divided by `scale`, of those that this rank counts."""
+        """Adds up the squares of pieces of logical tensors, each divided by `scale`,
+        of those that this rank counts.
+        """
         first = TENSORS.index(kind) * len(self.named.every)
         for key, (tensor, box) in pieces:
             if not box.counted:
@@ -211,8 +222,9 @@ def squares(x: Tensor) -> Tensor:
 
 
 def largest_logit(q: Tensor, k: Tensor, scale: float, context: Context) -> Tensor:
-    """The largest ``scale · q·k`` of a query and a key that it sees, ``[]`` fp64. q ``[batch, heads, tokens, head]``, k with the key/value
-    heads."""
+    """The largest ``scale · q·k`` of a query and a key that it sees, ``[]`` fp64. q ``[batch, heads, tokens,
+    head]``, k with the key/value heads.
+    """
     found, here = [AttentionPart(None, slice(0, q.shape[2]), slice(0, k.shape[2]), True)], context.sequences
     if here is not None:
         k = whole(k, here)

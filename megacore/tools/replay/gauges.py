@@ -1,9 +1,12 @@
-"""How large every tensor of a step is, forward and backward, microbatch by microbatch; and which is the first out of line."""
+"""How large every tensor of a step is, forward and backward, microbatch by microbatch; and
+which is the first out of line.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,9 +21,8 @@ from megacore.tools.verify.trace import GradientWatch
 
 FORWARD, LOSS, BACKWARD, WEIGHT = "output", "loss", "gradient of the output", "gradient"
 LIMIT = 10.0  # robust deviations above the median that are out of line
-LEAST = (
-    0.1  # the least that counts as one, of logarithms: what is out of line is 2.7 times the median at least
-)
+# the least that counts as one, of logarithms: what is out of line is 2.7 times the median at least
+LEAST = 0.1
 FEW = 4  # fewer sizes say nothing of what is usual
 
 Tensors = tuple[str, str]  # what it is, and the name of its layer or parameter
@@ -28,7 +30,10 @@ Tensors = tuple[str, str]  # what it is, and the name of its layer or parameter
 
 @dataclass(frozen=True)
 class Size:
-    """Of a tensor in a microbatch: root mean square and largest element. Of a loss: both are its mean over targets."""
+    """Of a tensor in a microbatch: root mean square and largest element.
+
+    Of a loss: both are its mean over targets.
+    """
 
     microbatch: int
     rms: float
@@ -86,19 +91,23 @@ class Gauges(Observer):
                     continue
                 if written is not None and i >= written:
                     self._note(
-                        (LOSS, module.losses[i - written].name),
+                        (LOSS, module.losses[i - written].name),  # type: ignore
                         value.detach() / max(1, self.targets[self.microbatch]),
-                    )  # type: ignore
+                    )
                     continue
                 key = f"{name}.{i}" if i else name
                 self._note((FORWARD, key), value)
                 if value.requires_grad:
-                    value.register_hook(lambda gradient, key=key: self._note((BACKWARD, key), gradient))
+                    value.register_hook(partial(self._note_gradient, key))
 
         return after
 
     def _gradient(self, name: str) -> Any:
         return lambda gradient: self._note((WEIGHT, name), gradient)
+
+    def _note_gradient(self, key: str, gradient: Tensor | None) -> None:
+        if gradient is not None:  # autograd calls hooks with None where an operation gives no gradient
+            self._note((BACKWARD, key), gradient)
 
     def _note(self, key: Tensors, value: Tensor) -> None:
         value = value.detach()
@@ -121,7 +130,9 @@ class Gauges(Observer):
 
 @dataclass(frozen=True)
 class Finding:
-    """A tensor that is not finite, or out of line by so many robust deviations, and the microbatches in which it is."""
+    """A tensor that is not finite, or out of line by so many robust deviations, and
+    the microbatches in which it is.
+    """
 
     what: str
     name: str
@@ -130,9 +141,11 @@ class Finding:
 
 
 def deviations(x: float, usual: Sequence[float]) -> float:
-    """By how many robust deviations the logarithm of a size is above the median of what is usual; 0 where that is too little to tell.
+    """By how many robust deviations the logarithm of a size is above the median of what is usual; 0
+    where that is too little to tell.
 
-    Sizes of gradients have long tails: of themselves instead of their logarithms, every third healthy step would have one out of line.
+    Sizes of gradients have long tails: of themselves instead of their logarithms, every third healthy step
+    would have one out of line.
     """
     logs = [math.log(size) for size in usual if math.isfinite(size) and size > 0]
     if len(logs) < FEW or x <= 0:
@@ -152,7 +165,9 @@ def of_microbatches(step: Mapping[int, float], before: Sequence[float]) -> dict[
 
 
 def first_out_of_line(step: Sizes, before: Sequence[Sizes]) -> Finding | None:
-    """The first tensor of a step that is not finite, or else the first that is out of line; None if all are as usual."""
+    """The first tensor of a step that is not finite, or else the first that is out of
+    line; None if all are as usual.
+    """
     for (what, name), sizes in step.items():
         if bad := [size.microbatch for size in sizes if not size.finite]:
             return Finding(what, name, None, tuple(dict.fromkeys(bad)))

@@ -27,7 +27,8 @@ from megacore.tools.replay.history import Attempt
 from megacore.tools.settings.load import resolve
 from megacore.train.trainer import Trainer
 
-# What rounding explains, relative: layouts add up in another order, and each step adds its own errors to those before.
+# What rounding explains, relative: layouts add up in another order, and each step adds its own errors to
+# those before.
 COARSE = 2e-2
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": COARSE, "fp16": COARSE}
 
@@ -69,8 +70,10 @@ def config_of(
         "offload_activations": False,
         "eval_every": 0,
     }
-    # Dropout's random numbers and an expert's capacity are a microbatch's, and a layer of the user's own may compute across samples.
-    if not model.get("dropout") and model.get("capacity_factor") is None and source is None:
+    # Dropout's random numbers and an expert's capacity are a microbatch's, and a layer of the user's own may
+    # compute across samples.
+    is_custom = source is not None or model.get("hf") is not None
+    if not model.get("dropout") and model.get("capacity_factor") is None and not is_custom:
         train["micro_batch_size"] = 1
     raw = {
         "model": model,
@@ -100,7 +103,10 @@ class Replay:
     def steps(
         self, last: int, before_update: Callable[[dict[Tensors, list[Size]], list[Microbatch]], None]
     ) -> Iterator[Done]:
-        """Does the steps up to `last`. When all gradients of that one are there, and before its update, `before_update` is told of it."""
+        """Does the steps up to `last`.
+
+        When all gradients of that one are there, and before its update, `before_update` is told of it.
+        """
         trainer = self.trainer
         for step in range(trainer.step + 1, last + 1):
             trainer.step, trainer.ahead = step, self.attempt.ahead(step)
@@ -132,8 +138,9 @@ class Replay:
 
     @torch.no_grad()
     def losses(self, microbatch: Microbatch) -> Tensor | None:
-        """The loss of each target ``[batch, seq]`` with the weights of now, 0 where nothing is learned; None for models whose last layer
-        has no logits, or that read more than tokens."""
+        """The loss of each target ``[batch, seq]`` with the weights of now, 0 where nothing is learned; None
+        for models whose last layer has no logits, or that read more than tokens.
+        """
         stage = self.trainer.train_step.stages[0]
         if microbatch.more or microbatch.targets is None or not hasattr(stage.behind[0], "logits"):
             return None
@@ -176,7 +183,9 @@ def lossy(sections: dict[str, Any]) -> str | None:
 
 
 def apart(ours: tuple[float, float], recorded: tuple[float | None, float | None], bound: float) -> float:
-    """The largest relative difference of loss and norm from the recorded ones; 0 within `bound`, infinite if one alone is finite."""
+    """The largest relative difference of loss and norm from the recorded ones; 0 within `bound`,
+    infinite if one alone is finite.
+    """
     worst = 0.0
     for x, y in zip(ours, recorded, strict=True):
         if y is None or not math.isfinite(x):

@@ -11,21 +11,42 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-# A tensor below this part of the largest tensor of its kind counts as zero but for rounding. The gradient of a key's bias, which
-# softmax does not see, is such a tensor.
+# A tensor below this part of the largest tensor of its kind counts as zero but for rounding. The gradient of
+# a key's bias, which softmax does not see, is such a tensor.
 NOTHING = 1e-6
 
 
-# In the order of a step; "own …" are differences from what a run should have made of its own numbers, see `replay`.
+# In the order of a step; "own …" are differences from what a run should have made of its own numbers, see
+# `replay`. "state" is every other state of an optimizer. An average of weights comes after the weights: that
+# of `optim.ema` follows from them.
 ORDER = (
-    "drawn", "own copy", "routing", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v",
-    "adam_v", "own momentum", "momentum", "own parameter", "direction", "parameter", "buffer", "gathered", "valid_loss",
-)  # fmt: skip
-ROUTING = "routing"  # what routers chose, see `routing`
-FIRST = (
     "drawn",
+    "own copy",
+    "routing",
+    "loss",
+    "own gradient",
+    "gradient",
+    "own norm",
+    "grad_norm",
+    "own adam_m",
+    "adam_m",
+    "own adam_v",
+    "adam_v",
+    "own state",
+    "state",
+    "own parameter",
+    "direction",
+    "parameter",
+    "average",
+    "buffer",
     "gathered",
-)  # kinds of first weights: before an engine holds them, and what computes in step 1
+    "valid_loss",
+)
+ROUTING = "routing"  # what routers chose, see `routing`
+# kinds of first weights: before an engine holds them, and what computes in step 1
+FIRST = ("drawn", "gathered")
+ONLY_HERE, ONLY_THERE = "exists only in the layout", "does not exist in the layout"
+OTHER_SHAPE = "has another shape in the layout"
 EVIDENCE = ("given", "copy", *FIRST)  # kinds that no reference has, and maybe no other version of the code
 Tensors = dict[str, np.ndarray]
 Places = dict[str, tuple[list[int], list[int]]]  # offset and logical shape
@@ -40,19 +61,29 @@ class Difference:
     name: str
     rank: int
     relative: float  # root mean square of the difference, over that of the reference
+    # Why there is nothing to subtract, as the verb of a sentence; "" if both sides have the tensor. Then
+    # `relative` is infinite only if a number is not finite.
+    mismatch: str = ""
 
     @property
     def moment(self) -> tuple[int, int]:
         """When it happens in a run, as a sort key."""
         what = self.name if self.kind == "figure" else self.kind
-        return self.step, ORDER.index(what) if what in ORDER else len(
-            ORDER
-        )  # another optimizer may have other moments
+        if what not in ORDER:
+            what = "own state" if what.startswith("own ") else "state"
+        return self.step, ORDER.index(what)
 
     def describe(self) -> str:
         """In words."""
         what = f"{self.kind} of {self.name}" if self.kind != "figure" else self.name
         return f"{what}, step {self.step}" if self.step else f"first value of {self.name}"
+
+    @property
+    def size(self) -> str:
+        """How large the difference is, as the verb of a sentence."""
+        if self.mismatch:
+            return self.mismatch
+        return f"is {self.relative:.1e} off" if math.isfinite(self.relative) else "is not finite"
 
 
 class Records:
@@ -76,9 +107,8 @@ class Records:
             )
             self.places.append(json.loads(metadata["places"]))
             self.figures.append(json.loads(metadata["figures"]))
-            self.flights.append(
-                json.loads(metadata.get("flights", "[]"))
-            )  # an older version does not have them
+            # an older version does not have them
+            self.flights.append(json.loads(metadata.get("flights", "[]")))
 
     @cached_property
     def whole(self) -> Tensors:
@@ -98,13 +128,18 @@ def rms(x: np.ndarray) -> float:
 
 
 def relative(apart: np.ndarray, scale: float) -> float:
-    """A difference as a part of `scale`. It is infinite if either is not finite, and unscaled if the scale is zero."""
+    """A difference as a part of `scale`.
+
+    It is infinite if either is not finite, and unscaled if the scale is zero.
+    """
     value = rms(apart) / (scale or 1.0)
     return value if math.isfinite(value) else math.inf
 
 
 def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
-    """The scale for the differences of each of a rank's tensors: its size, or a small part of the largest of its kind."""
+    """The scale for the differences of each of a rank's tensors: its size, or a small
+    part of the largest of its kind.
+    """
     sizes = {key: rms(tensor) for key, tensor in tensors.items()}
     largest: dict[str, float] = {}
     for key, size in sizes.items():
@@ -130,18 +165,22 @@ def against_reference(layout: Records, reference: Records) -> list[Difference]:
 def pieces_against(
     ranks: Sequence[Tensors], places: Sequence[Places], whole: Tensors, scales: dict[str, float]
 ) -> list[Difference]:
-    """Compares every rank's pieces with the logical tensors `whole`. Each difference is a part of its tensor's scale."""
+    """Compares every rank's pieces with the logical tensors `whole`.
+
+    Each difference is a part of its tensor's scale.
+    """
     found = []
     for rank, tensors in enumerate(ranks):
         for key, tensor in tensors.items():
             offset, shape = places[rank][key]
             expected = whole.get(logical(key))
-            if expected is None or tuple(shape) != expected.shape:
-                found.append(difference(key, rank, math.inf))
-                continue
-            part = cut(expected, offset, tensor)
-            apart = relative(tensor - part, scales[logical(key)]) if part.shape == tensor.shape else math.inf
-            found.append(difference(key, rank, apart))
+            if expected is None:
+                found.append(difference(key, rank, math.inf, ONLY_HERE))
+            elif tuple(shape) != expected.shape or cut(expected, offset, tensor).shape != tensor.shape:
+                found.append(difference(key, rank, math.inf, OTHER_SHAPE))
+            else:
+                part = cut(expected, offset, tensor)
+                found.append(difference(key, rank, relative(tensor - part, scales[logical(key)])))
     return found
 
 
@@ -162,8 +201,10 @@ def rank_by_rank(ours: Records, theirs: Records, *, repeated: bool = False) -> l
     for rank, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
         scales = scales_of(other)
         for key in sorted(mine.keys() | other.keys()):
-            if key not in mine or key not in other or mine[key].shape != other[key].shape:
-                found.append(difference(key, rank, math.inf))
+            if key not in mine or key not in other:
+                found.append(difference(key, rank, math.inf, ONLY_HERE if key in mine else ONLY_THERE))
+            elif mine[key].shape != other[key].shape:
+                found.append(difference(key, rank, math.inf, OTHER_SHAPE))
             else:
                 found.append(
                     difference(key, rank, relative(minus(mine[key], other[key], repeated), scales[key]))
@@ -183,10 +224,10 @@ def parsed(key: str) -> tuple[str, int, str]:
     return kind, int(step), name
 
 
-def difference(key: str, rank: int, relative: float) -> Difference:
+def difference(key: str, rank: int, relative: float, mismatch: str = "") -> Difference:
     """The difference of the tensor that a record holds under `key`."""
     kind, step, name = parsed(key)
-    return Difference(kind, step, name, rank, relative)
+    return Difference(kind, step, name, rank, relative, mismatch)
 
 
 def minus(a: np.ndarray, b: np.ndarray, repeated: bool) -> np.ndarray:
@@ -196,15 +237,18 @@ def minus(a: np.ndarray, b: np.ndarray, repeated: bool) -> np.ndarray:
 
 
 def figures(layout: Records, reference: Records, repeated: bool = False) -> list[Difference]:
-    """Compares losses, gradient norms and the validation loss on every rank with those of the same rank or of the one process."""
+    """Compares losses, gradient norms and the validation loss on every rank with those of the
+    same rank or of the one process.
+    """
     found = []
     for rank, by_step in enumerate(layout.figures):
         for step, expected in reference.figures[rank if len(reference.figures) > 1 else 0].items():
             for name, value in expected.items():
-                measured, scale = (
-                    by_step.get(step, {}).get(name, math.nan),
-                    abs(value) if math.isfinite(value) else math.inf,
-                )
+                measured = by_step.get(step, {}).get(name)
+                if measured is None:
+                    found.append(Difference("figure", int(step), name, rank, math.inf, ONLY_THERE))
+                    continue
+                scale = abs(value) if math.isfinite(value) else math.inf
                 apart = relative(minus(np.array([measured]), np.array([value]), repeated), scale)
                 found.append(Difference("figure", int(step), name, rank, apart))
     return found

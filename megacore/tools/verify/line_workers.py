@@ -1,4 +1,7 @@
-"""Processes that are kept alive from one task to the next, and answer each: importing torch takes seconds. Standard library only."""
+"""Processes that are kept alive from one task to the next, and answer each: importing torch takes seconds.
+
+Standard library only.
+"""
 
 import contextlib
 import json
@@ -12,15 +15,17 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = (
-    1.0  # behind the first failure: the others' own complaints may be on their way, or they may wait for ever
-)
+# behind the first failure: the others' own complaints may be on their way, or they may wait for ever
+GRACE_SECONDS = 1.0
 LAST_WORDS = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
 
 
 class LineWorker:
-    """A command that reads tasks from stdin, a line of JSON each, and answers each on stdout likewise. In its place `Workers` take anything
-    with its methods, and whose `fileno` can be read from when there is an answer, or the process has ended."""
+    """A command that reads tasks from stdin, a line of JSON each, and answers each on stdout likewise.
+
+    In its place `Workers` take anything with its methods, and whose `fileno` can be read from when there is
+    an answer, or the process has ended.
+    """
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str | None]) -> None:
         """`environment`: what it has otherwise than this process; None: a variable that it does not have."""
@@ -42,7 +47,9 @@ class LineWorker:
             self.tasks.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Its answer; one that has ended has the `error` that its stderr names, in the line that most likely says why."""
+        """Its answer; one that has ended has the `error` that its stderr names, in the
+        line that most likely says why.
+        """
         if line := self.answers.readline():
             return json.loads(line)
         status = self.status()
@@ -66,7 +73,9 @@ class LineWorker:
 
 
 class WorkerFailed(RuntimeError):
-    """A worker's `answer` is an error; or None, where the first of those that are `silent` gave none in time."""
+    """A worker's `answer` is an error; or None, where the first of those that are
+    `silent` gave none in time.
+    """
 
     def __init__(self, rank: int, answer: dict[str, Any] | None, silent: list[int]) -> None:
         super().__init__(f"rank {rank}: {answer['error'] if answer else 'no answer in time'}")
@@ -74,7 +83,10 @@ class WorkerFailed(RuntimeError):
 
 
 class Workers:
-    """Workers by rank, started when they are first needed. Whoever leaves the block, or calls `close`, ends them."""
+    """Workers by rank, started when they are first needed.
+
+    Whoever leaves the block, or calls `close`, ends them.
+    """
 
     def __init__(self, start: Callable[[int], Any]) -> None:
         """`start` makes the worker of a rank; it gives an answer when it is ready."""
@@ -82,13 +94,19 @@ class Workers:
         self.running: list[Any] = []
 
     def grow(self, world: int, seconds: float = 1e6) -> list[dict[str, Any]]:
-        """Lets there be `world` workers; what those that were started said when they were ready. Raises `WorkerFailed`."""
+        """Lets there be `world` workers; what those that were started said when they were ready.
+
+        Raises `WorkerFailed`.
+        """
         fresh = range(len(self.running), world)
         self.running += [self.start(rank) for rank in fresh]
         return self._answers(fresh, seconds)
 
     def ask(self, tasks: Sequence[Any], seconds: float) -> list[dict[str, Any]]:
-        """Gives each of the first workers its task; their answers. Raises `WorkerFailed` with the failure that came first."""
+        """Gives each of the first workers its task; their answers.
+
+        Raises `WorkerFailed` with the failure that came first.
+        """
         for worker, task in zip(self.running, tasks, strict=False):
             worker.send(task)
         return self._answers(range(len(tasks)), seconds)
@@ -115,10 +133,13 @@ class Workers:
         return [answers[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Ends all; the next task starts new ones."""
-        for worker in self.running:
+        """End all workers; the next task starts new ones.
+
+        A thread that waits for their answers may close them too, so each close takes them off the list first.
+        """
+        running, self.running = self.running, []
+        for worker in running:
             worker.end()
-        self.running.clear()
 
     def __enter__(self) -> Any:
         return self

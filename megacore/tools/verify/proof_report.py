@@ -7,42 +7,57 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megacore.tools.verify.compare import ROUTING
-from megacore.tools.verify.run import Proof, Result
-from megacore.tools.verify.tolerances import BF16_FACTOR
+from megacore.tools.verify.compare import ROUTING, Difference
+from megacore.tools.verify.run import Proof, Result, WrongModel
+from megacore.tools.verify.self_check.finding import Report
+from megacore.tools.verify.self_check.report import lines
+from megacore.tools.verify.self_check.report import verdict as self_check_verdict
+from megacore.tools.verify.tolerances import BF16_FACTOR, BOUND, CONDITION_FACTOR, LARGEST_BOUND, Bounds
 
 FIGURES = ("loss", "grad_norm", "valid_loss")
 WIDTH = 140  # if there is no terminal
 # What is wrong if no activation is, by what differs first.
 CAUSES = {
     "drawn": "initialisation depends on the layout: first {name}",
-    "start": "first weights are drawn alike in every layout; what the engine then holds of them is not: first {name}",
-    "gathered": "every rank draws and holds its first weights alike; what computes with them is not: first {name}",
+    "start": "first weights are drawn alike in every layout; what the engine then holds of them is not: "
+    "first {name}",
+    "gathered": "every rank draws and holds its first weights alike; what computes with them is not: "
+    "first {name}",
     "routing": "routers choose other experts than on one process: first {name}",
     "loss": "every activation agrees; the sum of the losses over microbatches or ranks does not",
-    "gradient": "every microbatch's gradients agree; their sum over microbatches and ranks does not: first {name}",
+    "gradient": "every microbatch's gradients agree; their sum over microbatches and ranks does not: "
+    "first {name}",
     "grad_norm": "every gradient agrees; the gradient norm does not",
-    "adam_m": "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first {name}",
+    "adam_m": "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first "
+    "{name}",
     "adam_v": "every gradient, the norm and the first moments agree; the second moments do not: first {name}",
-    "parameter": "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first {name}",
+    "momentum": "every gradient and the norm agree; the momentum (clipping, momentum) does not: first {name}",
+    "parameter": "every gradient and moment agrees; the update (rate, weight decay, bias correction) does "
+    "not: first {name}",
+    "average": "every update agrees; the average of the weights does not: first {name}",
     "buffer": "every update agrees; a buffer (what is counted, or over which ranks) does not: first {name}",
     "own copy": "what computes is not the master weights, rounded: first {name}",
-    "own gradient": "the gradients are not the sum of what backward gave, microbatch by microbatch: first {name}",
+    "own gradient": "the gradients are not the sum of what backward gave, microbatch by microbatch: first "
+    "{name}",
     "own norm": "the gradient norm is not that of the gradients",
-    "momentum": "every gradient and the norm agree; the momentum (clipping, momentum) does not: first {name}",
-    "own adam_m": "the first moments do not follow from the gradients (clipping, decay rates): first {name}",
     "own momentum": "the momentum does not follow from the gradients (clipping, momentum): first {name}",
+    "own adam_m": "the first moments do not follow from the gradients (clipping, decay rates): first {name}",
     "own adam_v": "the second moments do not follow from the gradients (clipping, decay rates): first {name}",
-    "own parameter": "the update does not follow from the moments (rate, weight decay, bias correction): first {name}",
+    "own parameter": "the update does not follow from the moments (rate, weight decay, bias correction): "
+    "first {name}",
     "direction": "the update points elsewhere than in fp64: first {name}",
     "valid_loss": "training agrees; the validation loss does not",
 }
-ONE_SIDED = "there is a {kind} of {name}, which what it is compared with has not"
+# Every other state of an optimizer, such as Lion's.
+STATE = "every gradient and the norm agree; the optimizer state {kind} does not: first {name}"
+OWN_STATE = "the optimizer state {kind} does not follow from the gradients: first {name}"
 MOST_NAMES = 5  # tensors that differ and are named
 
 
 def cell(result: Result, name: str, figure: bool) -> str:
-    """The largest relative difference of a parameter (its gradients, its value, its moments) or figure in a layout."""
+    """The largest relative difference of a parameter (its gradients, its value, its
+    moments) or figure in a layout.
+    """
     if result.impossible or result.failure:
         return "–"
     values = [
@@ -56,7 +71,10 @@ def cell(result: Result, name: str, figure: bool) -> str:
 
 
 def tables(proof: Proof, width: int) -> Iterator[Table]:
-    """Tables of every parameter and figure in every possible layout. Each has as many layouts as fit in `width`."""
+    """Tables of every parameter and figure in every possible layout.
+
+    Each has as many layouts as fit in `width`.
+    """
     results = [result for result in proof.results if result.impossible is None]
     room = width - max(map(len, (*FIGURES, *proof.names))) - 2
     while results:
@@ -88,8 +106,17 @@ def explain(result: Result) -> Iterator[str]:
         yield f"{name}: no rank has all of the {lacking}"
     if not result.beyond:
         return
+    if result.wrong_model is not None:
+        yield f"{name}: {describe_wrong_model(result.wrong_model)}"
+        if result.wrong_model.is_only_cause:
+            return
     first = result.beyond[0]
-    if result.race is not None:
+    if result.is_magnified:
+        yield (
+            f"{name}: not proved: every difference may be rounding, which this model magnifies to above "
+            f"{LARGEST_BOUND:.0e}"
+        )
+    elif result.race is not None:
         apart, whose = result.race.difference, f" of {result.race.checkout}" if result.race.checkout else ""
         flights = ", ".join(result.race.in_flight[:MOST_NAMES]) or "nothing that is noted"
         yield f"{name}: a race: two runs{whose} differ; in flight: {flights}"
@@ -97,22 +124,48 @@ def explain(result: Result) -> Iterator[str]:
     elif result.parting is not None:
         event, ranks = result.parting.event, result.parting.ranks
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        yield f"{name} parts first in {event.describe()}, step {first.step}: {result.parting.relative:.1e} off on {who}"
+        yield (
+            f"{name} parts first in {event.describe()}, step {first.step}: "
+            f"{result.parting.relative:.1e} off on {who}"
+        )
         if result.parting.agreed is not None:
             yield f"  before it, {result.parting.agreed.describe()} still agrees"
     else:
-        cause = (
-            first.name
-            if first.kind == "figure"
-            else "start"
-            if (first.kind, first.step) == ("parameter", 0)
-            else first.kind
-        )
-        yield f"{name}: {CAUSES.get(cause, ONE_SIDED).format(name=first.name, kind=first.kind)}"
+        yield f"{name}: {cause_of(first)}"
     for difference in result.beyond[:MOST_NAMES]:
-        yield f"  {difference.describe()}: {difference.relative:.1e} off, most on rank {difference.rank}"
+        yield f"  {difference.describe()} {difference.size}, most on rank {difference.rank}"
     if len(result.beyond) > MOST_NAMES:
         yield f"  and {len(result.beyond) - MOST_NAMES} more after these"
+
+
+def describe_wrong_model(wrong: WrongModel) -> str:
+    """What is wrong if a model differs from its untouched module."""
+    layout = "every layer computes as on one process; " if wrong.is_only_cause else "on one process "
+    first = wrong.describe(wrong.first)
+    return f"{layout}the model differs from the untouched module: first {first}"
+
+
+def explain_wrong_model(proof: Proof) -> Iterator[str]:
+    """Lists the differences of a model from its untouched module, once for all layouts."""
+    wrong = next((result.wrong_model for result in proof.results if result.wrong_model), None)
+    if wrong is None:
+        return
+    yield f"the model on one process and the untouched module {wrong.untouched.module}:"
+    for difference in wrong.differences[:MOST_NAMES]:
+        yield f"  {wrong.describe(difference)} {difference.size}"
+    if len(wrong.differences) > MOST_NAMES:
+        yield f"  and {len(wrong.differences) - MOST_NAMES} more after these"
+
+
+def cause_of(first: Difference) -> str:
+    """What is wrong if `first` is the first difference of a run, in words."""
+    if first.mismatch:
+        return f"{first.describe()} {first.mismatch}"
+    kind = first.name if first.kind == "figure" else first.kind
+    if (first.kind, first.step) == ("parameter", 0):
+        kind = "start"
+    cause = CAUSES.get(kind, OWN_STATE if kind.startswith("own ") else STATE)
+    return cause.format(name=first.name, kind=kind.removeprefix("own "))
 
 
 def verdict(proof: Proof) -> str:
@@ -120,44 +173,81 @@ def verdict(proof: Proof) -> str:
     ran = [result for result in proof.results if result.impossible is None]
     wrong = [result.layout.name for result in ran if not result.equal]
     what = f"{len(proof.names)} parameters, their gradients and moments, losses and norms"
-    if wrong:
-        return f"NOT EQUAL: {', '.join(wrong)} ({len(ran) - len(wrong)} of {len(ran)} layouts equal)"
+    equal = f"{len(ran) - len(wrong)} of {len(ran)} layouts equal"
+    if wrong and not all(result.equal or result.is_magnified for result in ran):
+        cause = f"; {proof.monitors}, which may only read, ran in the layouts alone" if proof.monitors else ""
+        failed = [result for result in ran if not result.equal]
+        if proof.untouched and all(r.wrong_model is not None and r.wrong_model.is_only_cause for r in failed):
+            cause = (
+                ": they compute what the model does on one process, and it differs from the untouched module "
+                f"({proof.untouched.module})"
+            )
+        return f"NOT EQUAL: {', '.join(wrong)} ({equal}){cause}"
     most, layout = max(
         ((d, r.layout.name) for r in ran for d in r.differences.values()), key=lambda found: found[0].relative
     )
     largest = (
         f"largest relative difference {most.relative:.1e} ({most.describe()}, {layout})"
+        f"{bound_of(proof.bounds, most)}"
         if most.relative
         else "bitwise"
     )
+    if wrong:
+        return f"NOT PROVED: {', '.join(wrong)} ({equal}): {largest}"
     other = "one process in fp64" if proof.options.against is None else str(proof.options.against)
+    if proof.untouched is not None:
+        other = f"the untouched module in fp64 ({proof.untouched.module})"
     within = (
         ""
         if proof.options.precision == "fp64"
-        else f", but for at most {BF16_FACTOR:g} times the error of one process in bf16, which is within its own bounds"
+        else f", but for at most {BF16_FACTOR:g} times the error of one process in bf16, which is within "
+        "its own bounds"
     )
     said = f"{other}{within}: {what}, in {len(ran)} layouts; {largest}"
     if proof.undirected:
         which = " and ".join(f"{count} parameters of {rule}" for rule, count in proof.undirected.items())
         said += (
-            f"; updates of {which} were computed again from the run's own numbers, but their directions not compared with fp64's,"
+            f"; updates of {which} were computed again from the run's own numbers, but their directions "
+            "not compared with fp64's,"
             " as AdamW's are"
         )
+    if proof.untouched is not None and proof.untouched.not_compared:
+        said += f"; not compared with the untouched module: {', '.join(proof.untouched.not_compared)}"
+    if proof.monitors:
+        said += f"; {proof.monitors} ran in each layout and changed nothing"
     if lacking := next((result.not_replayed for result in ran if result.not_replayed), ""):
         return f"NO DIFFERENCE FOUND from {said}; NOT PROVED, because not computed again: the {lacking}"
     return f"EQUAL to {said}"
+
+
+def bound_of(bounds: Bounds | None, difference: Difference) -> str:
+    """The bound of a difference in fp64, and the condition that it comes from, if that was measured."""
+    if bounds is None or not bounds.exact:
+        return ""
+    bound, change = bounds.of(difference), bounds.change(difference)
+    if bound == BOUND:
+        return f", bound {bound:.0e}"
+    return (
+        f", bound {bound:.1e}: one unit in the last place of the first weights changes this model by "
+        f"{change:.1e}, and {CONDITION_FACTOR:.0f} times that passes, at most {LARGEST_BOUND:.0e}"
+    )
 
 
 def near_ties(result: Result) -> Iterator[str]:
     """Where routers chose other experts whose scores are as good: the layout went on with the reference's."""
     for d in result.differences.values():
         if d.kind == ROUTING and d.relative and d not in result.beyond:
-            yield f"{result.layout.name}: a near tie of {d.name} in step {d.step}, scores {d.relative:.0e} apart, as one process decided it"
+            yield (
+                f"{result.layout.name}: a near tie of {d.name} in step {d.step}, scores "
+                f"{d.relative:.0e} apart, as one process decided it"
+            )
 
 
-def show(proof: Proof) -> None:
-    """Prints the whole report."""
+def show(proof: Proof, self_check: Report | None = None) -> None:
+    """Prints the whole report; what the self-checks found comes first."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    for line in () if self_check is None else lines(self_check):
+        console.print(line, markup=False)
     for table in tables(proof, console.width):
         console.print(table)
     for result in proof.results:
@@ -169,4 +259,8 @@ def show(proof: Proof) -> None:
     for result in proof.results:
         for line in (*explain(result), *near_ties(result)):
             console.print(line, markup=False)
+    for line in explain_wrong_model(proof):
+        console.print(line, markup=False)
     console.print(verdict(proof), markup=False)
+    if self_check is not None and self_check.wrong:
+        console.print(self_check_verdict(self_check), markup=False)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
+from megacore.distributed.buffers import SAVED_STATE, plain_buffers, unsaved_state
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
 from megacore.engine.compression import STATE
+from megacore.errors import ConfigError
 from megacore.model.initial import BLOCKS
 from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
@@ -28,18 +30,23 @@ from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
+from megacore.tools.monitoring.attach import source_monitors
 from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.flight import Flights
 from megacore.tools.verify.routing import Choices
 from megacore.tools.verify.trace import GradientWatch, Trace
+from megacore.train.metrics import StepMetrics
+from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 
 SPREAD = 0.1  # size of the noise that is added to parameters that start constant
 
 
 class ProofRecord:
-    """Tensors by kind and logical name, with their positions in the logical tensors, and the figures of each step."""
+    """Tensors by kind and logical name, with their positions in the logical
+    tensors, and the figures of each step.
+    """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.path = folder / f"record_{rank}.safetensors"
@@ -52,9 +59,8 @@ class ProofRecord:
         """Adds copies of this rank's pieces."""
         for name, (tensor, box) in values.items():
             key = f"{kind}|{name}"
-            wide = (
-                torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-            )  # for numpy, without rounding
+            # for numpy, without rounding
+            wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
             self.held[key] = tensor.detach().to(wide, copy=True).contiguous()
             self.places[key] = [list(box.offset), list(box.global_shape)]
 
@@ -82,23 +88,26 @@ def run_layout(
 ) -> None:
     """One rank of the real trainer, for `train.steps` steps; writes this rank's record to `out`.
 
-    The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module computes. `reference`: the
-    folder of what one process did.
+    The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module
+    computes. `reference`: the folder of what one process did.
     """
     place = place_from_environment()
     config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
     mesh = Mesh(config, place, pick_device(config, place))
     flights = Flights()
     mesh.observers += [flights, FlightRecorder()]  # the second as in a real run
-    trainer = trainer_of(config, mesh, Inputs(config, place.rank))
+    # One process runs none of them: what they change in the model is a difference.
+    trainer = trainer_of(config, mesh, Inputs(config, place.rank), source_monitors(config))
     record = ProofRecord(out, place.rank)
     record.tensors("drawn 0", drawn(trainer))
     record.tensors("parameter 0", spread(trainer))
     exact = config.train.precision == "fp64" or config.engine.kind != "native"
     evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
     choices = Choices(trainer.train_step.stages, reference)
-    take_steps(trainer, record, evidence, choices, out, traced_step)
+    constants = Constants(trainer.train_step.stages)
+    take_steps(trainer, record, evidence, choices, constants, out, traced_step)
     record.figures(trainer.step, valid_loss=trainer.validate())
+    constants.check()
     mesh.observers.remove(flights)
     record.flights = flights.spanning(lasting(trainer.train_step.stages))
     if evidence is not None:
@@ -111,7 +120,9 @@ def run_layout(
 
 
 def lasting(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """The parameters that compute and the sums of their gradients, where an engine keeps both in the same place in a whole run."""
+    """The parameters that compute and the sums of their gradients, where an engine keeps both in
+    the same place in a whole run.
+    """
     mains = {
         name: (p.data, main)
         for stage in stages
@@ -133,8 +144,9 @@ def spread(trainer: Trainer) -> dict[str, tuple[Tensor, TensorSlice]]:
 
 
 def drawn(trainer: Trainer) -> dict[str, tuple[Tensor, TensorSlice]]:
-    """This rank's pieces of the first weights as they are drawn, before an engine gathers anything: so a difference in what it then
-    holds has another cause."""
+    """This rank's pieces of the first weights as they are drawn, before an engine gathers anything: so a
+    difference in what it then holds has another cause.
+    """
     pieces = {key: (torch.empty_like(held), box) for key, (held, box) in trainer.engine.tensors().items()}
     trainer.train_step.draw_into(pieces)
     weights = weights_of(pieces)
@@ -148,7 +160,8 @@ def weights_of(tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> dict[str, t
 
 
 def add_noise(trainer: Trainer, weights: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
-    """Adds noise to the weights that start constant, in place."""
+    """Adds noise to the weights that start constant, or as a module draws them, in place."""
+    dtype = DTYPES[trainer.config.train.precision]
     stages = trainer.train_step.stages
     starts_constant = {
         name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None
@@ -158,7 +171,8 @@ def add_noise(trainer: Trainer, weights: Mapping[str, tuple[Tensor, TensorSlice]
             here = tuple(
                 slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True)
             )
-            held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[here])
+            noisy = held.double() + noise(name, box.global_shape, dtype)[here]
+            held.copy_(noisy.to(dtype))  # what computes, so that masters start as its weights
 
 
 def take_steps(
@@ -166,17 +180,19 @@ def take_steps(
     record: ProofRecord,
     evidence: "Evidence | None",
     choices: Choices,
+    constants: "Constants",
     out: Path,
     traced_step: int | None,
 ) -> None:
     """Takes and records all steps, and traces one of them."""
+    has_monitors = bool(source_monitors(trainer.config))
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
+    trainer.reporter.start()
     for trainer.step in range(1, config.train.steps + 1):
 
         def before_update() -> None:
-            if (
-                trainer.step == 1 and config.engine.kind == "native"
-            ):  # of others no rank has a parameter whole
+            # of others no rank has a parameter whole
+            if trainer.step == 1 and config.engine.kind == "native":
                 held = {
                     name: parameter
                     for stage in trainer.train_step.stages
@@ -193,17 +209,60 @@ def take_steps(
         folder = out if trainer.step == traced_step else None
         with Trace(trainer.train_step.stages, folder, mesh.place.rank, mesh.sample_group) as trace:
             mesh.observers.append(trace)
-            figures = trainer.train_step(trainer.step, trainer.next_batch(), before_update=before_update)
+            batch = trainer.next_batch()
+            figures = trainer.train_step(trainer.step, batch, before_update=before_update)
             mesh.observers.remove(trace)
+        if has_monitors:
+            trainer.reporter.count(batch)
+            trainer.report(metrics_of(trainer.step, figures), figures.lr)
+        constants.check()
         record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
         record.tensors(f"{ROUTING} {trainer.step}", choices.differences())
         for name, piece in engine.tensors().items():
-            if name.startswith(
-                STATE
-            ):  # what compressed sums keep, which one process has not; where nothing is lost, sums show it all
+            # what compressed sums keep, which one process has not; where nothing is lost, sums show it all
+            if name.startswith(STATE):
                 continue
             kind, _, logical = name.partition("/")
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
+
+
+def metrics_of(step: int, result: StepResult) -> StepMetrics:
+    """A step's figures as monitors are given them. Waits for the device."""
+    losses = {name: loss.item() for name, loss in result.losses.items()}
+    loss, grad_norm, skipped = result.loss.item(), result.grad_norm.item(), result.skipped.item()
+    return StepMetrics(
+        step, loss, stops=0.0, failures=0.0, grad_norm=grad_norm, skipped=skipped, losses=losses
+    )
+
+
+class Constants:
+    """The torch buffers of a rank's stages as they were at first. None is saved, so none may change."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+        self.first: dict[str, Tensor] = {}
+        self.check()
+
+    def check(self) -> None:
+        """Raises `ConfigError` if a buffer is not what it was when this saw it for the first time, or if a
+        layer now has state that torch would save and a run's checkpoint does not.
+        """
+        for stage in self.stages:
+            if unsaved := unsaved_state(stage):
+                wrong = f"the model has got {unsaved[0]}, which no checkpoint saves"
+                raise ConfigError(
+                    stage.config.model.custom_key, wrong, f"in the layer's constructor {SAVED_STATE}"
+                )
+            for path, module, name in plain_buffers(stage):
+                value = module._buffers[name]
+                assert value is not None
+                first = self.first.setdefault(path, value.detach().clone())
+                if not (first.shape == value.shape and torch.equal(first, value)):
+                    wrong = (
+                        f"the torch buffer {path} changes while the model runs, and no checkpoint saves it"
+                    )
+                    right = "a constant, or state made by megacore.distributed.buffers.new_buffer"
+                    raise ConfigError(stage.config.model.custom_key, wrong, right)
 
 
 class Evidence:
@@ -232,7 +291,10 @@ class Evidence:
             total.zero_()
 
     def write(self, record: ProofRecord) -> None:
-        """Sums over ranks and writes; collective. It comes last, so that it does not disturb the timing of the run."""
+        """Sums over ranks and writes; collective.
+
+        It comes last, so that it does not disturb the timing of the run.
+        """
         shards = {name: shard_of(parameter) for name, parameter in self.parameters.items()}
         self.copies[len(self.given) + 1] = self._copies()  # the parameters that validated
         for step, held in self.copies.items():
@@ -245,7 +307,9 @@ class Evidence:
             record.tensors(f"given {step}", {name: (total, shards[name]) for name, total in given.items()})
 
     def _sum(self, total: Tensor, over: GradientSum) -> None:
-        """Sums a gradient over the ranks with its stage, in the engine's order, and rounds it where the engine does."""
+        """Sums a gradient over the ranks with its stage, in the engine's order, and
+        rounds it where the engine does.
+        """
         rounds = self.rounds and over.levels.size > 1
         for group in (*over.first, over.levels.within):
             all_reduce(total, group)
@@ -262,12 +326,11 @@ class Evidence:
 def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Noise for a logical tensor that starts constant (a bias, a norm), because zeros and ones hide mistakes.
 
-    It is rounded so that the sum is exact in `dtype`.
+    It is rounded so that the sum with zero or one is exact in `dtype`. Others have to be rounded again.
     """
     size = math.prod(shape)  # 1 for a scalar
-    step = -(
-        -size // BLOCKS
-    )  # in blocks, as first weights: another checkout must draw the same, --against compares with it
+    # in blocks, as first weights: another checkout must draw the same, --against compares with it
+    step = -(-size // BLOCKS)
     blocks = ((first, min(step, size - first)) for first in range(0, size, step))
     runs = (
         run

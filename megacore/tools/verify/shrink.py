@@ -1,8 +1,13 @@
-"""Makes a config small enough to prove on two cores. It keeps all that could break: ratios, remainders, ties, features, splits."""
+"""Makes a config small enough to prove on two cores.
+
+It keeps all that could break: ratios, remainders, ties, features, splits.
+"""
 
 import json
 import math
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,10 @@ from megacore.config import Config
 from megacore.config.engine import Compression
 from megacore.config.optim import OptimGroup
 from megacore.config.schema import MASK, resolved
+from megacore.config.source import SMALL, UNTOUCHED, source_of
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import ConfigError
+from megacore.model.plain.folder import FILE, SIZES, transformers_config
 from megacore.pipeline.partition import stage_layers
 from megacore.tools.choices.flops import head_cost, layer_cost
 from megacore.tools.choices.partition import partitioned
@@ -25,7 +32,8 @@ from megacore.tools.settings.load import flatten, load, resolve, set_value
 from megacore.tools.verify.layouts import Layout
 
 HEAD_SIZE = 4
-NORMED_HEAD_SIZE = 8  # for heads with a norm: few features may all be nearly zero, and the norm then magnifies their rounding
+# for heads with a norm: few features may all be nearly zero, and the norm then magnifies their rounding
+NORMED_HEAD_SIZE = 8
 SEQ_LEN = 16
 EXPERTS, FEATURES = 8, 6  # of a mixture, and of each expert
 LAYERS = 4  # if the model has as many: blocks may differ by their index
@@ -34,8 +42,12 @@ MICROBATCHES = 8  # of the global batch, if the user has as many: a pipeline of 
 CHUNK = 128  # tokens in the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
 DRAWS = 200  # corpora that are tried, until documents are cut where it shows; in small batches some have none
 BLEND = {"train": 0.6, "more": 0.4}  # corpora for training, with their shares of the samples
+# of which one is wrong if a model does not say which
+MAIN_SIZES = ("model.num_layers", "model.hidden_size", "model.num_heads", "model.vocab_size", "train.seq_len")
 OFTEN = {"train": 4, "more": 10, "valid": 4}  # documents that begin in a sample's length
-RATE = 1e-3  # large enough that fp32 resolves a step's weight decay, small enough that bf16's errors do not grow in three steps
+# large enough that fp32 resolves a step's weight decay, small enough that bf16's errors do not grow in three
+# steps
+RATE = 1e-3
 DECAY = 0.1
 
 
@@ -53,11 +65,12 @@ def load_whole(path: str, overrides: list[str]) -> Config:
 def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
     """The small config's sections, with only the values that differ from the defaults.
 
-    `layouts` are those that the user's config allows. It keeps every kind and flag of the model, the grouping of heads, whether sizes
-    divide by the tensor ranks, which stages have more layers than others, whether there are fewer microbatches than stages, an odd
-    micro batch, several chunks of a chunked loss, ties, biases, dropout, schedule, recomputation, and the optimizer's settings. It
-    changes sizes, the learning rate and weight decay, and whatever would hide a difference: clipping is always active, the learning
-    rate has no warmup, and weights are so large that activations have the user's size.
+    `layouts` are those that the user's config allows. It keeps every kind and flag of the model, the grouping
+    of heads, whether sizes divide by the tensor ranks, which stages have more layers than others, whether
+    there are fewer microbatches than stages, an odd micro batch, several chunks of a chunked loss, ties,
+    biases, dropout, schedule, recomputation, and the optimizer's settings. It changes sizes, the learning
+    rate and weight decay, and whatever would hide a difference: clipping is always active, the learning rate
+    has no warmup, and weights are so large that activations have the user's size.
     """
     # A size that every layout's tensor ranks divide.
     tensor = math.lcm(*(layout.size("tensor") for layout in layouts))
@@ -105,10 +118,84 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         | {"expert": 1, "expert_tensor": None},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
     }
+    if user.model.hf is not None:
+        small["model"] |= architecture(user, small["model"], seq_len, tensor)
     small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
     if user.engine.config is not None:  # what it says of the run is said above
         small["engine"]["config"] = without_stated(read_ds_config(user.engine.config))
-    return what_differs(user, small)
+    return what_differs(user, corrected(user, small))
+
+
+def corrected(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The small sections, with the overrides that the model's file gives by its function `small`, if it has
+    one.
+
+    `small` is called with the small config, unchecked: a size in it may be one that the model cannot have.
+    """
+    overrides = file_overrides(user, small)
+    sections = {name: dict(values) for name, values in small.items()}
+    for key, value in overrides.items():
+        set_value(sections, key, value)
+    return sections
+
+
+def file_overrides(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the function `small` of the model's file returns, by key. Raises `ConfigError` if it is wrong."""
+    source = source_of(user)
+    if source is None or source.small is None:
+        return {}
+    sections = {name: getattr(user, name).model_copy(update=values) for name, values in small.items()}
+    known = flatten(type(user)().model_dump(by_alias=True))
+    with source.blamed(f", {SMALL}"):
+        overrides = dict(source.small(user.model_copy(update=sections)))
+        for key in overrides:
+            if key not in known:
+                raise ValueError(f"{key!r} is not a key of the config, such as model.num_layers")
+    return overrides
+
+
+@contextmanager
+def explain_sizes(user: Config, sections: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """A context in which the small config is used: a `ConfigError` about a size says that verify chose it.
+
+    The user has not written these numbers, so the error must not read as if the file were wrong.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        # An option is not a size, and an untouched module that does not fit has a message of its own.
+        if error.where.startswith("--") or f"{UNTOUCHED}: " in error.wrong:
+            raise
+        source = source_of(user)
+        chosen = chosen_sizes(user, sections, f"{error.where}: {error.wrong}")
+        if not chosen:  # the user's own sizes have the same mistake
+            raise
+        key = next(iter(chosen))
+        raise ConfigError(
+            key,
+            f"verify chose {', '.join(f'{name}={size}' for name, size in chosen.items())} for its small "
+            f"model, which does not suit it: {error.wrong}",
+            f"a function {SMALL}(config) in {source.path} that gives other sizes, or an override {key}=…"
+            if source is not None
+            else f"an override {key}=…",
+        ) from error
+
+
+def chosen_sizes(user: Config, sections: dict[str, dict[str, Any]], complaint: str) -> dict[str, int]:
+    """Return the sizes in the small config that are not the user's and that a complaint mentions, by key or
+    by number.
+    """
+    users = flatten(user.model_dump(mode="json", by_alias=True))
+    small = flatten(type(user)().model_dump(mode="json", by_alias=True)) | flatten(sections)
+    changed = {
+        key: value for key, value in small.items() if type(value) is int and value != users.get(key, value)
+    }
+    words = set(re.findall(r"\w+", complaint))
+    named = {key: value for key, value in changed.items() if key.partition(".")[2] in words}
+    numbers = set(re.findall(r"(?<![\w.])\d+(?![\w.])", complaint))  # not the 2 of blocks.2
+    return named or {
+        key: value for key, value in changed.items() if key in MAIN_SIZES and str(value) in numbers
+    }
 
 
 def without_loss(compression: Compression | None) -> dict[str, Any] | None:
@@ -127,7 +214,9 @@ def smaller_rate(entry: OptimGroup, lr: float) -> dict[str, Any]:
 
 
 def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
-    """Micro batch size and sequence length, such that context ranks divide a sequence, and tensor ranks a microbatch's tokens."""
+    """Micro batch size and sequence length, such that context ranks divide a sequence, and
+    tensor ranks a microbatch's tokens.
+    """
     pieces = math.lcm(*(2 * layout.size("context") for layout in layouts if layout.size("context") > 1))
     train = user.train
     # An odd number stays odd, because then sequences are cut across ranks.
@@ -146,16 +235,20 @@ def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
 def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, Any]:
     """The model's sizes except depth and vocabulary, such that `tensor` ranks divide them."""
     model = user.model
-    # Two key/value heads a rank, if there are: with one, a rank's number equals that of its first head and hides mistakes.
+    # Two key/value heads a rank, if there are: with one, a rank's number equals that of its first head and
+    # hides mistakes.
     kv_heads = tensor * min(user.kv_heads // tensor, 2)
-    heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
-    head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
+    may_norm = model.qk_norm or model.hf is not None
+    heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if may_norm else 4)
+    head_size = min(user.head_size, NORMED_HEAD_SIZE if may_norm else HEAD_SIZE)
     width = model.num_heads * user.head_size
     hidden = (
         heads * head_size
         if model.hidden_size == width
         else max(8, round(model.hidden_size / width * heads * head_size))
     )
+    if model.hf is not None:  # many of its classes want a multiple, also where heads have a size of their own
+        hidden = -(-hidden // heads) * heads
     ffn = max(tensor, -(-round(resolved(model.ffn_size) / model.hidden_size * hidden) // tensor) * tensor)
     return (
         {
@@ -175,8 +268,47 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
     )
 
 
+def architecture(user: Config, small: dict[str, Any], seq_len: int, tensor: int) -> dict[str, Any]:
+    """What `model.hf` has besides the sizes of section `model`, made small as `experts` and `kinds_of_blocks`
+    do, and without the settings that only megacore's own layers have.
+    """
+    hf = transformers_config(user)
+    content = json.loads(hf.to_json_string(use_diff=False))  # with the class's defaults and the user's sizes
+    head_size, features = small["head_size"], tensor * -(-FEATURES // tensor)
+    most = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), EXPERTS)
+    most |= dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), features
+    )
+    most |= {"num_experts_per_tok": EXPERTS // 2, "first_k_dense_replace": 1, "decoder_sparse_step": 2}
+    most |= {"query_pre_attn_scalar": head_size, "rotary_dim": head_size // 2}
+    if (content.get("sliding_window") or user.train.seq_len) < user.train.seq_len:
+        most["sliding_window"] = seq_len // 3
+    for name, size in most.items():
+        if isinstance(value := content.get(name), int | float) and value > size:
+            content[name] = size
+
+    scales = {
+        "initializer_range": user.model.hidden_size / small["hidden_size"],
+        "attention_multiplier": user.head_size / head_size,
+    }
+    for name, ratio in scales.items():
+        if content.get(name) is not None:
+            content[name] *= ratio**0.5
+    rope = content.get("rope_parameters") or {}
+    if (share := rope.get("partial_rotary_factor") or 1.0) < 1:
+        rope["partial_rotary_factor"] = max(1, round(share * head_size / 2)) * 2 / head_size
+
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = list(dict.fromkeys(content.get(name) or ()))
+        if len(kinds) > 1:  # blocks of all kinds are among the first
+            content[name] = [kinds[number % len(kinds)] for number in range(user.model.num_layers)]
+    return {"hf_config": content, "attention_scale": None, "init_std": user.model.init_std}
+
+
 def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any]:
-    """Windows, where the user has them, that end within a sequence; every second block of another kind; whole pairs that turn."""
+    """Windows, where the user has them, that end within a sequence; every second block of
+    another kind; whole pairs that turn.
+    """
     model, small = user.model, dict[str, Any]()
     if model.window is not None and model.window < user.train.seq_len:
         small["window"] = max(1, min(model.window, seq_len // 3))
@@ -192,7 +324,9 @@ def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any
 
 
 def experts(user: Config, layouts: list[Layout]) -> dict[str, Any]:
-    """Few small experts, which every layout's ranks divide, in as many groups; every second block of the other kind, if any is."""
+    """Few small experts, which every layout's ranks divide, in as many groups; every second
+    block of the other kind, if any is.
+    """
     model = user.model
     if model.num_experts is None:
         return {}
@@ -232,6 +366,9 @@ def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
 UNDERIVED = {
     "engine.config",
     "model.source",
+    "model.hf",
+    "model.hf_revision",
+    "model.hf_config",
     "model.base_width",
     "model.base_head_size",
     "model.base_layers",
@@ -244,10 +381,15 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
     """The user's sections with `small` over them, with only the values that differ from the defaults."""
     defaults = flatten(type(user)().model_dump(mode="json", by_alias=True))
     values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
-    # Neither defaults nor derived values are written, so that another version of the code can read the config even if it does not
-    # know every key.
+    # Neither defaults nor derived values are written, so that another version of the code can read the config
+    # even if it does not know every key.
     written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
-    for key in [key for key in written if defaults[key] is None and key not in UNDERIVED]:
+    kept = set(UNDERIVED)
+    if user.model.hf is not None:  # which gives other sizes than the defaults
+        sizes = {f"model.{name}" for name in SIZES}
+        written |= {key: values[key] for key in sizes}
+        kept |= sizes
+    for key in [key for key in written if defaults[key] is None and key not in kept]:
         rest = {k: v for k, v in written.items() if k != key}
         with suppress(ConfigError):  # the others need it
             if (
@@ -266,16 +408,16 @@ def unit_of(layouts: list[Layout]) -> int:
 
 
 def microbatches(user: Config, layouts: list[Layout]) -> int:
-    """Microbatches of the small global batch: few, and fewer than stages in the layouts in which the user has fewer.
+    """Microbatches of the small global batch: few, and fewer than stages in the
+    layouts in which the user has fewer.
 
-    A rank has two if the user has as many, so that accumulation is seen everywhere. More important is that all layouts have the same
-    batch, which each must divide.
+    A rank has two if the user has as many, so that accumulation is seen everywhere. More important is that
+    all layouts have the same batch, which each must divide.
     """
     users = user.train.global_batch_size // user.train.micro_batch_size
     unit = unit_of(layouts)
-    full = [
-        layout.size("data") * layout.size("pipeline") for layout in layouts
-    ]  # with a microbatch for each stage of each data rank
+    # with a microbatch for each stage of each data rank
+    full = [layout.size("data") * layout.size("pipeline") for layout in layouts]
     count = min(
         users, unit * -(-max(MICROBATCHES, 2 * max(layout.size("data") for layout in layouts)) // unit)
     )
@@ -290,8 +432,8 @@ def depth_and_vocabulary(
 ) -> dict[str, int]:
     """The fewest layers, with the smallest vocabulary, that are split over stages as the user's are.
 
-    The cost of the head relative to a layer decides the split, so the vocabulary is at most so large that this ratio stays. If no small
-    candidate is split alike in every layout, it takes the one that is in most.
+    The cost of the head relative to a layer decides the split, so the vocabulary is at most so large that
+    this ratio stays. If no small candidate is split alike in every layout, it takes the one that is in most.
     """
     stages = sorted({layout.stages(user) for layout in layouts})
     wanted = [unevenness(user, count) for count in stages]
@@ -299,28 +441,37 @@ def depth_and_vocabulary(
     least, remainder = tensor * max(tensor, -(-64 // tensor)), user.model.vocab_size % tensor
     smallest = min(user.model.vocab_size, least + remainder)
     first = min(user.model.num_layers, max(stages[-1], LAYERS))
-    model = small["model"] | {"num_layers": first, "vocab_size": smallest}
-    config = resolve(
-        small | {"model": user.model.model_dump(mode="json") | model, "parallel": {}}, [], "verify", 1
-    ).config
+    last = max(first, min(user.model.num_layers, LAYERS_A_STAGE * stages[-1]))
     ratio = head_cost(user).total / layer_cost(user).total
-    largest = ratio * layer_cost(config).total / head_cost(config).total * smallest
-    vocabularies = [max(least, round(largest * part / 4) // tensor * tensor) + remainder for part in range(5)]
-    best, most = (first, smallest), -1
-    for layers in range(first, max(first, min(user.model.num_layers, LAYERS_A_STAGE * stages[-1])) + 1):
-        for rows in sorted({min(user.model.vocab_size, rows) for rows in vocabularies}):
-            sized = config.model.model_copy(update={"num_layers": layers, "vocab_size": rows})
-            candidate = config.model_copy(update={"model": sized})
-            alike = sum(
-                unevenness(candidate, count) == pattern for count, pattern in zip(stages, wanted, strict=True)
-            )
-            if alike > most:
-                best, most = (layers, rows), alike
+    best, most, vocabularies = (first, smallest), -1, list[int]()
+    for layers in range(first, user.model.num_layers + 1):
+        if layers > last and most >= 0:
+            break
+        sizes = small["model"] | {"num_layers": layers, "vocab_size": smallest}
+        model = user.model.model_dump(mode="json") | sizes
+        with suppress(ConfigError):  # the model rejects this depth, such as 5 layers in loops of two
+            sections = corrected(user, small | {"model": model, "parallel": {}})
+            config = resolve(sections, [], "verify", 1).config
+            if not vocabularies:
+                # A head may compute nothing that depends on the vocabulary, such as one of regression.
+                head = head_cost(config).total
+                largest = ratio * layer_cost(config).total / head * smallest if head else smallest
+                multiples = [round(largest * part / 4) // tensor * tensor for part in range(5)]
+                vocabularies = [max(least, rows) + remainder for rows in multiples]
+            for rows in sorted({min(user.model.vocab_size, rows) for rows in vocabularies}):
+                sized = config.model.model_copy(update={"vocab_size": rows})
+                candidate = config.model_copy(update={"model": sized})
+                splits = [unevenness(candidate, count) for count in stages]
+                alike = sum(split == pattern for split, pattern in zip(splits, wanted, strict=True))
+                if alike > most:
+                    best, most = (layers, rows), alike
     return dict(zip(("num_layers", "vocab_size"), best, strict=True))
 
 
 def unevenness(config: Config, stages: int) -> list[int]:
-    """For each stage, how many different numbers of layers are below its own: [3, 4, 4, 1] gives [1, 2, 2, 0]."""
+    """For each stage, how many different numbers of layers are below its own: [3,
+    4, 4, 1] gives [1, 2, 2, 0].
+    """
     split = [len(layers) for layers in stage_layers(partitioned(with_stages(config, stages)))]
     sizes = sorted(set(split))
     return [sizes.index(layers) for layers in split]
@@ -344,14 +495,20 @@ def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool = False) -> Path:
     """Writes the small config and its corpora into `folder`; returns the config's path.
 
-    The tokens are uniform, so that every row of the vocabulary occurs. Training reads a blend of two corpora, whose documents are of
-    unlike lengths. The validation set ends within a sample, and within a batch. With `masked` some tokens are not learned, and some
-    ranks learn nothing in a step.
+    The tokens are uniform, so that every row of the vocabulary occurs. Training reads a blend of two corpora,
+    whose documents are of unlike lengths. The validation set ends within a sample, and within a batch. With
+    `masked` some tokens are not learned, and some ranks learn nothing in a step.
 
-    Where attention or packing heeds documents, a document is cut by the end of a sample that is learned, and targets beside the cut are
+    Where attention or packing heeds documents, a document is cut by the end of a sample that is learned, and
+    targets beside the cut are
     learned in both its parts: corpora are drawn until it is so.
     """
-    path = folder / "verify.json"
+    path, model = folder / "verify.json", sections.get("model", {})
+    if (content := model.get("hf_config")) is not None:  # the case has its own folder, with the small content
+        hf = folder / "hf"
+        hf.mkdir(exist_ok=True)
+        (hf / FILE).write_text(json.dumps(content), encoding="utf-8")
+        sections = sections | {"model": model | {"hf": str(hf), "hf_revision": None}}
     path.write_text(json.dumps(sections), encoding="utf-8")
     config = load(str(path)).config
     data = {
@@ -376,8 +533,10 @@ def heeds_documents(config: Config) -> bool:
 
 
 def learned_at_cuts(config: Config) -> tuple[int, int]:
-    """Of the pieces of documents in the samples of all steps: how many end within a document, with a last token that is learned; and how
-    many begin within one, with a second token that is learned (nothing predicts the first)."""
+    """Of the pieces of documents in the samples of all steps: how many end within a document,
+    with a last token that is learned; and how many begin within one, with a second token that is
+    learned (nothing predicts the first).
+    """
     train, stream = config.train, checked_stream(config)
     number, _, samples = stream.locate(np.arange(train.steps * train.global_batch_size))
     before = behind = 0
@@ -404,7 +563,10 @@ def together(corpus: IndexedTokens, *positions: int) -> bool:
 
 
 def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> None:
-    """Writes the tokens for training and for validation. Packed documents would fit into samples, so now and then one is longer."""
+    """Writes the tokens for training and for validation.
+
+    Packed documents would fit into samples, so now and then one is longer.
+    """
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
     lengths = dict.fromkeys(BLEND, (config.train.steps + 1) * batch * seq_len + 1) | {
         "valid": (batch + 3) * seq_len + 1 + seq_len // 3
@@ -415,9 +577,8 @@ def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> Non
             begins = rng.random(length) < OFTEN[name] / seq_len
             begins[0] = False  # the first document begins there in any case
             if config.data.packing == "best_fit":
-                begins &= (
-                    np.arange(length) // (2 * seq_len) % 3 > 0
-                )  # none in the first third of six samples' tokens
+                # none in the first third of six samples' tokens
+                begins &= np.arange(length) // (2 * seq_len) % 3 > 0
             starts = np.flatnonzero(begins) if heeds_documents(config) else np.arange(1, 5) * length // 5
             starts.astype(np.int64).tofile(folder / f"{name}.starts")  # for the reference
             for document in np.split(tokens, starts):
@@ -428,8 +589,8 @@ def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> Non
 def write_masks(config: Config, rng: np.random.Generator) -> None:
     """Masks half of the tokens of all corpora, and all targets of some ranks.
 
-    In the first step these are those of odd microbatches, which half of the data ranks have; in the second all but those in the middle
-    of a sample, which one context rank has.
+    In the first step these are those of odd microbatches, which half of the data ranks have; in the second
+    all but those in the middle of a sample, which one context rank has.
     """
     train, stream = config.train, checked_stream(config)
     for corpus in (*stream.corpora, IndexedTokens(str(config.data.valid))):

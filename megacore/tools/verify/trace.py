@@ -1,4 +1,6 @@
-"""Records what every module computes for every microbatch, forward and backward, in the order of execution."""
+"""Records what every module computes for every microbatch, forward and backward, in the
+order of execution.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +17,9 @@ from megacore.distributed.cpu import is_widened
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
 from megacore.expert_parallel.experts import Experts
+from megacore.kernels.dispatch import Implementation
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
+from megacore.model.flow import CROSS_ENTROPY, Loss
 from megacore.model.stage import Stage
 from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
@@ -25,22 +29,23 @@ WRAPPED = ("logits", "loss")  # the last layer's methods
 
 
 class SeenGradient(MainGradient):
-    """Stands before a main gradient, for layers to add to; notes what they add, each product computed once more: in fp64 if it is exact."""
+    """Stands before a main gradient, for layers to add to; notes what they add, each product computed
+    once more: in fp64 if it is exact.
+    """
 
     def __init__(self, main: MainGradient) -> None:
         super().__init__(main.total, main.deferral)
         self.main = main
         self.parts: list[Tensor] = []
 
-    def add_rows(self, grad: Tensor, rows: Tensor) -> None:
+    def add_rows(self, grad: Tensor, rows: Tensor, implementation: Implementation = "auto") -> None:
         part = torch.zeros(self.total.shape, dtype=torch.float64, device=grad.device)
         self.parts.append(part.index_put_((rows,), grad.double(), accumulate=True))
-        self.main.add_rows(grad, rows)
+        self.main.add_rows(grad, rows, implementation)
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
-        exact = (
-            x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)
-        )  # not rounded to x's dtype
+        # not rounded to x's dtype
+        exact = x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)
         a, b = (grad.double(), x.double()) if exact else (grad, x)
         self.parts.append((a.t() @ b).double())
         self.main.add_product(grad, x)
@@ -51,7 +56,9 @@ class SeenGradient(MainGradient):
 
 
 class GradientWatch:
-    """Shows `see` a parameter's gradient from each backward pass, fp64, until `remove()`: what autograd gives and what layers add."""
+    """Shows `see` a parameter's gradient from each backward pass, fp64, until `remove()`: what
+    autograd gives and what layers add.
+    """
 
     def __init__(self, parameter: nn.Parameter, see: Callable[[Tensor], Any]) -> None:
         self.parameter, self.main = parameter, main_gradient_of(parameter)
@@ -61,7 +68,9 @@ class GradientWatch:
             self.parts, parameter.main_gradient = seen.parts, seen  # type: ignore[attr-defined]
 
         def complete(gradient: Tensor | None) -> None:
-            """Autograd calls it once a backward pass, however often the parameter was used; with None if layers added everything."""
+            """Autograd calls it once a backward pass, however often the parameter was used; with
+            None if layers added everything.
+            """
             if gradient is not None:
                 self.parts.append(gradient.double())
             self._show()
@@ -87,10 +96,13 @@ class GradientWatch:
 
 
 class Trace(Observer):
-    """A context that records the activations of a rank's stages and their gradients. Without a folder it does nothing.
+    """A context that records the activations of a rank's stages and their gradients.
 
-    An event's key is ``order|microbatch|direction|module|what|visit``. The direction is forward, recompute (a forward pass within
-    backward) or backward. `what` is an input, an output, or the name of a parameter, such as "weight" (then its gradient is recorded).
+    Without a folder it does nothing.
+
+    An event's key is ``order|microbatch|direction|module|what|visit``. The direction is forward, recompute (a
+    forward pass within backward) or backward. `what` is an input, an output, or the name of a parameter, such
+    as "weight" (then its gradient is recorded).
     """
 
     vital = True
@@ -105,9 +117,8 @@ class Trace(Observer):
         self.handles: list[Any] = []
         self.microbatch, self.phase, self.chunk = 0, "forward", 0
         self.watches: list[GradientWatch] = []
-        self.halves: dict[
-            tuple[int, int, str, str], Tensor
-        ] = {}  # parameters' gradients of split backwards: microbatch, chunk, place
+        # parameters' gradients of split backwards: microbatch, chunk, place
+        self.halves: dict[tuple[int, int, str, str], Tensor] = {}
 
     def enter(self, microbatch: int, phase: str, chunk: int = 0) -> None:
         """Notes that `phase` (an op's value) of the microbatch with this index in the global batch begins."""
@@ -131,14 +142,27 @@ class Trace(Observer):
             for part in [part for part in self.halves if part[:2] == (self.microbatch, self.chunk)]:
                 self._add(self.microbatch, "backward", *part[2:], self.halves.pop(part))
 
-    def note(self, module: str, what: str, value: Any) -> None:
-        """Records a tensor, and its gradient when backward computes it."""
+    def note(
+        self, module: str, what: str, value: Any, *, partial: bool = False, has_gradient: bool = True
+    ) -> None:
+        """Records a tensor, and its gradient when backward computes it.
+
+        `partial`: the tensor is declared to be this rank's part of a sum, so one process has no such value to
+        compare it with. The gradient of a part is the gradient of the sum. `has_gradient`: whether the
+        gradient that backward computes has an equal on one process, and is no part of a sum.
+        """
         if self.folder is None or not isinstance(value, Tensor):
             return
         microbatch = self.microbatch
-        self._add(microbatch, "forward" if self.phase == "forward" else "recompute", module, what, value)
-        if value.requires_grad and self.phase == "forward":
-            value.register_hook(lambda gradient: self._add(microbatch, "backward", module, what, gradient))
+        direction = "forward" if self.phase == "forward" else "recompute"
+        self._add(microbatch, direction, module, f"part of {what}" if partial else what, value)
+
+        def record_gradient(gradient: Tensor | None) -> None:
+            if gradient is not None:  # autograd calls hooks with None where an operation gives no gradient
+                self._add(microbatch, "backward", module, what, gradient)
+
+        if value.requires_grad and has_gradient and self.phase == "forward":
+            value.register_hook(record_gradient)
 
     def _add(self, microbatch: int, direction: str, module: str, what: str, value: Tensor) -> None:
         event = (microbatch, direction, module, what)
@@ -157,17 +181,19 @@ class Trace(Observer):
         for stage in self.stages:
             for name, module in stage.named_modules():
                 if module is not stage and not getattr(module, "bare", False):
-                    self._watch(stage.logical_name(name), module)
+                    self._watch(stage.logical_name(name), module, stage)
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad:
                     self._watch_gradient(name, parameter)
             for head in stage.behind:
-                for name in WRAPPED:
-                    self._wrap(head, name)
+                for name in wrapped_methods(head):
+                    self._wrap(head, name, stage)
         return self
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Records a parameter's gradient, unless it is a part of a microbatch's gradient, which has no equal elsewhere."""
+        """Records a parameter's gradient, unless it is a part of a microbatch's
+        gradient, which has no equal elsewhere.
+        """
         if {along.axis for along in shard_of(parameter).along} & EXPERTS:  # of other ranks' tokens too
             return
         users = sum(parameter is own for stage in self.stages for own in stage.parameters())
@@ -184,26 +210,40 @@ class Trace(Observer):
 
         self.watches.append(GradientWatch(parameter, see))
 
-    def _watch(self, name: str, module: nn.Module) -> None:
+    def _watch(self, name: str, module: nn.Module, stage: Stage) -> None:
+        # Behind what a layer writes, it returns the sums of its losses.
+        written, losses = (len(module.writes), module.losses) if module in stage.layers else (0, ())
+        has_gradient = not getattr(module, "has_partial_gradient", False)
+
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             for i, value in enumerate(args):
-                self.note(name, f"input {i}" if i else "input", value)
+                self.note(name, f"input {i}" if i else "input", value, has_gradient=has_gradient)
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             for i, value in enumerate(output if isinstance(output, tuple) else (output,)):
-                self.note(name, f"output {i}" if i else "output", value)
+                if losses and i >= written:
+                    loss = losses[i - written]
+                    self.note(name, f"loss {loss.name}", value, partial=is_partial(loss, stage))
+                else:
+                    self.note(name, f"output {i}" if i else "output", value)
 
-        if not isinstance(
-            module, nn.ModuleDict | nn.ModuleList | Experts
-        ):  # of the last, rows come from other ranks
-            self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        # of the last, rows come from other ranks
+        if not isinstance(module, nn.ModuleDict | nn.ModuleList | Experts):
+            # A plain module's region is noted as the code around it sees it: before and after exchanges.
+            self.handles += [
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_hook(after),
+            ]
 
-    def _wrap(self, head: nn.Module, name: str) -> None:
+    def _wrap(self, head: nn.Module, name: str, stage: Stage) -> None:
         method = getattr(head, name)
+        losses: Sequence[Loss] = head.losses if name == "loss" else ()  # type: ignore[assignment]
+        main = [loss for loss in losses if loss.name == CROSS_ENTROPY.name] or losses
+        partial = any(is_partial(loss, stage) for loss in main)
 
-        def traced(*args: Any) -> Tensor:
-            value = method(*args)
-            self.note(name, "output", value)
+        def traced(*args: Any, **options: Any) -> Tensor:
+            value = method(*args, **options)
+            self.note(name, "output", value, partial=partial)
             return value
 
         setattr(head, name, traced)
@@ -215,10 +255,22 @@ class Trace(Observer):
             handle.remove()
         for stage in self.stages:
             for head in stage.behind:
-                for name in WRAPPED:
+                for name in wrapped_methods(head):
                     delattr(head, name)
         if error is None:
             save_file(
                 {key: torch.atleast_1d(value) for key, value in self.events.items()},
                 self.folder / f"trace_{self.rank}.safetensors",
             )
+
+
+def wrapped_methods(head: nn.Module) -> list[str]:
+    """The names of the last layer's methods that are traced; one of a user's own need not have all."""
+    return [name for name in WRAPPED if hasattr(head, name)]
+
+
+def is_partial(loss: Loss, stage: Stage) -> bool:
+    """Whether a rank's sum of a loss is over its own tokens only: with context ranks always, and under
+    `parallel.sequence` if the loss says so.
+    """
+    return stage.cp.size > 1 or (loss.sp and stage.sequence)

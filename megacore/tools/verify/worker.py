@@ -1,4 +1,5 @@
-"""The process of a rank: `python -m megacore.tools.verify.worker` reads a task from each line of stdin as JSON, and answers on stdout.
+"""The process of a rank: `python -m megacore.tools.verify.worker` reads a task from each line of
+stdin as JSON, and answers on stdout.
 
 It runs the code of the checkout in which it is started, so that two versions can be compared.
 """
@@ -25,16 +26,17 @@ def serve(argv: list[str]) -> None:
     os.dup2(2, 1)  # output of the model must not be taken for an answer
     import torch
 
-    from megacore.tools.verify import record, reference  # noqa: F401  (seconds: now rather than in the first task)
+    # These imports take seconds: now rather than in the first task.
+    from megacore.tools.verify import record, reference  # noqa: F401
+    from megacore.tools.verify.self_check import run  # noqa: F401
 
     torch.set_num_threads(1)
     print(json.dumps({"protocol": PROTOCOL}), file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         os.environ.update(task["environment"])
-        torch.manual_seed(
-            0
-        )  # so that draws from PyTorch's generator are the same in another version of the code
+        # so that draws from PyTorch's generator are the same in another version of the code
+        torch.manual_seed(0)
         try:
             with planted(task["plant"]):
                 perform(task)
@@ -48,9 +50,8 @@ def serve(argv: list[str]) -> None:
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             answer = {"error": reason, "traceback": traceback.format_exc(), "finished": time.monotonic()}
-        print(
-            json.dumps(answer), file=answers, flush=True
-        )  # before the group is destroyed: the peers' errors come after the cause
+        # before the group is destroyed: the peers' errors come after the cause
+        print(json.dumps(answer), file=answers, flush=True)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -61,12 +62,26 @@ def perform(task: dict[str, Any]) -> None:
     from megacore.tools.verify.coordinate_statistics import run_measured
     from megacore.tools.verify.record import run_layout
     from megacore.tools.verify.reference import PLAIN, run_reference
+    from megacore.tools.verify.self_check.case import EXACT
+    from megacore.tools.verify.self_check.export import check_export
+    from megacore.tools.verify.self_check.run import CHECKS, self_check
 
     out = Path(task["out"])
     if task["kind"] == "coordinates":
         run_measured(task["config"], task["overrides"], out)
+    elif task["kind"] in ("self_check", "export_check"):
+        checks = CHECKS if task["kind"] == "self_check" else (check_export,)
+        self_check(load(task["config"], [*EXACT]).config, out, checks).write(out)
     elif task["kind"] == "reference":
-        run_reference(load(task["config"], [*PLAIN]).config, out, task["rounding"], task["traced_step"])
+        config, unmoved = load(task["config"], [*PLAIN]).config, task["unmoved"]
+        run_reference(
+            config,
+            out,
+            task["rounding"],
+            task["traced_step"],
+            None if unmoved is None else Path(unmoved),
+            with_untouched=task["with_untouched"],
+        )
     else:
         run_layout(task["config"], task["overrides"], out, task["traced_step"], Path(task["reference"]))
 
