@@ -250,6 +250,18 @@ ELSEWHERE = {
         "a module of transformers in place of megacore's layers",
         "tests/distributed/test_plain_training.py::test_five_steps_are_those_of_the_loop_of_transformers",
     ),
+    "model.hf_config": (
+        "a module of transformers has another architecture",
+        "tests/unit/test_hf_folder.py::test_a_checkpoint_is_of_one_architecture",
+    ),
+    "model.hf_revision": (
+        "recorded when the hub is read",
+        "tests/unit/test_hf_folder.py::test_a_hub_model_is_recorded_with_its_commit",
+    ),
+    "model.hf_version": (
+        "the same numbers: it records which transformers built the module",
+        "tests/unit/test_hf_folder.py::test_a_checkpoint_is_of_one_architecture",
+    ),
     "model.source": (
         "a file of one's own",
         "tests/distributed/test_source.py::test_a_setting_changes_what_is_computed",
