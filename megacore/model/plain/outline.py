@@ -138,10 +138,14 @@ class Outline:
         self.filler = torch.zeros((), dtype=x.dtype, device=x.device)
         nothing = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.shape[:2])
         self.hidden = x
-        result = self._run(nothing, nothing, ends_at=len(self.model.blocks))
+        logits: Tensor = self._run(nothing, nothing, ends_at=len(self.model.blocks))
         self.hidden = None
-        logits: Tensor = getattr(result, "logits", result)
         return logits
+
+    def probe(self, token: int = 0, first_position: int = 0) -> Any:
+        """Return the logits of a sequence of two equal tokens."""
+        positions = torch.arange(first_position, first_position + 2)[None]
+        return self._run(torch.full((1, 2), token), positions, ends_at=len(self.model.blocks))
 
     def enter_block(self, index: int, call: Call) -> Any:
         """Note that a block is called; return the hidden states that the code after it gets."""
@@ -155,7 +159,7 @@ class Outline:
         return (x,) if self.returns_tuple else x
 
     def _run(self, tokens: Tensor, positions: Tensor, ends_at: int) -> Any:
-        """Run the module's own forward up to a block, or to its end."""
+        """Run the module's own forward up to a block, or to its end; then return its logits."""
         if self.device != tokens.device:
             self.device = tokens.device
             for module in self.constants:
@@ -163,9 +167,10 @@ class Outline:
                     module._buffers[name] = None if constant is None else constant.to(self.device)
         self.ends_at, self.seen, self.indices, self.outer = ends_at, [], [], []
         try:
-            return self.shell(tokens, **self.model.options(positions))
+            result = self.shell(tokens, **self.model.options(positions))
         except PassEnded:
             return None
+        return getattr(result, "logits", result)
 
 
 @dataclass(frozen=True)
@@ -184,53 +189,34 @@ def order_of(model: PlainModel) -> Order:
     Raises `ValueError` if more than hidden states goes from block to block, or from before the blocks to
     after them: a pipeline would not hand it on.
     """
-    number, mistakes = len(model.blocks), list[str]()
+    outline = outline_through_blocks(model)
+    check_arguments(model, outline.seen)
+    before, after = places_around_blocks(model, outline.outer)
+    check_end(model, outline)
+    return Order(outline.returns_tuple, before, after)
+
+
+def outline_through_blocks(model: PlainModel) -> Outline:
+    """Return an outline that ran through all blocks, whose hidden states were NaN."""
+    mistakes: list[str] = []
     for returns_tuple in (False, True):
         outline = Outline(model, {}, returns_tuple)
         mistake = mistake_between_blocks(outline)
         if mistake is None:
-            break
+            return outline
         mistakes.append(mistake)
-    else:  # where blocks return the other of the two, a mistake makes it fail
-        understood = [mistake for mistake in mistakes if not mistake.startswith("fails")]
-        raise ValueError(f"{type(model.module).__name__} {(understood or mistakes)[0]}")
-
-    for index, call in enumerate(outline.seen):
-        for name, value in (*enumerate(call.arguments[1:], 1), *call.options.items()):
-            if name != "hidden_states" and depends_on_hidden(value):
-                raise ValueError(
-                    f"{model.blocks[index]} is called with argument {name}, which comes from hidden states; "
-                    "only these themselves cross from block to block"
-                )
-    called: dict[str, set[int]] = {place: set() for place in (model.embedding, *model.outer, model.head)}
-    for place, blocks in outline.outer:
-        called[place].add(blocks)
-    for place, times in called.items():
-        is_table = isinstance(model.module.get_submodule(place), nn.Embedding)
-        expected = {0} if is_table else {number} if place == model.head else {0, number}
-        if len(times) != 1 or not times <= expected:
-            when = ", ".join(map(str, sorted(times)))
-            raise ValueError(
-                f"{place} is called "
-                + (f"after {when} blocks" if times else "never")
-                + ", and a part with parameters must be before all blocks, as tables are, or after all"
-            )
-    check_end(model, outline)
-    outer = {place: called[place] == {0} for place in model.outer}
-    return Order(
-        outline.returns_tuple,
-        tuple(place for place, is_before in outer.items() if is_before),
-        tuple(place for place, is_before in outer.items() if not is_before),
-    )
+    # Where blocks return the other of the two, the code after them fails; that is not the mistake.
+    understood = [mistake for mistake in mistakes if not mistake.startswith("fails")]
+    raise ValueError(f"{type(model.module).__name__} {(understood or mistakes)[0]}")
 
 
 def mistake_between_blocks(outline: Outline) -> str | None:
     """Run a module from its first to its last block, and say what a pipeline could not do; None if it can."""
-    number, width = len(outline.model.blocks), outline.model.config.model.hidden_size
-    hidden = torch.full((1, 2, width), torch.nan)
+    number = len(outline.model.blocks)
+    hidden = torch.full((1, 2, outline.model.config.model.hidden_size), torch.nan)
     outline.filler, outline.hidden = torch.tensor(torch.nan), hidden
     try:
-        outline._run(torch.zeros((1, 2), dtype=torch.int64), torch.arange(2)[None], ends_at=number)
+        outline.probe()
     except (TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         return f"fails: {error}"
     if outline.indices != list(range(number)):
@@ -241,49 +227,81 @@ def mistake_between_blocks(outline: Outline) -> str | None:
     return None
 
 
+def check_arguments(model: PlainModel, calls: list[Call]) -> None:
+    """Raise `ValueError` if another argument of a block than its hidden states comes from hidden states."""
+    for place, call in zip(model.blocks, calls, strict=True):
+        others = [*enumerate(call.arguments[1:], 1), *call.options.items()]
+        for name, value in others:
+            if name != "hidden_states" and depends_on_hidden(value):
+                raise ValueError(
+                    f"{place} is called with argument {name}, which comes from hidden states; "
+                    "only these themselves cross from block to block"
+                )
+
+
+def places_around_blocks(
+    model: PlainModel, calls: list[tuple[str, int]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the places of modules with parameters that run before the blocks, and of those that run after.
+
+    `calls`: the place of each, and after how many blocks it was called. Raises `ValueError` for one that is
+    called between blocks, several times or never.
+    """
+    number = len(model.blocks)
+    after: dict[str, bool] = {}
+    for place in (model.embedding, *model.outer, model.head):
+        times = {blocks for called, blocks in calls if called == place}
+        allowed = {0, number}
+        if isinstance(model.module.get_submodule(place), nn.Embedding):
+            allowed = {0}
+        elif place == model.head:
+            allowed = {number}
+        if len(times) != 1 or not times <= allowed:
+            when = f"after {', '.join(map(str, sorted(times)))} blocks" if times else "never"
+            raise ValueError(
+                f"{place} is called {when}, and a part with parameters must be before all blocks, as tables "
+                "are, or after all"
+            )
+        after[place] = times == {number}
+    return (
+        tuple(place for place in model.outer if not after[place]),
+        tuple(place for place in model.outer if after[place]),
+    )
+
+
 def check_end(model: PlainModel, outline: Outline) -> None:
     """Raise `ValueError` if the code after the blocks does not return logits that depend on the last block's
     hidden states alone, which are all that the last stage has, or computes them from each other.
     """
-    name, number = type(model.module).__name__, len(model.blocks)
+    name = type(model.module).__name__
     width, vocab = model.config.model.hidden_size, model.config.model.vocab_size
-    shape = (1, 2, width)
     # The embedding and all blocks but the last return NaN, so that what depends on them is NaN.
-    earlier, last = torch.full(shape, torch.nan), torch.linspace(-1, 1, 2 * width).view(shape)
+    outline.hidden = torch.full((1, 2, width), torch.nan)
+    outline.last = torch.linspace(-1, 1, 2 * width).view(1, 2, width)
+
     state = torch.get_rng_state()
-    results = []
-    for token in (0, vocab - 1):
-        outline.hidden, outline.last = earlier, last
-        result = outline._run(
-            torch.full((1, 2), token), torch.arange(2)[None] + min(token, 1), ends_at=number
-        )
-        results.append(getattr(result, "logits", result))
-    outline.last = None
+    logits, of_other_tokens = outline.probe(), outline.probe(token=vocab - 1, first_position=1)
     if not torch.equal(torch.get_rng_state(), state):
         raise ValueError(f"{name} draws random numbers, such as dropout's, which differ between layouts")
-
-    logits = results[0]
     if not isinstance(logits, Tensor) or logits.shape != (1, 2, vocab):
-        found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        result = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise ValueError(
-            f"{name} returns {found}; it should return the logits of all tokens, [batch, seq, vocab], or an "
+            f"{name} returns {result}; it should return the logits of all tokens, [batch, seq, vocab], or an "
             "object that has them as .logits"
         )
-    if depends_on_hidden(logits) or not torch.equal(*results):
-        source = (
-            "tokens or positions"
-            if not depends_on_hidden(logits)
-            else "what is computed before the last block"
-        )
+
+    source = None
+    if depends_on_hidden(logits):
+        source = "what is computed before the last block"
+    elif not torch.equal(logits, of_other_tokens):
+        source = "tokens or positions"
+    if source is not None:
         raise ValueError(
             f"{name} takes {source} after its blocks, where only the last block's hidden states are known"
         )
 
-    outline.hidden, outline.last, outline.lacks_logits = earlier, last, True
-    result = outline._run(torch.zeros((1, 2), dtype=torch.int64), torch.arange(2)[None], ends_at=number)
-    outline.last, outline.lacks_logits = None, False
-    known: Tensor = getattr(result, "logits", result)[..., : vocab // 2]
-    if depends_on_hidden(known):
+    outline.lacks_logits = True
+    if depends_on_hidden(outline.probe()[..., : vocab // 2]):
         raise ValueError(
             f"{name} computes logits from each other, as a softmax does, and a tensor rank has only some of "
             "them; the loss takes logits as the head gives them"

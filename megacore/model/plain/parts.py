@@ -92,22 +92,26 @@ class Parts:
         """Raise `ValueError` if a pattern fits none of the blocks' modules, bare parameters or numbers,
         whichever its kind is about, or if patterns before it take all that it fits.
         """
-        patterns = [pattern for pattern, text in self.table.items() if text not in ENDS]
-        for index, pattern in enumerate(patterns):
-            kind = role_of(self.table[pattern]).kind
-            called, places = {"divide": ("integer", numbers), "split": ("parameter", parameters)}.get(
-                kind, ("module", modules)
-            )
-            entry = f"{pattern!r} is {self.table[pattern]!r} in the table"
+        earlier: list[str] = []
+        for pattern, text in self.table.items():
+            if text in ENDS:
+                continue
+            noun, places = "module", modules
+            if role_of(text).kind == "divide":
+                noun, places = "integer", numbers
+            elif role_of(text).kind == "split":
+                noun, places = "parameter", parameters
+
+            entry = f"{pattern!r} is {text!r} in the table"
             fitting = [place for place in places if fnmatchcase(place, pattern)]
             if not fitting:
                 known = ", ".join(sorted(places)) or "none"
-                raise ValueError(f"{entry}, and no {called} of a block has that place, of {known}")
-            first = patterns[:index]
-            if all(any(fnmatchcase(place, other) for other in first) for place in fitting):
+                raise ValueError(f"{entry}, and no {noun} of a block has that place, of {known}")
+            if all(any(fnmatchcase(place, other) for other in earlier) for place in fitting):
                 raise ValueError(
                     f"{entry}, and patterns before it take all that it fits; the first one counts"
                 )
+            earlier.append(pattern)
 
     def check_planned_sums(self, modules: Collection[str], parameters: Collection[str]) -> None:
         """Raise `ValueError` if a sum has more than experts and a router that each rank computes whole.
