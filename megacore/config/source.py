@@ -128,9 +128,8 @@ def blamed_class(config: Config, doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         wrong = f"{config.model.hf}{doing}: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(
-            config.model.custom_key, wrong, "a class of transformers that can be divided"
-        ) from error
+        right = "a class whose plan divides it among tensor ranks, or model.source=FILE.py with a table PARTS"
+        raise ConfigError(config.model.custom_key, wrong, right) from error
 
 
 def is_plain(config: Config) -> bool:

@@ -378,7 +378,11 @@ def test_first_weights_of_a_class_are_those_of_its_own_initialisation(
 
 @pytest.mark.parametrize(
     ("kind", "wrong"),
-    [("bloom", "attends by code of its own"), ("phimoe", "window or chunk that only its mask knows")],
+    [
+        ("bloom", "attention of BloomForCausalLM is its own code"),
+        ("falcon", "attention of FalconForCausalLM is its own code"),
+        ("phimoe", "window or chunk that only its mask knows"),
+    ],
 )
 def test_a_class_that_needs_its_own_mask_is_rejected(kind: str, wrong: str, tmp_path: Path) -> None:
     """No mask is made for megacore's attention, so its tokens would see later ones, or beyond a window."""
@@ -386,6 +390,8 @@ def test_a_class_that_needs_its_own_mask_is_rejected(kind: str, wrong: str, tmp_
     sizes: dict[str, float] = {"hidden_size": 16, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}
     if kind == "bloom":
         sizes |= {"n_layer": 2, "n_head": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    elif kind == "falcon":
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     else:
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
         sizes |= {"intermediate_size": 32, "num_local_experts": 2, "sliding_window": 3}

@@ -40,17 +40,21 @@ def module_of(config: Config, attention: str) -> nn.Module:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"build returns a {type(module).__name__} and no torch.nn.Module")
         if hasattr(module, "set_attn_implementation"):  # a class of transformers that the file builds
+            check_attention(type(module))
             register_attention()
             module.set_attn_implementation(attention)  # type: ignore[operator]
         return module
 
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    settings = folder.transformers_config(config)
+    check_attention(MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)])
     register_attention()
     options: dict[str, Any] = {"attn_implementation": attention, "dtype": torch.get_default_dtype()}
     if config.train.precision == "fp64":  # in which the other implementations do not compute
         options["experts_implementation"] = "eager"
-    built: nn.Module = AutoModelForCausalLM.from_config(folder.transformers_config(config), **options)
+    built: nn.Module = AutoModelForCausalLM.from_config(settings, **options)
     return built
 
 
@@ -86,7 +90,6 @@ class PlainModel:
             self.module = self._without_memory()
         self.parts = Parts(self._table())
         check_dropout(self.module)
-        check_attention(self.module)
         self.blocks = self._find_blocks()
         self._check_places()
         self.embedding = self._find_end("embedding", nn.Embedding, "get_input_embeddings")
@@ -131,10 +134,7 @@ class PlainModel:
         plan = getattr(settings, "base_model_tp_plan", None)
         kind = settings.model_type
         if plan is None and kind not in TABLES:
-            raise ValueError(
-                f"{type(self.module).__name__} comes without a plan of what tensor ranks divide: name a file "
-                "with a table PARTS by model.source"
-            )
+            raise ValueError(f"{type(self.module).__name__} comes without a plan of what tensor ranks divide")
         return TABLES[kind] if plan is None else parts_of_plan(plan, type(self.module).__name__)
 
     def _find_blocks(self) -> list[str]:
@@ -331,14 +331,14 @@ def check_dropout(module: nn.Module) -> None:
             raise ValueError(f"{name} drops out {inner.p:g}: only 0 is the same in every layout")
 
 
-def check_attention(module: Any) -> None:
+def check_attention(model_class: Any) -> None:
     """Raise `ValueError` if a class of transformers attends by code of its own.
 
     Its code expects a causal mask, which transformers makes for its own implementations of attention alone.
     """
-    if hasattr(module, "set_attn_implementation") and not module._can_set_attn_implementation():
+    if not model_class._can_set_attn_implementation():
         raise ValueError(
-            f"{type(module).__name__} attends by code of its own, which would see later tokens; it "
+            f"the attention of {model_class.__name__} is its own code, which would see later tokens and "
             "cannot be replaced"
         )
 

@@ -270,7 +270,12 @@ def resized(
 
 def name_in(config: "PreTrainedConfig", size: str) -> str | None:
     """Return what a class of transformers calls a size; None if it has no such setting."""
-    return next((name for name in SIZES[size] if hasattr(config, name)), None)
+    for name in SIZES[size]:
+        attribute = getattr(type(config), name, None)
+        is_computed = isinstance(attribute, property) and attribute.fset is None  # as Falcon's head_dim
+        if hasattr(config, name) and not is_computed:
+            return name
+    return None
 
 
 def sizes_in(config: "PreTrainedConfig") -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Parts:
             if len(whole) > 1:
                 raise ValueError(
                     f"{place} has {', '.join(sorted(whole))}, which the class's plan leaves whole, and only "
-                    "a router may be: name a file with a table PARTS by model.source that divides the others"
+                    "a router may be"
                 )
 
     def check_regions(self, modules: Collection[str], parameters: Collection[str]) -> None:
