@@ -327,12 +327,12 @@ def check_architecture(
     """Refuse another config.json of `model.hf`, see `Reader.check_model`. Where it is does not matter."""
     was, now = recorded.get("hf_config"), model.get("hf_config")
     if (was is None) != (now is None):
-        said = [f"{'no' if content is None else 'a'} model.hf_config" for content in (was, now)]
-        wrong = f"was written with {said[0]}, and the config has {said[1]}"
+        sides = [f"{'no' if content is None else 'a'} model.hf_config" for content in (was, now)]
+        wrong = f"was written with {sides[0]}, and the config has {sides[1]}"
         raise CheckpointError(str(path), wrong, f"the same, or {otherwise}")
     if not isinstance(was, dict) or now is None:
         return
     if keys := [key for key in differing_keys(was, now) if not (stretch and key in STRETCHED)]:
-        said = [f"{key}={json.dumps(was.get(key))} (now {json.dumps(now.get(key))})" for key in keys]
-        wrong = f"was written with another model.hf_config, of {', '.join(said)}"
+        changes = [f"{key}={json.dumps(was.get(key))} (now {json.dumps(now.get(key))})" for key in keys]
+        wrong = f"was written with another model.hf_config, of {', '.join(changes)}"
         raise CheckpointError(str(path), wrong, f"that config.json, or {otherwise}")

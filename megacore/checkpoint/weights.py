@@ -42,8 +42,8 @@ def weights_of(reader: Reader, name: str) -> str:
 
 def frozen_of(config: Config) -> set[str]:
     """The weights that a config's model does not train. megacore's own models train all."""
-    every = whole_model(config, "meta").named_parameters() if config.model.is_custom else ()
-    return {name for name, parameter in every if not parameter.requires_grad}
+    parameters = whole_model(config, "meta").named_parameters() if config.model.is_custom else ()
+    return {name for name, parameter in parameters if not parameter.requires_grad}
 
 
 def is_new(reader: Reader, name: str) -> bool:

@@ -75,7 +75,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
     source: str | None = Field(
         None,
         min_length=1,
-        description="a file of your own with the model's settings and blocks, which is executed; see "
+        description="your own file with the model's settings and blocks, which is executed; see "
         "docs/blocks.md",
     )
     source_digest: str | None = Field(
@@ -198,7 +198,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
     tie_embeddings: bool = True
     head_bias: bool = Field(
         False,
-        description="a bias of the logits, of its own also where the head's weight is the embedding's "
+        description="a bias of the logits, which is separate even where the head's weight is the embedding's "
         "(Phi-2)",
     )
     dropout: Fraction = Field(

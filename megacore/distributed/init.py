@@ -72,11 +72,11 @@ def check_source(config: Config, mesh: Mesh) -> None:
         described.append(f"a file of the digest {model.source_digest}")
     if model.hf is not None:
         described.append(f"transformers {model.hf_version} and a config.json of the digest {model.hf_digest}")
-    own = " and ".join(described)
-    first, size = broadcast_text(own, mesh.world, mesh.device), mesh.world.size
-    other = torch.tensor(size if own == first else mesh.world.rank, device=mesh.device)
+    model_here = " and ".join(described)
+    first, size = broadcast_text(model_here, mesh.world, mesh.device), mesh.world.size
+    other = torch.tensor(size if model_here == first else mesh.world.rank, device=mesh.device)
     if (lowest := int(all_reduce(other, mesh.world, dist.ReduceOp.MIN))) < size:
-        wrong = f"rank {lowest} on {host_name()} has {own}, and rank 0 {first}"
+        wrong = f"rank {lowest} on {host_name()} has {model_here}, and rank 0 {first}"
         raise ConfigError(
             model.custom_key,
             broadcast_text(wrong, mesh.world, mesh.device, source=lowest),

@@ -16,7 +16,7 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.settings.validation import batch_equations
 from megacore.train.trainer import Trainer
 
-# settings of first weights: a run that goes on has its own
+# settings of first weights: a run that resumes has its own
 UNHEARD = ("model.init_std", "model.zero_init", "checkpoint.weights")
 HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
 

@@ -142,18 +142,18 @@ MODULES: dict[str, tuple[str, tuple[Edit, ...], tuple[str, ...], str]] = {
         (),
         "module blocks.0.attention.output, its input",
     ),
-    "a mask of its own": (
+    "its own mask": (
         "tp2sp",
         OWN_MASK,
         (),
-        "blocks.0.attention: ValueError: blocks.0 attends with a mask",
+        "blocks.0.attention: ValueError: blocks.0 attends with its own mask",
     ),
-    "hand-written attention, context ranks": ("cp2", HAND_WRITTEN, (), "blocks.0 attends by code of its own"),
+    "hand-written attention, context ranks": ("cp2", HAND_WRITTEN, (), "blocks.0 attends by its own code"),
     "hand-written attention, documents": (
         "one",
         HAND_WRITTEN,
         (DOCUMENTS,),
-        "blocks.0 attends by code of its own",
+        "blocks.0 attends by its own code",
     ),
     "a buffer by length": ("cp2", RAMP, (), "module blocks.0.norm2, its input"),
     "a residual within a region": (

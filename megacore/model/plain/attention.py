@@ -175,7 +175,7 @@ def attention(
     """Compute causal attention of this rank's tokens to all that they should see."""
     part, heads, kv_heads = running(), q.shape[1], k.shape[1]
     if mask is not None or not causal:
-        kind = "without causality" if mask is None else "with a mask of its own"
+        kind = "without causality" if mask is None else "with its own mask"
         raise ValueError(f"{part.name} attends {kind}, which not every layout can compute")
     if dropout:
         raise ValueError(
@@ -192,6 +192,6 @@ def attention(
     if part.called == len(part.attentions):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         part.attentions.append(ModuleAttention(part.config, heads // kv_heads, scale, window, cap))
-    here = part.attentions[part.called]
+    layer = part.attentions[part.called]
     part.called += 1
-    return here.in_context(q, k, v, part.context)
+    return layer.in_context(q, k, v, part.context)

@@ -295,7 +295,7 @@ def make_buffers(model: Any, module: nn.Module) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             if buffer.dtype == torch.bool:
-                raise ValueError(f"{type(module).__name__} has a mask of its own, {name}")
+                raise ValueError(f"{type(module).__name__} has its own mask, {name}")
             module._buffers[name] = torch.full(buffer.shape, unset(buffer), dtype=buffer.dtype, device="cpu")
     model._init_weights(module)
     check_set(type(module).__name__, dict(module.named_buffers(recurse=False)))

@@ -164,7 +164,7 @@ def check_content(content: Mapping[str, Any]) -> None:
     if not isinstance(content.get("model_type"), str):
         reject("it states no model_type", 'the name of a class of transformers, such as "llama"')
     if content.get("auto_map"):
-        reject("auto_map names code of its own, which is not executed", "a model.source with PARTS and build")
+        reject("auto_map names code, which is not executed", "a model.source with PARTS and build")
     if content.get("quantization_config"):
         reject("quantization_config: quantized weights are not trained", "the config of the full model")
     if content.get("is_encoder_decoder"):
@@ -281,13 +281,14 @@ def name_in(config: "PreTrainedConfig", size: str) -> str | None:
 def sizes_in(config: "PreTrainedConfig") -> dict[str, Any]:
     """Return the sizes of a config object of transformers, as section `model` has them."""
     names = {size: name_in(config, size) for size in SIZES}
-    found: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         size: None if name is None else getattr(config, name) for size, name in names.items()
     }
     for size, value in {
-        "num_kv_heads": found["num_heads"],
-        "head_size": found["hidden_size"] // found["num_heads"],
-        "ffn_size": 4 * found["hidden_size"],
+        "num_kv_heads": sizes["num_heads"],
+        "head_size": sizes["hidden_size"] // sizes["num_heads"],
+        "ffn_size": 4 * sizes["hidden_size"],
     }.items():
-        found[size] = value if found[size] is None else found[size]
-    return {size: value for size, value in found.items() if value is not None}
+        if sizes[size] is None:
+            sizes[size] = value
+    return {size: value for size, value in sizes.items() if value is not None}

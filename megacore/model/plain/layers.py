@@ -108,7 +108,7 @@ class PlainBlock(Layer):
             )
         if sees_more and not part.called:
             raise ValueError(
-                f"{self.place} attends by code of its own, which sees neither documents nor the tokens of "
+                f"{self.place} attends by its own code, which sees neither documents nor the tokens of "
                 "other context ranks or of a cache; torch.nn.functional.scaled_dot_product_attention would"
             )
         return (y[0] if isinstance(y, tuple) else y).flatten(0, 1)

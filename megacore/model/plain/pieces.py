@@ -91,9 +91,9 @@ class Pieces:
         table._parameters["weight"] = self._new(
             place, "weight", table.weight, split(self.group, 0), is_table=True
         )
-        own = type(table)
-        is_plain = own is nn.Embedding
-        table.__class__ = TokenRows if is_plain else type(own.__name__, (own, TokenRows), {})
+        kind = type(table)
+        is_plain = kind is nn.Embedding
+        table.__class__ = TokenRows if is_plain else type(kind.__name__, (kind, TokenRows), {})
         table.group, table.kernels = self.group, self.kernels
         # kept here, because FSDP computes with other parameters, which have no shard
         table.first_row = shard_of(table.weight).offset[0]

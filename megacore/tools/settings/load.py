@@ -164,7 +164,7 @@ def with_architecture(config: Config, name: str, raw: dict[str, Any], origins: d
 def recorded_architecture(config: Config, name: str) -> tuple[dict[str, Any], str | None] | None:
     """Return what the run to be resumed has recorded of `model.hf`, if that is not a folder any more.
 
-    So a run goes on without the folder, and one of a hub's model with the commit that it began with.
+    So a run resumes without the folder, and one of a hub's model with the commit that it began with.
     """
     model, resume = config.model, config.checkpoint.resume
     if Path(str(model.hf)).is_dir() or resume == "never":

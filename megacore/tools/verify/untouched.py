@@ -238,7 +238,7 @@ class UntouchedReference:
     def _compute(self, tokens: Tensor, documents: Documents | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits ``[batch, seq, vocab]``, and sums of further losses.
 
-        Each document is a sequence of its own, so that the module needs neither a mask nor positions.
+        Each document is a separate sequence, so that the module needs neither a mask nor positions.
         """
         if documents is None:
             return self._call(tokens)
