@@ -21,6 +21,8 @@ from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from megacore.tools.prepare.prepare import Prepared
 
 EXAMPLE = (
@@ -32,6 +34,9 @@ INPUTS = """text, JSON lines, .gz and .zst of both, Parquet, Arrow, folders of d
 and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face hub; python-stdlib is Python's
 own source"""
 MOST_WORKERS = 1024
+# keys that hold what is said, which cannot be ignored
+SPOKEN = {"messages", "conversations", "conversation", "role", "from", "content", "value"}
+LEARNED = "⟦", "⟧"
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
 
@@ -39,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises `ConfigError`."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUTS)
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
+    parser.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
     tokenizer = (
         "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, a "
         "tokenizer.json, a folder with one of them, "
@@ -58,10 +63,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)"
     )
     chat = (
-        'the inputs are conversations, each a line of JSON or a row with "messages" of a "role" and a '
-        '"content"; answers are learned'
+        'the inputs are conversations, each a line of JSON or a row: "messages" of a "role" and a "content", '
+        'ShareGPT\'s "conversations", Alpaca\'s "instruction" and "output", or "prompt" and "completion"; '
+        "answers are learned"
     )
     parser.add_argument("--chat", action="store_true", help=chat)
+    parser.add_argument(
+        "--ignore-keys",
+        default="",
+        metavar="A,B",
+        help="with --chat: keys of lines and messages that do not matter; any other unknown key is an error, "
+        "because it may say what is learned",
+    )
+    parser.add_argument(
+        "--show",
+        type=int,
+        metavar="N",
+        help="with --chat: print the first N conversations as they are learned, answers in colour, and write "
+        "nothing",
+    )
     tokens = (
         "the input is a folder with nanoGPT's train.bin, and val.bin if there is one, which "
         "--tokenizer has made, or such a file"
@@ -78,6 +98,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="processes (default: the usable cores, %(default)s)",
     )
     args = parser.parse_args(argv)
+    args.ignore_keys = tuple(key.strip() for key in args.ignore_keys.split(",") if key.strip())
+    for option, value in (("--ignore-keys", args.ignore_keys), ("--show", args.show)):
+        if value not in ((), None) and not args.chat:
+            raise ConfigError(option, "belongs to conversations", "--chat as well")
+    if spoken := sorted(SPOKEN & set(args.ignore_keys)):
+        raise ConfigError("--ignore-keys", f"{', '.join(spoken)} holds the conversation", "other keys")
+    if args.show is not None and args.show < 1:
+        raise ConfigError("--show", f"{args.show} is not a number of conversations", "1 or more")
+    if args.show is None and args.output is None:
+        raise ConfigError("--output", "is missing", "a prefix such as data/mine")
+    if args.show is not None and args.output is not None:
+        raise ConfigError("--show", "writes nothing", "without --output")
     if not 0.0 <= args.valid_fraction < 1.0:
         raise ConfigError(
             "--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1"
@@ -102,10 +134,44 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def convert(args: argparse.Namespace) -> "Prepared":
-    """Takes nanoGPT's tokens as they are. Raises `UserError`."""
+    """Takes tokens as they are. Raises `UserError`."""
     from megacore.tools.prepare.token_files import convert_tokens
 
     return convert_tokens(args.input[0], args.output, args.tokenizer)
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints conversations with what is learned of them in colour. Raises `UserError`."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from megacore.tools.prepare.prepare import show_conversations
+
+    console = Console(highlight=False, soft_wrap=True)
+    # without colours, as in a file, brackets tell what is learned
+    before, after = ("", "") if console.color_system else LEARNED
+    console.print(Text.assemble("learned: ", (f"{before}this{after}", "bold green"), "; read only: this"))
+    for where, parts in show_conversations(
+        args.input, args.tokenizer, args.show, template=args.template, ignored_keys=args.ignore_keys
+    ):
+        console.print(Text(f"\n{where}", "bold"))
+        for text, learned in parts:
+            console.print(
+                Text(f"{before}{text}{after}" if learned else text, "bold green" if learned else ""), end=""
+            )
+        console.print()
+
+
+def print_notes(notes: "Counter[str]") -> None:
+    """Prints what of the conversations was not used."""
+    unused = [(note.removeprefix("key "), count) for note, count in notes.items() if note.startswith("key ")]
+    if unused:
+        keys = ", ".join(f"{key} ({count:,})" for key, count in sorted(unused))
+        print(f"not used, because it does not change what is learned: {keys}")
+    for note, count in sorted(notes.items()):
+        if note.startswith("unwritten "):
+            what = note.removeprefix("unwritten ")
+            print(f"warning: the template does not write {what} as it is, {count:,} times", file=sys.stderr)
 
 
 def prepare_text(args: argparse.Namespace) -> "Prepared":
@@ -140,6 +206,7 @@ def prepare_text(args: argparse.Namespace) -> "Prepared":
             text_key="text" if args.text_key is None else args.text_key,
             chat=args.chat,
             template=args.template,
+            ignored_keys=args.ignore_keys,
             valid_fraction=args.valid_fraction,
             workers=args.workers,
             on_start=lambda total: progress.update(task, description="tokenizing", total=total),
@@ -150,6 +217,9 @@ def prepare_text(args: argparse.Namespace) -> "Prepared":
 def run(argv: list[str]) -> None:
     """Prepares the input, and prints what was written. Raises `UserError`."""
     args = parse(argv)
+    if args.show is not None:
+        show(args)
+        return
     prepared = convert(args) if args.nanogpt else prepare_text(args)
     if prepared.resumed:
         print(
@@ -179,6 +249,10 @@ def run(argv: list[str]) -> None:
             f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one",
             file=sys.stderr,
         )
+    print_notes(prepared.notes)
+    absent = [key for key in args.ignore_keys if f"key {key}" not in prepared.notes]
+    if absent:
+        print(f"warning: --ignore-keys: no line has {', '.join(absent)}", file=sys.stderr)
     largest = sorted(prepared.left_out, key=lambda entry: -entry.size)
     whole = prepared.input_bytes + sum(entry.size for entry in largest)
     for entry in largest[:MOST_NAMED]:

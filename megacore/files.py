@@ -57,18 +57,21 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     return read_plain(path, most).decode("utf-8")
 
 
+class RepeatedKey(ValueError):
+    """A key that is in a JSON object twice; the text says which."""
+
+
 def read_json(text: str) -> Any:
     """The value of JSON that a person wrote.
 
-    Raises `ValueError`, also for a key that stands twice, of which one value would be lost, or
-    `RecursionError`.
+    Raises `ValueError`, or `RecursionError`; `RepeatedKey` because one of its values would be lost.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"the key {key} stands twice in one object")
+                raise RepeatedKey(f"the key {key} twice in one object")
             found[key] = value
         return found
 

@@ -132,7 +132,6 @@ def write_texts(tree: Path) -> None:
         (tree / f"chat_{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     right = (tree / "chat_right.jsonl").read_bytes()
     (tree / "chat_broken.jsonl").write_bytes(right + b'{"messages": [\n' + right)
-    (tree / "chat_mark.jsonl").write_bytes(b"\xef\xbb\xbf" + right)
     (tree / "plain.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     (tree / "broken.jinja").write_text("{% for m in messages %}")
     (tree / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")

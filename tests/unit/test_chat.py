@@ -18,7 +18,8 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.corpora import Sidecar, check_corpora
-from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
+from megacore.tools.prepare.chat import chat_of, encode
+from megacore.tools.prepare.conversations import WrongConversation
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer
@@ -74,7 +75,7 @@ def test_a_marking_template_gives_what_transformers_gives(fast: Any, tmp_path: P
     the model is asked with later.
     """
     name = str(tmp_path / "model/tokenizer.json")
-    [(tokens, learned, size)] = encode(
+    [(tokens, learned, size, _)] = encode(
         chat_of(name, None), load_tokenizer(name), [json.dumps({"messages": TALK})]
     )
     theirs = fast.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
@@ -88,7 +89,7 @@ def test_a_marking_template_gives_what_transformers_gives(fast: Any, tmp_path: P
 def test_a_plain_template_is_cut_where_answers_begin_and_end(fast: Any, tmp_path: Path) -> None:
     (tmp_path / "chatml").write_text(CHATML)
     name = str(tmp_path / "model/tokenizer.json")
-    [(tokens, learned, _)] = encode(
+    [(tokens, learned, _, _)] = encode(
         chat_of(name, str(tmp_path / "chatml")), load_tokenizer(name), [json.dumps({"messages": TALK})]
     )
     assert (
@@ -103,11 +104,12 @@ TURNS = (
 )
 ANSWER = {"role": "assistant", "content": "b"}
 REFUSED: list[tuple[Any, str, str]] = [
-    ([1], TURNS, "has no list of messages"),
+    ([1], TURNS, "is not an object"),
     ({"messages": []}, TURNS, "has no list of messages"),
     ([{"content": "a"}], TURNS, "has no role in message 1"),
     ([{"role": "bot", "content": "a"}, ANSWER], TURNS, "has the unknown role 'bot' in message 1"),
-    ([{"role": "user", "content": ["a"]}, ANSWER], TURNS, "has no text as the content of message 1"),
+    ([{"role": "user", "content": ["a"]}, ANSWER], TURNS, "has a part of the type 'str' in message 1"),
+    ([{"role": "user", "content": {"a": 1}}, ANSWER], TURNS, "has no text as the content of message 1"),
     (said("a", " \n"), TURNS, "has an empty answer, message 2"),
     (said("a"), TURNS, "has no answer: no message is of the role assistant"),
     (said("a", "\ufdd0"), TURNS, "holds U+FDD0 or U+FDD1 in message 2"),

@@ -458,7 +458,8 @@ def test_command_line_errors(text: Path, prefix: str) -> None:
         ([*given, "--valid-fraction", "1"], "config error: --valid-fraction: 1.0 is"),
         ([*given, "--valid-fraction", "nan"], "config error: --valid-fraction: nan is"),
         ([*given, "--workers", "x"], "config error: --workers: invalid int value"),
-        (given[:2], "config error: arguments: the following arguments are required: --output, --tokenizer"),
+        (given[:2], "config error: arguments: the following arguments are required: --tokenizer"),
+        ([*given[:2], *given[4:]], "config error: --output: is missing"),
     ):
         done = command_line(*arguments)
         assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, (

@@ -132,7 +132,7 @@ COMMANDS = [
 FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows
 
 
-TEXT, CHAT, INSTRUCTLAB = COMMANDS[:7], COMMANDS[7:11], COMMANDS[11:]
+TEXT, CHAT, SHOW, INSTRUCTLAB = COMMANDS[:7], COMMANDS[7:11], COMMANDS[11], COMMANDS[12:]
 
 
 def play(command: list[str], folder: Path, *more: str) -> str:
@@ -296,6 +296,7 @@ def test_instructions_can_be_typed(tmp_path: Path) -> None:
     )
 
     play(CHAT[0], tmp_path)
+    assert play(SHOW, tmp_path).count("Yes.") == 3
     assert "tokens of answers, which are learned" in play(CHAT[1], tmp_path)
     mask = (tmp_path / "data/chat.mask.bin").read_bytes()
     learned = len("Yes.") + 2  # the token that ends the turn, and the template's newline

@@ -12,7 +12,8 @@ import pytest
 from launch import generate, prepare
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
-from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
+from megacore.tools.prepare.chat import chat_of, encode
+from megacore.tools.prepare.conversations import WrongConversation
 from megacore.tools.text import sandbox
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer
 
@@ -84,7 +85,7 @@ def test_a_text_is_neither_cut_nor_padded(lengths: dict[str, Any], tmp_path: Pat
         "{% for m in messages %}{% generation %}{{ m.content }} {% endgeneration %}{% endfor %}"
     )
     long = json.dumps({"messages": [{"role": "assistant", "content": "a b " * 50}]})
-    [(tokens, _, _)] = encode(chat_of(name, str(tmp_path / "t")), load_tokenizer(name), [long])
+    [(tokens, _, _, _)] = encode(chat_of(name, str(tmp_path / "t")), load_tokenizer(name), [long])
     assert tokens.tolist() == [0, 1] * 50
 
 

@@ -3,6 +3,7 @@ damaged one is named in a line.
 """
 
 import gzip
+import io
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from launch import prepare as script
-from megacore.data.indexed import MASK
+from megacore.data.indexed import MASK, IndexedTokens
 from megacore.errors import UserError
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources, streams
@@ -415,3 +416,118 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             prepare([given], str(tmp_path / "out/x"), "bytes", text_key=key)
         assert complaint in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
     assert not list((tmp_path / "out").glob("x*")) and os.listdir(tmp_path / "out")
+
+
+def prepared(folder: Path, name: str, content: bytes, **more: Any) -> list[bytes]:
+    """The documents that a file becomes, in bytes."""
+    (folder / name).write_bytes(content)
+    prefix = str(folder / "out/x")
+    prepare([str(folder / name)], prefix, "bytes", **more)
+    corpus = IndexedTokens(prefix)
+    starts, lengths = corpus.documents(0, corpus.num_documents)
+    return [bytes(corpus.read(int(s), int(n))) for s, n in zip(starts, lengths, strict=True)]
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("a.txt", bytes),
+        ("a.jsonl", bytes),
+        ("a.json", bytes),
+        ("a.txt.gz", gzip.compress),
+        ("a.jsonl.gz", gzip.compress),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(name: str, pack: Any, tmp_path: Path) -> None:
+    """Windows editors write one; it was learned, or made the first line no JSON."""
+    text = b"hello" if ".txt" in name else b'{"text": "hello"}'
+    assert prepared(tmp_path, name, pack(BOM + text)) == [b"hello"]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+@pytest.mark.parametrize("lengths", [[700], [700, 3, 900], [1, 255, 256, 257, 0, 511, 512, 5000, 2]], ids=str)
+def test_long_lines_are_read_once(pack: Any, lengths: list[int], tmp_path: Path) -> None:
+    """Lines that are longer than blocks, end at their edges or go over many: each is one document."""
+    texts = ["x" * length for length in lengths]
+    name = "a.jsonl" if pack is bytes else "a.jsonl.gz"
+    found = prepared(tmp_path, name, pack(as_lines(texts)))
+    assert found == [text.encode() for text in texts if text]
+
+
+def test_the_time_of_a_long_line_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block once read to the end of its line: 80 MiB in one line took 74 s. Counted in bytes read."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(as_lines(["x" * (100_000 if name == "a.jsonl" else 400_000)]))
+    read = []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> Any:
+            count = super().readinto(buffer)
+            read[-1] += count
+            return count
+
+    def counted(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        return io.BufferedReader(Counting(path), 256) if mode == "rb" else open(path, mode, *args, **options)
+
+    monkeypatch.setattr(sources, "open", counted, raising=False)
+    for name in ("a.jsonl", "b.jsonl"):
+        read.append(0)
+        prepare([str(tmp_path / name)], str(tmp_path / "out/x"), "bytes")
+    assert 0 < read[0] and read[1] < 5 * read[0] and read[1] < 6 * 400_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_an_endless_line_is_refused_early(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 600 MiB that 600 KiB unpack to, each further chunk was joined to all before it."""
+    monkeypatch.setattr(streams, "MOST_LINE", 5000)
+    monkeypatch.setattr(sources, "MOST_LINE", 5000)
+    content = b'{"text": "' + b"x" * 100_000 + b'"}\n' + as_lines(["a"])
+    with pytest.raises(UserError, match="has a line of more than 5,000 bytes"):
+        prepared(tmp_path, name, gzip.compress(content) if name.endswith("gz") else content)
+
+
+def test_a_frame_that_is_skipped_begins_a_zstandard_file(tmp_path: Path) -> None:
+    """pzstd writes one first, and the file was no Zstandard file then."""
+    frame = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    assert prepared(tmp_path, "a.jsonl.zst", frame + zstd(as_lines(["a", "b"]))) == [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b'{"text": "a"}', [b"a"]),
+        (b'{\n  "text": "a"\n}\n', [b"a"]),
+        (b'[{"text": "a"}, {"text": "", "id": 1}, {"text": "b"}]', [b"a", b"b"]),
+        (b'{"words": "a"}', [b'{"words": "a"}']),  # a file of settings, say, in a corpus of code
+        (b"{not json", [b"{not json"]),
+    ],
+)
+def test_json_files(content: bytes, documents: list[bytes], tmp_path: Path) -> None:
+    assert prepared(tmp_path, "a.json", content) == documents
+
+
+def test_conversations_in_one_json_file(tmp_path: Path) -> None:
+    """As ShareGPT's and Alpaca's sets are published."""
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    talks = [{"messages": talk} for talk in TALKS[:3]]
+    template = str(tmp_path / "t.jinja")
+    found = prepared(tmp_path, "a.json", json.dumps(talks, indent=1).encode(), chat=True, template=template)
+    assert found == [f"{n}?;{'é' * n}!;".encode() for n in (1, 2, 3)]
+    one = prepared(tmp_path, "a.json", json.dumps(talks[1]).encode(), chat=True, template=template)
+    assert one == ["2?;éé!;".encode()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2 has the key text twice"),
+        ("a.json", b'[{"text": "a"}, {"words": "b"}]', "row 2 has no text in the column text"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": {"b": 1, "b": 2}, "text": ""}', mtime=0), "line 1 has the key b twice"),
+    ],
+)
+def test_json_that_would_lose_something(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=complaint):
+        prepared(tmp_path, name, content)

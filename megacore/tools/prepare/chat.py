@@ -4,6 +4,7 @@ assistant's answers are learned.
 A template that marks answers with ``{% generation %}``, as transformers has it, says itself what is learned.
 With any other template an answer is what the text of the conversation up to it gains: from the text before
 it, which ends with the words that ask for an answer, to the text with it, its end-of-turn token included.
+Keys of the data can leave out an answer or add other messages (`tools.prepare.conversations`).
 
 Templates run in the sandbox of `tools.text.sandbox`, and there in Jinja's, which lets them reach nothing but
 what they are given.
@@ -12,12 +13,13 @@ what they are given.
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from jinja2 import TemplateError, nodes
@@ -26,42 +28,53 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megacore.errors import ConfigError, DataError
-from megacore.files import read_text
+from megacore.files import read_json, read_text
+from megacore.tools.prepare.conversations import (
+    ASSISTANT,
+    BEGIN,
+    END,
+    LINE,
+    Conversation,
+    WrongConversation,
+    read_conversation,
+)
 from megacore.tools.prepare.sources import why_not_json
 from megacore.tools.text.sandbox import Answer, Failure, call, one_line
 from megacore.tools.text.sandboxed import opened
 from megacore.tools.text.tokenizer import Tokenizer
 
-ANSWERS = "assistant"
-ROLES = ("system", "developer", "user", ANSWERS, "tool")
-# around an answer in what a template writes: code points that no text has (Unicode, noncharacters)
-BEGIN, END = "\ufdd0", "\ufdd1"
 MARKING = re.compile(r"\{%[-+]?\s*generation\b")
-LINE = (
-    'one conversation a line, such as {"messages": [{"role": "user", "content": "…"}, {"role": '
-    '"assistant", "content": "…"}]}'
-)
 MARKED = "a template with {% generation %} … {% endgeneration %} around its answers"
 TEMPLATE = "a file with a Jinja template that goes through `messages`"
+PLACE = "\ufdd2"  # a code point that stands for no character, to find where a template writes a content
+# texts of a message that templates may leave out, which is reported
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "name")
 
 Span = tuple[int, int]
-# a conversation's tokens, which are learned (bool), both [tokens], and its text's bytes
-Encoded = tuple[np.ndarray, np.ndarray, int]
+Render = Callable[..., str]
 
 
-class WrongConversation(ValueError):
-    """A conversation that cannot be learned from; `args`: what is wrong, what would be right."""
+class EncodedChat(NamedTuple):
+    """The tokens of a conversation."""
+
+    tokens: np.ndarray  # [tokens]
+    learned: np.ndarray  # bool, [tokens]
+    text_bytes: int
+    notes: dict[str, int]  # what was not used -> how often, see `note_unused` and `note_unwritten`
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations are written: the template, where it comes from, and the
-    day it is told, as 2026-01-31.
+    """How conversations are read and written.
+
+    `path` is where the template comes from, `today` the day that templates are told, such as 2026-01-31, and
+    `ignored` the keys of the data that the user says do not matter.
     """
 
     template: str
     path: str
     today: str
+    ignored: tuple[str, ...] = ()
 
 
 class Generation(Extension):
@@ -79,14 +92,14 @@ class Generation(Extension):
         return BEGIN + caller() + END
 
 
-def chat_of(tokenizer: str, template: str | None) -> Chat:
+def chat_of(tokenizer: str, template: str | None, ignored: tuple[str, ...] = ()) -> Chat:
     """The template in the file `template`, or the model's own, beside its tokenizer.
 
     Raises:
         ConfigError, DataError: there is none, or it cannot be read as one.
     """
     text, path = (_read(Path(template)), template) if template is not None else _beside(Path(tokenizer))
-    chat = Chat(text, path, str(date.today()))
+    chat = Chat(text, path, str(date.today()), ignored)
     try:
         call(_tried, *astuple(chat))
     except Failure as error:
@@ -94,18 +107,19 @@ def chat_of(tokenizer: str, template: str | None) -> Chat:
     return chat
 
 
-def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encoded]:
-    """The tokens of conversations, each a line of JSON.
+def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[EncodedChat]:
+    """Yield the tokens of conversations, each a line of JSON.
 
     The text is cut where an answer begins or ends, and its parts are encoded on their own. So a token is of
     an answer or it is not, and an answer's tokens are those that a model finds when it is given the prompt
     before them. As in transformers, words that spell a special token are that token.
 
     Raises:
-        WrongConversation: the next line is none, has no answer, or the template fails, or takes too much.
+        WrongConversation: the next line is not a conversation, nothing of it is learned, or the template
+            fails or takes too much.
     """
     try:
-        yield from _asked(chat, tokenizer, lines)
+        yield from _ask_encoded(chat, tokenizer, lines)
     except Failure as error:
         if len(lines) == 1:
             wrong = f"makes {chat.path}, or the tokenizer, fail: it {error}"
@@ -114,19 +128,36 @@ def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encod
             yield from encode(chat, tokenizer, [line])
 
 
-def _asked(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encoded]:
-    """The sandbox's answer. Raises `Failure` before the first, or `WrongConversation` in the place of one."""
-    (sizes, wrong), body = call(
+def rendered_parts(chat: Chat, tokenizer: Tokenizer, line: str) -> list[tuple[str, bool]]:
+    """Return the text that is encoded of a conversation, in parts, and whether each is learned.
+
+    Raises `WrongConversation` as `encode` does.
+    """
+    try:
+        [parts, wrong], _ = call(
+            _rendered, *astuple(chat), tokenizer.name, tokenizer.serial, body=line.encode("utf-8")
+        )
+    except Failure as error:
+        raise WrongConversation(f"makes {chat.path} fail: it {error}", TEMPLATE) from None
+    if wrong:
+        raise WrongConversation(*wrong)
+    return [(text, learned) for text, learned in parts]
+
+
+def _ask_encoded(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[EncodedChat]:
+    """Yield the sandbox's answers.
+
+    Raises `Failure` before the first, or `WrongConversation` in place of one.
+    """
+    (described, wrong), body = call(
         _encoded, *astuple(chat), tokenizer.name, tokenizer.serial, body="\n".join(lines).encode("utf-8")
     )
-    at = 0
-    for count, size in sizes:
-        yield (
-            np.frombuffer(body, "<i4", count, at),
-            np.frombuffer(body, np.bool_, count, at + 4 * count),
-            size,
-        )
-        at += 5 * count
+    offset = 0
+    for count, text_bytes, notes in described:
+        tokens = np.frombuffer(body, "<i4", count, offset)
+        learned = np.frombuffer(body, np.bool_, count, offset + 4 * count)
+        yield EncodedChat(tokens, learned, text_bytes, notes)
+        offset += 5 * count
     if wrong:
         raise WrongConversation(*wrong)
 
@@ -134,95 +165,104 @@ def _asked(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encod
 # What follows runs in the sandbox.
 
 
-def _tried(template: str, path: str, today: str) -> Answer:
+def _tried(template: str, path: str, today: str, ignored: list[str]) -> Answer:
     try:
-        _compiled(Chat(template, path, today))
+        _compiled(template, today)
     except TemplateError as error:
         raise DataError(path, f"is no template: {one_line(error)}", TEMPLATE) from None
     return None, b""
 
 
-def _encoded(template: str, path: str, today: str, name: str, serial: int, lines: bytes) -> Answer:
-    chat, tokenizer, sizes, parts = Chat(template, path, today), opened(name, serial), [], []
+def _encoded(
+    template: str, path: str, today: str, ignored: list[str], name: str, serial: int, lines: bytes
+) -> Answer:
+    chat, tokenizer = Chat(template, path, today, tuple(ignored)), opened(name, serial)
+    described, parts = list[tuple[int, int, dict[str, int]]](), list[bytes]()
     try:
         for line in lines.split(b"\n"):
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise WrongConversation(why_not_json(error), LINE) from None
-            tokens, learned, size = _tokens(chat, tokenizer, record)
-            sizes.append((len(tokens), size))
-            parts += [tokens.astype("<i4").tobytes(), learned.tobytes()]
+            encoded = _encode_line(chat, tokenizer, line)
+            described.append((len(encoded.tokens), encoded.text_bytes, encoded.notes))
+            parts += [encoded.tokens.astype("<i4").tobytes(), encoded.learned.tobytes()]
     except WrongConversation as error:
-        return [sizes, error.args], b"".join(parts)
-    return [sizes, None], b"".join(parts)
+        return [described, error.args], b"".join(parts)
+    return [described, None], b"".join(parts)
 
 
-def _tokens(chat: Chat, tokenizer: Tokenizer, record: Any) -> Encoded:
-    """The tokens of a conversation. Raises `WrongConversation`."""
-    messages = _checked(record)
-    render = functools.partial(_render, chat, tokenizer, record)
-    text, spans = (
-        _marked_spans(render(messages))
-        if MARKING.search(chat.template)
-        else _spans_by_prefix(render, messages)
-    )
+def _rendered(
+    template: str, path: str, today: str, ignored: list[str], name: str, serial: int, line: bytes
+) -> Answer:
+    chat, tokenizer = Chat(template, path, today, tuple(ignored)), opened(name, serial)
     try:
-        size = len(text.encode("utf-8"))
+        text, spans, _ = _text_and_spans(chat, tokenizer, line)
+    except WrongConversation as error:
+        return [[], error.args], b""
+    return [[(text[start:stop], learned) for start, stop, learned in _cut(spans, len(text))], None], b""
+
+
+def _encode_line(chat: Chat, tokenizer: Tokenizer, line: bytes) -> EncodedChat:
+    """The tokens of a line. Raises `WrongConversation`."""
+    text, spans, notes = _text_and_spans(chat, tokenizer, line)
+    try:
+        text_bytes = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         raise WrongConversation("holds half a surrogate pair, which is no text", LINE) from None
-    if not any(start < stop for start, stop in spans):
-        raise WrongConversation(f"{chat.path} writes none of its answers", MARKED)
     parts = [
         (tokenizer.encode_chat(text[start:stop]), learned) for start, stop, learned in _cut(spans, len(text))
     ]
     learned = np.concatenate([np.full(len(tokens), learned) for tokens, learned in parts])
     if not learned.any():
         raise WrongConversation("has answers without a token", LINE)
-    return np.concatenate([tokens for tokens, _ in parts]), learned, size
+    return EncodedChat(np.concatenate([tokens for tokens, _ in parts]), learned, text_bytes, notes)
 
 
-def _checked(record: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, each with a known role, and answers that say something."""
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise WrongConversation("has no list of messages", LINE)
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-            raise WrongConversation(f"has no role in message {number}", LINE)
-        if role not in ROLES:
-            raise WrongConversation(
-                f"has the unknown role {role!r:.40} in message {number}", f"one of {', '.join(ROLES)}"
-            )
-        content, calls = message.get("content"), role == ANSWERS and message.get("tool_calls")
-        if not isinstance(content, str) and not (content is None and calls):
-            raise WrongConversation(f"has no text as the content of message {number}", LINE)
-        if role == ANSWERS and not calls and not str(content).strip():
-            raise WrongConversation(
-                f"has an empty answer, message {number}",
-                "an answer of at least one word, or no such conversation",
-            )
-        if any(mark in str(content) for mark in (BEGIN, END)):
-            raise WrongConversation(
-                f"holds U+FDD0 or U+FDD1 in message {number}", "text; these two stand for no character"
-            )
-    if not any(message["role"] == ANSWERS for message in messages):
-        raise WrongConversation(f"has no answer: no message is of the role {ANSWERS}", LINE)
-    return messages
+def _text_and_spans(chat: Chat, tokenizer: Tokenizer, line: bytes) -> tuple[str, list[Span], dict[str, int]]:
+    """The text of a conversation, the spans of it that are learned, and what was not used."""
+    try:
+        record = read_json(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WrongConversation(why_not_json(error), LINE) from None
+    conversation = read_conversation(record, chat.ignored)
+    marks_answers = MARKING.search(chat.template) is not None
+
+    def render(messages: list[dict[str, Any]], ask: bool = False) -> str:
+        return _render(chat, tokenizer, conversation, messages, ask)
+
+    rendered = render(conversation.messages)
+    if _writes_escaped_arguments(rendered, conversation):
+        _parse_arguments(conversation)
+        rendered = render(conversation.messages)
+    text, spans = _unmarked(rendered) if marks_answers else (rendered, [])
+
+    assistants = [m["role"] == ASSISTANT for m in conversation.messages]
+    if marks_answers:
+        if not any(start < stop for start, stop in spans):
+            raise WrongConversation(f"{chat.path} writes none of its answers", MARKED)
+        spans = _learned_of_marked(spans, conversation)
+        # the template marks answers only; where other messages are learned is looked for
+        sought = [
+            learned and not assistant
+            for learned, assistant in zip(conversation.learned, assistants, strict=True)
+        ]
+        spans += _spans_by_prefix(
+            text, lambda *args, **options: _unmarked(render(*args, **options))[0], conversation, sought
+        )
+    else:
+        spans = _spans_by_prefix(text, render, conversation, conversation.learned)
+    spans = _joined(spans)
+    if not any(start < stop for start, stop in spans):
+        raise WrongConversation(f"{chat.path} writes none of its answers", MARKED)
+    notes = Counter({f"key {key}": count for key, count in conversation.unused.items()})
+    return text, spans, dict(notes + _unwritten(text, conversation))
 
 
 def _render(
-    chat: Chat,
-    tokenizer: Tokenizer,
-    record: dict[str, Any],
-    messages: list[dict[str, Any]],
-    ask: bool = False,
+    chat: Chat, tokenizer: Tokenizer, conversation: Conversation, messages: list[dict[str, Any]], ask: bool
 ) -> str:
     """What the template writes for some messages; with `ask`, also the words that ask for an answer."""
-    given: dict[str, Any] = {"tools": record.get("tools"), "documents": record.get("documents")}
+    variables = {"tools": None, "documents": None} | conversation.variables
     try:
-        return _compiled(chat).render(
-            messages=messages, add_generation_prompt=ask, **given, **tokenizer.chat_tokens
+        return _compiled(chat.template, chat.today).render(
+            messages=messages, add_generation_prompt=ask, **variables, **tokenizer.chat_tokens
         )
     except MemoryError:
         raise
@@ -232,7 +272,70 @@ def _render(
         ) from None
 
 
-def _marked_spans(marked: str) -> tuple[str, list[Span]]:
+def _functions(conversation: Conversation) -> Iterator[dict[str, Any]]:
+    """The functions that assistants call, each with its name and arguments."""
+    for message in conversation.messages:
+        calls = message.get("tool_calls")
+        for called in calls if isinstance(calls, list) else []:
+            function = called.get("function", called) if isinstance(called, dict) else None
+            if isinstance(function, dict):
+                yield function
+
+
+def _writes_escaped_arguments(text: str, conversation: Conversation) -> bool:
+    """Whether the template writes the arguments of calls as JSON of a text that is JSON already.
+
+    OpenAI stores arguments as text, and some templates take that; others expect an object, and would teach
+    the model to escape its quotes.
+    """
+    arguments = [function.get("arguments") for function in _functions(conversation)]
+    return any(
+        isinstance(value, str) and value not in text and json.dumps(value, ensure_ascii=False) in text
+        for value in arguments
+    )
+
+
+def _parse_arguments(conversation: Conversation) -> None:
+    """Turn the arguments of calls from text into objects."""
+    for function in _functions(conversation):
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                raise WrongConversation(
+                    "has arguments of a tool call that are not JSON", '{"name": "…", "arguments": {…}}'
+                ) from None
+
+
+def _unwritten(text: str, conversation: Conversation) -> Counter[str]:
+    """Count what the conversation says and the template does not write. Raises `WrongConversation`."""
+    counts: Counter[str] = Counter()
+    for message in conversation.messages:
+        for key in TEXTS:
+            value = message.get(key)
+            if isinstance(value, str) and value.strip() not in text:
+                counts[f"unwritten {key} of the role {message['role']}"] += 1
+    for function in _functions(conversation):
+        if str(function.get("name")) not in text:
+            raise WrongConversation("has tool calls, which the template does not write", "another --template")
+    for key in ("tools", "documents"):
+        entries = conversation.variables.get(key) or []
+        if entries and not any(_mentions(text, entry) for entry in entries):
+            counts[f"unwritten {key}"] += 1
+    return counts
+
+
+def _mentions(text: str, entry: Any) -> bool:
+    """Whether the text has the name of a tool, or some text of a document."""
+    if isinstance(entry, dict):
+        function = entry.get("function", entry)
+        values = [function["name"]] if isinstance(function, dict) and "name" in function else entry.values()
+    else:
+        values = [entry]
+    return any(isinstance(value, str) and value.strip() in text for value in values)
+
+
+def _unmarked(marked: str) -> tuple[str, list[Span]]:
     """The text without marks, and the spans between them."""
     text, spans, begun = "", list[Span](), -1
     for part in re.split(f"([{BEGIN}{END}])", marked):
@@ -250,24 +353,60 @@ def _marked_spans(marked: str) -> tuple[str, list[Span]]:
     return text, spans
 
 
-def _spans_by_prefix(render: Callable[..., str], messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
-    """The text, and what each answer adds to the text before it."""
-    text, spans = render(messages), list[Span]()
-    for i, message in enumerate(messages):
-        if message["role"] == ANSWERS:
-            before, behind = render(messages[:i], ask=True), render(messages[: i + 1])
-            if (
-                not behind.startswith(before)
-                or not text.startswith(behind)
-                or (spans and len(before) < spans[-1][1])
-            ):
-                wrong = (
-                    f"is written otherwise up to message {i + 1} than as a whole, so the answer "
-                    "cannot be found"
-                )
-                raise WrongConversation(wrong, MARKED)
-            spans.append((len(before), len(behind)))
-    return text, spans
+def _learned_of_marked(spans: list[Span], conversation: Conversation) -> list[Span]:
+    """The spans of the answers that are learned, of all that the template marks."""
+    learned = [
+        is_learned
+        for message, is_learned in zip(conversation.messages, conversation.learned, strict=True)
+        if message["role"] == ASSISTANT
+    ]
+    if all(learned):
+        return spans
+    if len(spans) != len(learned):
+        wrong = f"leaves out some of {len(learned)} answers, of which the template marks {len(spans)}"
+        raise WrongConversation(wrong, "a template that marks each answer once")
+    return [span for span, is_learned in zip(spans, learned, strict=True) if is_learned]
+
+
+def _spans_by_prefix(text: str, render: Render, conversation: Conversation, sought: list[bool]) -> list[Span]:
+    """The spans of the sought messages: what each adds to the text of the messages before it.
+
+    An answer begins after the words that ask for it, another message where its content does.
+    """
+    messages, spans = conversation.messages, list[Span]()
+    for index in [index for index, is_sought in enumerate(sought) if is_sought]:
+        message = messages[index]
+        is_answer = message["role"] == ASSISTANT
+        before = render(messages[:index], ask=is_answer) if index or is_answer else ""
+        after = render(messages[: index + 1])
+        if not after.startswith(before) or not text.startswith(after):
+            wrong = (
+                f"is written otherwise up to message {index + 1} than as a whole, so the "
+                f"{'answer' if is_answer else 'message'} cannot be found"
+            )
+            raise WrongConversation(wrong, MARKED)
+        start = len(before) if is_answer else _content_start(text, render, messages[: index + 1])
+        spans.append((start, len(after)))
+    return spans
+
+
+def _content_start(text: str, render: Render, messages: list[dict[str, Any]]) -> int:
+    """Where the content of the last of these messages begins in the text. Raises `WrongConversation`."""
+    *earlier, message = messages
+    probe = render([*earlier, message | {"content": PLACE}])
+    start = probe.find(PLACE)
+    if start < 0 or text[:start] != probe[:start] or not text.startswith(message["content"].strip(), start):
+        wrong = f"has message {len(messages)}, which the template does not write as it is"
+        raise WrongConversation(wrong, "another --template")
+    return start
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """The spans in the order of the text. Raises `WrongConversation` if two overlap."""
+    spans = sorted(spans)
+    if any(first[1] > second[0] for first, second in pairwise(spans)):
+        raise WrongConversation("is written with messages within each other", MARKED)
+    return spans
 
 
 def _cut(spans: list[Span], length: int) -> Iterator[tuple[int, int, bool]]:
@@ -279,7 +418,7 @@ def _cut(spans: list[Span], length: int) -> Iterator[tuple[int, int, bool]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled(chat: Chat) -> Any:
+def _compiled(template: str, today: str) -> Any:
     """The template, with what transformers gives templates, in an environment
     that lets them reach nothing else.
     """
@@ -295,8 +434,8 @@ def _compiled(chat: Chat) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = dumped
-    environment.globals |= {"raise_exception": fail, "strftime_now": date.fromisoformat(chat.today).strftime}
-    return environment.from_string(chat.template)
+    environment.globals |= {"raise_exception": fail, "strftime_now": date.fromisoformat(today).strftime}
+    return environment.from_string(template)
 
 
 def _beside(tokenizer: Path) -> tuple[str, str]:

@@ -10,7 +10,17 @@ from pathlib import Path
 
 from megacore.errors import DataError
 from megacore.files import open_plain
-from megacore.tools.prepare.streams import HUB_NAME, TABLES, bare, form_of, needed, saved_files, unpacked
+from megacore.tools.prepare.streams import (
+    BOM,
+    HUB_NAME,
+    TABLES,
+    bare,
+    form_of,
+    json_records,
+    needed,
+    saved_files,
+    unpacked,
+)
 
 STDLIB = "python-stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -48,11 +58,12 @@ class LeftOut:
     right: str = "UTF-8 text"
 
 
-def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
+def find_files(inputs: list[str], text_key: str | None = None) -> tuple[list[str], list[LeftOut]]:
     """The files that the inputs name, each once; and what of folders among them is not read.
 
     Folders are read recursively in the order of their paths, without hidden entries. A data set of the hub is
-    not looked for: its name is the path.
+    not looked for: its name is the path. `text_key` is the key of the text in JSON objects; None:
+    conversations.
 
     Raises:
         DataError: an input is missing, or no text; or it is or holds a data set that is not read.
@@ -62,7 +73,7 @@ def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
     left_out: dict[str, LeftOut] = {}
     for name in inputs:
         left = list[LeftOut]()
-        found = list(_expand(name, left))
+        found = list(_expand(name, left, text_key))
         if not found and left:
             raise DataError(name, f"holds no text, but {left[0].path}: {left[0].what}", left[0].right)
         if not found:
@@ -74,7 +85,7 @@ def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
     return list(paths), [entry for path, entry in left_out.items() if path not in paths]
 
 
-def _expand(name: str, left: list[LeftOut]) -> Iterator[str]:
+def _expand(name: str, left: list[LeftOut], text_key: str | None) -> Iterator[str]:
     """The files that one input names; what of it is not read goes to `left`."""
     if name.startswith(HUB_NAME):
         yield name
@@ -85,18 +96,18 @@ def _expand(name: str, left: list[LeftOut]) -> Iterator[str]:
         )
     elif os.path.isdir(name):
         for path in sorted(_walk(name, left)):
-            if (found := kind_of(str(path))) is None:
+            if (found := kind_of(str(path), text_key)) is None:
                 yield str(path)
             else:
                 left.append(LeftOut(str(path), found[0], path.stat().st_size, found[1]))
     elif os.path.exists(name):
-        if (found := kind_of(name, whole=False)) is not None:
+        if (found := kind_of(name, text_key, whole=False)) is not None:
             raise DataError(name, f"is {found[0]}", found[1])
         yield name
     elif glob.has_magic(name):
         for match in sorted(glob.glob(name, recursive=True)):
             if os.path.exists(match):
-                yield from _expand(match, left)
+                yield from _expand(match, left, text_key)
             else:
                 left.append(LeftOut(match, "no plain file", 0))
     else:
@@ -146,7 +157,7 @@ def head_form(path: str) -> str:
         return form_of(path, file.read(HEAD_BYTES))
 
 
-def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
+def kind_of(path: str, text_key: str | None, whole: bool = True) -> tuple[str, str] | None:
     """What a file is, or what is compressed in it, that is no text; and what could be read in its place.
 
     None for text, and for a table. With `whole` any NUL in its first bytes makes it binary, as for git.
@@ -154,6 +165,8 @@ def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
     form = head_form(path)
     if form in TABLES:
         needed(path, "pyarrow")
+        return None
+    if not form and json_records(path, text_key) is not None:
         return None
     name = bare(path, form)
     with unpacked(path, form) as (file, _):
@@ -163,13 +176,13 @@ def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
                 return what, right.replace("{}", path)
         if whole and b"\0" in head:
             return "binary", "UTF-8 text"
-        text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        text = head.removeprefix(BOM).lstrip()
         if name.endswith(LINES) or not text.startswith((b"{", b"[")):
             return None
         if name.endswith(".json") and text.startswith(b"["):
             return (
-                "a JSON list, not text",
-                f"an object a line in a .jsonl file, as jq -c '.[]' {path} writes them",
+                "a JSON list, not text, and not of objects with a text",
+                f"an object a line in a .jsonl file, as jq -c '.[]' {path} writes them, and --text-key",
             )
         lines = [line for line in (head + file.read(RECORD_BYTES)).split(b"\n") if line.strip()][:2]
     if len(lines) == 2 and all(map(_is_object, lines)):

@@ -16,7 +16,7 @@ from megacore.files import read_text, write_whole
 from megacore.tools.prepare.split import Split
 
 COMMIT_BYTES = 16 << 20  # of text, after which what is done is put on the disk
-NOTHING = {"tokens": 0, "sequences": 0, "boundaries": 1, "text_bytes": 0}
+NOTHING: dict[str, Any] = {"tokens": 0, "sequences": 0, "boundaries": 1, "text_bytes": 0, "notes": {}}
 STATE, LOCK = "state.json", "lock"
 
 
@@ -52,7 +52,7 @@ class Partial:
         self.key = sha256(json.dumps(key, default=str).encode()).hexdigest()
         self.tasks = 0
         self._lock: IO[str] | None = None
-        self._states: list[dict[str, int]] = []
+        self._states: list[dict[str, Any]] = []
 
     def __enter__(self) -> "Partial":
         self.folder.mkdir(exist_ok=True)

@@ -7,12 +7,12 @@ process writes them. Memory depends on the number of texts, never on their size.
 import functools
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -29,8 +29,9 @@ from megacore.errors import ConfigError, DataError
 from megacore.tools.corpora import Sidecar
 from megacore.tools.output_files import made_folder
 from megacore.tools.prepare import sources
-from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
+from megacore.tools.prepare.chat import Chat, chat_of, rendered_parts
 from megacore.tools.prepare.chat import encode as encode_chat
+from megacore.tools.prepare.conversations import LINE, WrongConversation
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.input_files import LeftOut
 from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
@@ -63,6 +64,7 @@ class Prepared:
     input_bytes: int  # of what was read
     end: str | None  # the token that ends every document; None: there is none
     resumed: int = 0  # bytes of the input that an earlier start had done
+    notes: Counter[str] = field(default_factory=Counter)  # what of conversations was not used, and how often
 
 
 def prepare(
@@ -73,6 +75,7 @@ def prepare(
     text_key: str = "text",
     chat: bool = False,
     template: str | None = None,
+    ignored_keys: tuple[str, ...] = (),
     valid_fraction: float = 0.0,
     workers: int = 1,
     on_start: Callable[[int], object] = lambda total: None,
@@ -92,6 +95,7 @@ def prepare(
         text_key: the key of the text in ``.jsonl`` files, or the column of tables.
         chat: the inputs are conversations; also writes ``prefix.mask.bin`` (`tools.prepare.chat`).
         template: a file with a chat template; None: the model's own, beside its tokenizer.
+        ignored_keys: keys of conversations that the user says do not matter.
         valid_fraction: the fraction of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
         workers: processes; with 1 this process does the work.
         on_start, on_bytes: called with the bytes of all inputs once, and with the bytes just done.
@@ -112,9 +116,9 @@ def prepare(
             f"{tokenizer} would be trained on conversations",
             "one that exists, such as the model's",
         )
-    form = chat_of(tokenizer, template) if chat else None
+    form = chat_of(tokenizer, template, ignored_keys) if chat else None
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
-    texts = opened(inputs, prefixes, tokenizer, valid_fraction, written=written, chat=form)
+    texts = opened(inputs, prefixes, tokenizer, valid_fraction, written=written, text_key=text_key, chat=form)
     try:
         texts.divide(None if chat else text_key)
         with ExitStack() as stack:
@@ -183,7 +187,34 @@ def prepare(
         if loaded.end_of_document is None
         else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()
     )
-    return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end, resumed)
+    notes = sum((split.notes for split in splits), Counter[str]())
+    return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end, resumed, notes)
+
+
+def show_conversations(
+    inputs: list[str],
+    tokenizer: str,
+    count: int,
+    *,
+    template: str | None = None,
+    ignored_keys: tuple[str, ...] = (),
+) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+    """Yield the first conversations: where each is, and its text in parts that are learned or not.
+
+    Raises `UserError`.
+    """
+    loaded = load_tokenizer(tokenizer)
+    chat = chat_of(loaded.name, template, ignored_keys)
+    texts = Texts(inputs, 0.0, None)
+    refuse_texts(texts)
+    blocks = (block for number in range(len(texts)) for block in parts(texts[number], None))
+    pieces = ((block, piece) for block in blocks for piece in read_block(block, None))
+    for block, piece in islice(pieces, count):
+        where = f"{block.source.path}, {place(block.source, piece.start)}"
+        try:
+            yield where, rendered_parts(chat, loaded, piece.text)
+        except WrongConversation as error:
+            raise wrong_line(block, piece, error) from None
 
 
 def key_of(texts: Texts, tokenizer: str, text_key: str, chat: Chat | None) -> list[Any]:
@@ -209,6 +240,7 @@ def opened(
     valid_fraction: float,
     *,
     written: str,
+    text_key: str,
     chat: Chat | None,
 ) -> Texts:
     """The texts to read.
@@ -221,17 +253,23 @@ def opened(
         raise ConfigError(
             "--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx"
         )
-    texts = Texts(inputs, valid_fraction)
-    if chat and (others := [source.path for source in texts.sources if source.one_document]):
-        raise DataError(
-            others[0], "holds no conversations", f"tables, or files whose names end with .jsonl, with {LINE}"
-        )
+    texts = Texts(inputs, valid_fraction, None if chat else text_key)
+    if chat:
+        refuse_texts(texts)
     outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [
         f"{prefixes[0]}{written}"
     ] * bool(written)
     read = [*inputs, *(source.path for source in texts.sources), tokenizer, *([chat.path] if chat else [])]
     refuse_overwriting([prefixes[0], *outputs], read)
     return texts
+
+
+def refuse_texts(texts: Texts) -> None:
+    """Raise `DataError` if an input is a text and so does not hold conversations."""
+    for source in texts.sources:
+        if source.one_document:
+            right = f"tables, or files whose names end with .jsonl or .json, with {LINE}"
+            raise DataError(source.path, "holds no conversations", right)
 
 
 def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:
@@ -276,7 +314,7 @@ def encode_task(
     train, valid = Encoded(), Encoded()
     for block in task:
         pieces = list(read_block(block, None if chat else text_key))
-        for piece, tokens, learned, size in (
+        for piece, (tokens, learned, size, notes) in (
             texts_of(tokenizer, pieces) if chat is None else conversations(tokenizer, block, pieces, chat)
         ):
             split = valid if piece.valid else train
@@ -284,31 +322,39 @@ def encode_task(
             split.learned.append(learned)
             split.ends.append(piece.ends)
             split.text_bytes += size
+            split.notes.update(notes)
     return sum(block.size for block in task), [train, valid]
 
 
-def texts_of(
-    tokenizer: Tokenizer, pieces: list[Piece]
-) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
-    """Pieces of text, each with its tokens, which of them are learned (None: all), and its bytes."""
+# tokens, which of them are learned (None: all), the bytes of their text, and what was not used
+Tokenized = tuple[np.ndarray, np.ndarray | None, int, dict[str, int]]
+
+
+def texts_of(tokenizer: Tokenizer, pieces: list[Piece]) -> Iterator[tuple[Piece, Tokenized]]:
+    """Yield pieces of text with their tokens."""
     for piece in pieces:
         tokens = tokenizer.encode(piece.text)
         if piece.ends and tokenizer.end_of_document is not None:
             tokens = np.append(tokens, tokenizer.end_of_document)
-        yield piece, tokens, None, len(piece.text.encode("utf-8"))
+        yield piece, (tokens, None, len(piece.text.encode("utf-8")), {})
 
 
 def conversations(
     tokenizer: Tokenizer, block: TextBlock | ReadBlock, pieces: list[Piece], chat: Chat
-) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
-    """The same of conversations. Raises `DataError` that names the line."""
+) -> Iterator[tuple[Piece, Tokenized]]:
+    """Yield conversations with their tokens. Raises `DataError` that names the line."""
     encoded = encode_chat(chat, tokenizer, [piece.text for piece in pieces]) if pieces else iter(())
     for piece in pieces:
         try:
-            yield piece, *next(encoded)
+            yield piece, next(encoded)
         except WrongConversation as error:
-            wrong, right = error.args
-            raise DataError(block.source.path, f"{place(block.source, piece.start)} {wrong}", right) from None
+            raise wrong_line(block, piece, error) from None
+
+
+def wrong_line(block: TextBlock | ReadBlock, piece: Piece, error: WrongConversation) -> DataError:
+    """The error for a conversation that cannot be learned from, with its place in the data."""
+    wrong, right = error.args
+    return DataError(block.source.path, f"{place(block.source, piece.start)} {wrong}", right)
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:

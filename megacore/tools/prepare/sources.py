@@ -16,16 +16,23 @@ from itertools import accumulate, islice
 from typing import Any, BinaryIO
 
 from megacore.errors import ConfigError, DataError
+from megacore.files import RepeatedKey, read_json
 from megacore.tools.prepare.input_files import LINES, find_files, head_form
 from megacore.tools.prepare.streams import (
+    BOM,
     HUB,
     HUB_NAME,
+    JSON,
+    MOST_LINE,
     PACKED,
     PART_BYTES,
     PART_ROWS,
     TABLES,
     bare,
     hub_parts,
+    json_parts,
+    json_records,
+    line_too_long,
     packed_parts,
     table_parts,
     unpacked,
@@ -118,11 +125,11 @@ class Texts:
         DataError: an input is missing, cannot be read or names no text file, or all text is empty.
     """
 
-    def __init__(self, inputs: list[str], valid_fraction: float = 0.0) -> None:
+    def __init__(self, inputs: list[str], valid_fraction: float, text_key: str | None) -> None:
         try:
-            paths, self.left_out = find_files(inputs)
+            paths, self.left_out = find_files(inputs, text_key)
             below = math.ceil(valid_fraction * ALL)
-            self.sources = [_source(path, below) for path in paths]
+            self.sources = [_source(path, below, text_key) for path in paths]
             if len(paths) == 1 and self.sources[0].one_document:
                 self.sources = _split(self.sources[0], valid_fraction)
         except OSError as error:
@@ -206,6 +213,8 @@ def parts(block: TextBlock, text_key: str | None) -> Iterator[TextBlock | ReadBl
             )
         elif source.form == HUB:
             found = hub_parts(source.path, text_key)
+        elif source.form == JSON:
+            found = json_parts(source.path, text_key)
         else:
             found = table_parts(source.path, source.form, text_key)
         for texts, size in found:
@@ -230,14 +239,15 @@ def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[P
         return
     try:
         with open(source.path, "rb") as file:
+            if source.jsonl:
+                yield from _read_lines(file, block, text_key)
+                return
             start, stop = _cut(file, block.start, source), _cut(file, block.stop, source)
             file.seek(start)
             raw = file.read(stop - start)
-            if source.jsonl:
-                for line in raw.split(b"\n"):
-                    yield from _read_line(source, line, text_key, start, start)
-                    start += len(line) + 1
-            elif raw:
+            if start == 0:
+                raw = raw.removeprefix(BOM)
+            if raw:
                 file.seek(source.start)
                 drawn = _hash(file.read(HEAD_BYTES))
                 yield Piece(
@@ -250,6 +260,32 @@ def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[P
         raise DataError(
             source.path, f"cannot be read: {error.strerror}", "text that this user may read"
         ) from None
+
+
+def _read_lines(file: BinaryIO, block: TextBlock, text_key: str | None) -> Iterator[Piece]:
+    """The documents of the lines that begin in a block of JSON lines.
+
+    A line is read by the block that it begins in, and by no other: a block in which none begins reads no
+    more than its own bytes. So the time is linear in the length of a line.
+    """
+    source, start = block.source, block.start
+    if start > source.start:
+        file.seek(start - 1)
+        newline = file.read(block.stop - start).find(b"\n")
+        if newline < 0:
+            return
+        start += newline
+    file.seek(start)
+    raw = file.read(max(block.stop - start, 0))
+    if block.stop < source.stop and not raw.endswith(b"\n"):
+        rest = file.readline(MOST_LINE + 1)
+        if len(rest) > MOST_LINE:
+            raise line_too_long(source.path)
+        raw += rest
+    for line in raw.split(b"\n"):
+        text = line.removeprefix(BOM) if start == 0 else line
+        yield from _read_line(source, text, text_key, start, start)
+        start += len(line) + 1
 
 
 def _read_texts(block: ReadBlock, text_key: str | None) -> Iterator[Piece]:
@@ -283,7 +319,7 @@ def _read_line(
     text = record = _decode(line, source.path, offset)
     try:
         if text_key is not None:
-            record = json.loads(text)
+            record = read_json(text)
             text = record[text_key]
         head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -307,14 +343,15 @@ def _hash(head: bytes) -> int:
     return int.from_bytes(blake2b(head, digest_size=8).digest(), "little")
 
 
-def _source(path: str, below: int) -> Source:
+def _source(path: str, below: int, text_key: str | None) -> Source:
     """A file, or a data set of the hub. Raises `OSError`, `DataError`."""
     if path.startswith(HUB_NAME):
         return Source(path, 0, 0, False, below, HUB)
     form = head_form(path)
-    return Source(
-        path, 0, os.stat(path).st_size, bare(path, form).endswith(LINES) and form not in TABLES, below, form
-    )
+    if not form and json_records(path, text_key) is not None:
+        form = JSON
+    jsonl = bare(path, form).endswith(LINES) and form not in TABLES
+    return Source(path, 0, os.stat(path).st_size, jsonl, below, form)
 
 
 def _split(source: Source, valid_fraction: float) -> list[Source]:
@@ -335,15 +372,15 @@ def _split(source: Source, valid_fraction: float) -> list[Source]:
 
 
 def _cut(file: BinaryIO, offset: int, source: Source) -> int:
-    """The real position of a block boundary that is nominally at `offset`: after a
-    newline, if one is close enough.
+    """The real position of a block boundary of a text that is nominally at `offset`: after a newline, if one
+    is close enough.
     """
     if offset <= source.start or offset >= source.stop:
         return min(max(offset, source.start), source.stop)
     file.seek(offset - 1)
-    line = file.readline(-1 if source.jsonl else CUT_WINDOW)
-    behind = offset - 1 + len(line) if source.jsonl or line.endswith(b"\n") else _character(file, offset)
-    return min(behind, source.stop)
+    line = file.readline(CUT_WINDOW)
+    after = offset - 1 + len(line) if line.endswith(b"\n") else _character(file, offset)
+    return min(after, source.stop)
 
 
 def _character(file: BinaryIO, offset: int) -> int:
@@ -391,11 +428,11 @@ def _why(error: Exception, record: Any, text_key: str | None) -> tuple[str, str]
 
 
 def why_not_json(error: ValueError | RecursionError) -> str:
-    """Why a line cannot be read as JSON, from what json raised."""
+    """Why a line cannot be read as JSON, from what json or `read_json` raised."""
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg})"
-    return (
-        "has brackets nested too deep"
-        if isinstance(error, RecursionError)
-        else "holds a number of too many digits"
-    )
+    if isinstance(error, RecursionError):
+        return "has brackets nested too deep"
+    if isinstance(error, RepeatedKey):
+        return f"has {error}"
+    return "holds a number of too many digits"

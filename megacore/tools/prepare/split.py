@@ -2,7 +2,9 @@
 what is said of them afterwards.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,7 @@ class Encoded:
     learned: list[np.ndarray | None] = field(default_factory=list)  # which tokens of each, bool; None: all
     ends: list[bool] = field(default_factory=list)
     text_bytes: int = 0
+    notes: Counter[str] = field(default_factory=Counter)  # what of conversations was not used
 
 
 class Split:
@@ -30,10 +33,12 @@ class Split:
         self.writer = writer
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # how often each token id is learned
         self.text_bytes = self.max_token = 0
+        self.notes: Counter[str] = Counter()
 
     def add(self, encoded: Encoded) -> None:
         """Appends a task's sequences."""
         self.text_bytes += encoded.text_bytes
+        self.notes.update(encoded.notes)
         for tokens, learned, ends in zip(encoded.sequences, encoded.learned, encoded.ends, strict=True):
             self.writer.write(tokens, learned)
             if ends:
@@ -46,14 +51,14 @@ class Split:
         self.counts += np.bincount(tokens if learned is None else tokens[learned], minlength=len(self.counts))
         self.max_token = max(self.max_token, int(tokens.max(initial=0)))
 
-    def commit(self) -> dict[str, int]:
-        """Puts what was added on the disk, and returns what `resume` needs to go on from here."""
-        return self.writer.commit() | {"text_bytes": self.text_bytes}
+    def commit(self) -> dict[str, Any]:
+        """Put what was added on the disk, and return what `resume` needs to continue from here."""
+        return self.writer.commit() | {"text_bytes": self.text_bytes, "notes": self.notes}
 
-    def resume(self, state: dict[str, int]) -> None:
-        """Goes on from a `commit`; the tokens are counted again. Raises `OSError` if it cannot be."""
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from a `commit`; the tokens are counted again. Raises `OSError` if it cannot be."""
         self.writer.resume(state)
-        self.text_bytes = state["text_bytes"]
+        self.text_bytes, self.notes = state["text_bytes"], Counter(state["notes"])
         for tokens, learned in self.writer.read():
             self._count(tokens, learned)
 

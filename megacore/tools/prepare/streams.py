@@ -1,5 +1,5 @@
-"""Texts that are no plain files: compressed by gzip or Zstandard, in tables (Parquet, Arrow), or in a
-data set of the Hugging Face hub.
+"""Texts that are not in plain text files or JSON lines: compressed by gzip or Zstandard, in tables (Parquet,
+Arrow), in one list of JSON objects, or in a data set of the Hugging Face hub.
 
 None of them can be read from any place, as a plain file can. So one process unpacks them in order, and hands
 their documents to those that tokenize. Each part says how many bytes of its file it took, by which progress
@@ -16,18 +16,22 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from megacore.errors import ConfigError, DataError, UserError
-from megacore.files import open_plain, read_text
+from megacore.files import RepeatedKey, open_plain, read_json, read_text
 from megacore.tools.text.encodings import needed
 
-GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, HUB = (
+GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, JSON, HUB = (
     "gzip",
     "Zstandard",
     "Parquet",
     "Arrow",
     "an Arrow stream",
+    "JSON",
     "hub",
 )
 PACKED, TABLES = (GZIP, ZSTD), (PARQUET, ARROW, ARROW_STREAM)
+BOM = b"\xef\xbb\xbf"  # a byte order mark in UTF-8, which some editors put at the beginning of a file
+# the first bytes of a frame that decompressors skip, behind its number; pzstd begins with one
+SKIPPABLE = b"\x2a\x4d\x18"
 MAGIC = {
     b"\x1f\x8b": GZIP,
     b"\x28\xb5\x2f\xfd": ZSTD,
@@ -44,8 +48,6 @@ ENDINGS = {
 }
 HUB_NAME = "hf:"  # followed by NAME[:CONFIG][:SPLIT]
 
-# columns of conversations: what was said, and what templates are given besides
-CHAT = ("messages", "tools", "documents")
 PART_BYTES = 128 << 10  # of text, about: as much as a block of a plain file
 PART_ROWS = 256  # of a table
 MOST_LINE = 256 << 20  # bytes: more is no document, and would fill the memory
@@ -61,6 +63,8 @@ def form_of(path: str, head: bytes) -> str:
     Raises `DataError` if its name says something else.
     """
     form = next((form for magic, form in MAGIC.items() if head.startswith(magic)), "")
+    if path.endswith(".zst") and head[1:4] == SKIPPABLE and head[0] & 0xF0 == 0x50:
+        form = ZSTD
     for ending, forms in ENDINGS.items():
         if path.endswith(ending) and form not in forms:
             raise DataError(
@@ -104,11 +108,12 @@ def unpacked(path: str, form: str) -> Iterator[tuple[Any, BinaryIO]]:
 
 
 def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int]]:
-    """The bytes of a compressed file in parts that end behind a newline, and what each took of the file.
+    """Yield the bytes of a compressed file in parts that end after a newline, and what each took of the file.
 
     Only `lines` may be long: a text without newlines is cut between two characters.
     """
-    rest, taken, unpacked_bytes = b"", 0, 0
+    pending = list[bytes]()  # the beginning of a line, in chunks: joined once, when its end is found
+    pending_bytes = taken = unpacked_bytes = 0
     with unpacked(path, form) as (text, file):
         while chunk := text.read(PART_BYTES):
             unpacked_bytes += len(chunk)
@@ -116,17 +121,76 @@ def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int
                 raise DataError(
                     path, f"unpacks to more than {MOST_RATIO} times its size, as no text does", INTACT
                 )
-            rest += chunk
-            cut = rest.rfind(b"\n") + 1
-            if not cut and not lines and len(rest) > PART_BYTES:
-                # before a character that goes on
-                cut = len(rest) - next((i for i in range(1, 4) if rest[-i] & 0xC0 == 0xC0), 0)
-            if not cut and len(rest) > MOST_LINE:
-                raise DataError(path, f"has a line of more than {MOST_LINE:,} bytes", "a document a line")
+            if unpacked_bytes == len(chunk):
+                chunk = chunk.removeprefix(BOM)
+            cut = chunk.rfind(b"\n") + 1
+            if not cut and not lines and pending_bytes + len(chunk) > PART_BYTES:
+                # before a character that continues in the next chunk
+                pending, chunk = [], b"".join([*pending, chunk])
+                cut = len(chunk) - next((i for i in range(1, 4) if chunk[-i] & 0xC0 == 0xC0), 0)
+            if not cut and pending_bytes + len(chunk) > MOST_LINE:
+                raise line_too_long(path)
             if cut:
-                yield rest[:cut], file.tell() - taken
-                rest, taken = rest[cut:], file.tell()
-        yield rest, file.tell() - taken
+                yield b"".join([*pending, chunk[:cut]]), file.tell() - taken
+                pending, pending_bytes, taken = [], 0, file.tell()
+            pending.append(chunk[cut:])
+            pending_bytes += len(chunk) - cut
+        yield b"".join(pending), file.tell() - taken
+
+
+def line_too_long(path: str) -> DataError:
+    """The error for a line that is longer than a document can be."""
+    return DataError(path, f"has a line of more than {MOST_LINE:,} bytes", "a document a line")
+
+
+def json_records(path: str, key: str | None) -> list[dict[str, Any]] | None:
+    """Return the objects of a .json file that is one object or a list of objects.
+
+    None if the file is text for this purpose: it is something else, or with a `key` its first object has no
+    text under it. Raises `DataError` for conversations in which a key is twice.
+    """
+    if not path.endswith(".json"):
+        return None
+    with open_plain(path) as file:
+        head = file.read(PART_BYTES).removeprefix(BOM).lstrip()
+        if not head.startswith((b"{", b"[")) or os.fstat(file.fileno()).st_size > MOST_LINE:
+            return None
+    try:
+        value = read_json(read_text(path, MOST_LINE).removeprefix("\ufeff"))
+    except RepeatedKey as error:
+        if key is None:
+            raise DataError(path, f"has {error}", "each key once") from None
+        return None
+    except (ValueError, RecursionError):
+        return None
+    records = value if isinstance(value, list) else [value]
+    if not records or not all(isinstance(record, dict) for record in records):
+        return None
+    return records if key is None or isinstance(records[0].get(key), str) else None
+
+
+def json_parts(path: str, key: str | None) -> Iterator[tuple[list[str], int]]:
+    """Yield the texts under `key` of the objects of a .json file, or without one its conversations as JSON,
+    and what each part took of the file.
+    """
+    records = json_records(path, key)
+    if records is None:
+        raise DataError(path, "has changed while it was read", "a file that does not change")
+    size = os.path.getsize(path)
+    for start in range(0, len(records), PART_ROWS):
+        part = records[start : start + PART_ROWS]
+        texts = [json.dumps(record) if key is None else record.get(key) for record in part]
+        yield checked_texts(path, texts, key, start), 0
+    yield [], size
+
+
+def checked_texts(path: str, texts: list[Any], key: str | None, row: int) -> list[str]:
+    """Return the texts of rows, of which the first is `row` from 0. Raise `DataError` if one has no text."""
+    for number, text in enumerate(texts, row + 1):
+        if not isinstance(text, str):
+            wrong = f"row {number} has no text in the column {key}"
+            raise DataError(path, wrong, "a text in every row, perhaps an empty one")
+    return texts
 
 
 def table_parts(path: str, form: str, key: str | None) -> Iterator[tuple[list[str], int]]:
@@ -137,7 +201,7 @@ def table_parts(path: str, form: str, key: str | None) -> Iterator[tuple[list[st
         size = file.seek(0, 2)
         file.seek(0)
         schema, count, batches = _opened(path, form, file)
-        columns = [_checked(path, schema, key)] if key is not None else _chat_columns(path, schema)
+        columns = schema.names if key is None else [_checked(path, schema, key)]
         row = taken = 0
         for batch in batches(columns):
             for start in range(0, batch.num_rows, PART_ROWS):
@@ -189,24 +253,16 @@ def _checked(path: str, schema: Any, key: str) -> str:
     return key
 
 
-def _chat_columns(path: str, schema: Any) -> list[str]:
-    """The columns of conversations: their messages, and what templates are given besides."""
-    if CHAT[0] not in schema.names:
-        raise DataError(
-            path, "has no column messages", "a column of conversations, each a list of a role and a content"
-        )
-    return [name for name in CHAT if name in schema.names]
-
-
 def _texts(path: str, part: Any, key: str | None, row: int) -> list[str]:
     """The texts of a part of a table that begins at a row."""
     if key is None:
-        return [json.dumps(_filled(record)) for record in part.to_pylist()]
-    texts = part.column(0).to_pylist()
-    if None in texts:
-        wrong = f"row {row + texts.index(None) + 1} has no text in the column {key}"
-        raise DataError(path, wrong, "a text in every row, perhaps an empty one")
-    return texts
+        return [_as_json(record) for record in part.to_pylist()]
+    return checked_texts(path, part.column(0).to_pylist(), key, row)
+
+
+def _as_json(record: dict[str, Any]) -> str:
+    """A row as a line of JSON; what JSON does not have, such as a date, is written as text."""
+    return json.dumps(_filled(record), default=str)
 
 
 def _filled(value: Any) -> Any:
@@ -230,29 +286,16 @@ def hub_parts(name: str, key: str | None) -> Iterator[tuple[list[str], int]]:
     try:
         rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
         for batch in rows.iter(PART_ROWS):
-            columns = [key] if key is not None else [each for each in CHAT if each in batch]
-            if not columns or columns[0] not in batch:
-                wrong = f"has no column {key or CHAT[0]}"
-                raise DataError(
-                    name, wrong, f"--text-key with the column of its text; there are {', '.join(batch)}"
-                )
             if key is None:
-                records = zip(*(batch[column] for column in columns), strict=True)
-                texts = [json.dumps(_filled(dict(zip(columns, record, strict=True)))) for record in records]
-            else:
+                records = zip(*batch.values(), strict=True)
+                texts = [_as_json(dict(zip(batch, record, strict=True))) for record in records]
+            elif key in batch:
                 texts = batch[key]
-            if (
-                wrong_row := next(
-                    (i for i, text in enumerate(texts, row + 1) if not isinstance(text, str)), None
-                )
-            ) is not None:
-                raise DataError(
-                    name,
-                    f"row {wrong_row} has no text in the column {key}",
-                    "a text in every row, perhaps an empty one",
-                )
+            else:
+                right = f"--text-key with the column of its text; there are {', '.join(batch)}"
+                raise DataError(name, f"has no column {key}", right)
+            yield checked_texts(name, texts, key, row), 0
             row += len(texts)
-            yield texts, 0
     except UserError:
         raise
     except Exception as error:  # of the hub, of the network, and of every format that it can read
