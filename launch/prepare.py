@@ -83,10 +83,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "nothing",
     )
     tokens = (
-        "the input is a folder with nanoGPT's train.bin, and val.bin if there is one, which "
-        "--tokenizer has made, or such a file"
+        "the inputs are tokens, which --tokenizer has made: a folder with nanoGPT's train.bin, and perhaps "
+        "val.bin; or files of nanoGPT, llm.c, modded-nanogpt or numpy.save"
     )
     parser.add_argument("--nanogpt", action="store_true", help=tokens)
+    parser.add_argument(
+        "--dtype",
+        choices=("uint16", "uint32", "int32", "int64", "uint64", "uint8"),
+        help="with --nanogpt: the type of the tokens in a file without a header (default: uint16)",
+    )
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
     parser.add_argument("--template", metavar="FILE", help=template)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -120,14 +125,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.template is not None and not args.chat:
         raise ConfigError("--template", "only conversations have a template", "--chat as well")
-    if args.nanogpt and (
-        args.chat or args.text_key is not None or args.valid_fraction or len(args.input) > 1
-    ):
+    if args.nanogpt and (args.chat or args.text_key is not None or args.valid_fraction):
         raise ConfigError(
-            "--nanogpt",
-            "the tokens of one input are taken as they are",
-            "without --chat, --text-key and --valid-fraction",
+            "--nanogpt", "tokens are taken as they are", "without --chat, --text-key and --valid-fraction"
         )
+    if args.dtype is not None and not args.nanogpt:
+        raise ConfigError("--dtype", "belongs to files of tokens", "--nanogpt as well")
     if not 1 <= args.workers <= MOST_WORKERS:
         raise ConfigError("--workers", f"{args.workers} is not usable", f"1 to {MOST_WORKERS} processes")
     return args
@@ -137,7 +140,7 @@ def convert(args: argparse.Namespace) -> "Prepared":
     """Takes tokens as they are. Raises `UserError`."""
     from megacore.tools.prepare.token_files import convert_tokens
 
-    return convert_tokens(args.input[0], args.output, args.tokenizer)
+    return convert_tokens(args.input, args.output, args.tokenizer, args.dtype)
 
 
 def show(args: argparse.Namespace) -> None:
