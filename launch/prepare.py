@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,6 @@ from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from megacore.tools.prepare.prepare import Prepared
 
 EXAMPLE = (
@@ -150,22 +149,25 @@ def show(args: argparse.Namespace) -> None:
 
     from megacore.tools.prepare.prepare import show_conversations
 
+    notes: Counter[str] = Counter()
     console = Console(highlight=False, soft_wrap=True)
     # without colours, as in a file, brackets tell what is learned
     before, after = ("", "") if console.color_system else LEARNED
     console.print(Text.assemble("learned: ", (f"{before}this{after}", "bold green"), "; read only: this"))
-    for where, parts in show_conversations(
+    for where, conversation in show_conversations(
         args.input, args.tokenizer, args.show, template=args.template, ignored_keys=args.ignore_keys
     ):
         console.print(Text(f"\n{where}", "bold"))
-        for text, learned in parts:
+        notes.update(conversation.notes)
+        for text, learned in conversation.parts:
             console.print(
                 Text(f"{before}{text}{after}" if learned else text, "bold green" if learned else ""), end=""
             )
         console.print()
+    print_notes(notes)
 
 
-def print_notes(notes: "Counter[str]") -> None:
+def print_notes(notes: Counter[str]) -> None:
     """Prints what of the conversations was not used."""
     unused = [(note.removeprefix("key "), count) for note, count in notes.items() if note.startswith("key ")]
     if unused:

@@ -15,7 +15,7 @@ from launch import prepare as script
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
 from megacore.tools.prepare import conversations
-from megacore.tools.prepare.chat import Chat, chat_of, rendered_parts
+from megacore.tools.prepare.chat import Chat, chat_of, rendered_chat
 from megacore.tools.prepare.conversations import LINE_KEYS, MESSAGE_KEYS, Use, WrongConversation
 from megacore.tools.text.tokenizer import BytesTokenizer
 
@@ -57,7 +57,7 @@ def chatml(tmp_path: Path) -> Chat:
 
 def learned(chat: Chat, record: Any) -> list[str]:
     """The texts that are learned of a line, without the ends of turns."""
-    parts = rendered_parts(chat, BytesTokenizer(), json.dumps(record))
+    parts = rendered_chat(chat, BytesTokenizer(), json.dumps(record)).parts
     return [text.strip().removesuffix("<|im_end|>") for text, is_learned in parts if is_learned]
 
 
@@ -119,6 +119,7 @@ def test_unmask_learns_all_but_the_system_message(chat: Chat) -> None:
         ({"messages": talk(function_call={"name": "f"})}, "tool_calls is the newer one"),
         ({"messages": talk(mood="sad")}, "has the key mood in message 2, which may change what is learned"),
         ({"messages": talk(), "toxicity": 0.1}, "has the key toxicity, which may change what is learned"),
+        ({"messages": talk(a=1), "b": 2}, "has the keys a in message 2, b, which may change what is learned"),
         ({"messages": talk(), "weight": 2.0}, "has weight 2.0"),
         ({"messages": talk(), "weight": 0}, "has weight 0, so nothing of it is learned"),
         ({"messages": talk(), "mask": "Assistant"}, "has mask 'Assistant'"),
@@ -162,20 +163,21 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_the_same_conversation(form: str, chatml: Chat) -> None:
-    expected = rendered_parts(chatml, BytesTokenizer(), json.dumps({"messages": talk()}))
+    expected = rendered_chat(chatml, BytesTokenizer(), json.dumps({"messages": talk()})).parts
     expected_learned = [text for text, is_learned in expected if is_learned]
-    parts = rendered_parts(chatml, BytesTokenizer(), json.dumps(FORMS[form]))
+    parts = rendered_chat(chatml, BytesTokenizer(), json.dumps(FORMS[form])).parts
     assert "".join(text for text, _ in parts) == "".join(text for text, _ in expected)
-    # in a pair of prompt and completion, as in every form, all answers are learned
+    # the prompt of a pair is not learned, even where it has an answer
+    expected_learned = expected_learned[1:] if form == "pair" else expected_learned
     assert [text for text, is_learned in parts if is_learned] == expected_learned
 
 
 def test_alpaca_and_a_plain_pair(chatml: Chat) -> None:
-    parts = rendered_parts(
+    parts = rendered_chat(
         chatml,
         BytesTokenizer(),
         json.dumps({"instruction": "Add.", "input": "2 2", "output": "4", "system": "S"}),
-    )
+    ).parts
     text = "".join(text for text, _ in parts)
     assert text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nAdd.\n2 2<|im_end|>")
     assert learned(chatml, {"prompt": "2 2", "completion": "4"}) == ["4"]
@@ -229,7 +231,9 @@ def test_the_mask_of_the_corpus_follows_the_keys(tmp_path: Path, capsys: Any) ->
 
 def test_an_unknown_key_names_its_line_and_the_way_out(tmp_path: Path, capsys: Any) -> None:
     lines = [{"messages": talk()}, {"messages": talk(), "language": "en", "model": "m"}]
-    with pytest.raises(UserError, match=r"line 2 has the key language, .*\(--ignore-keys language"):
+    with pytest.raises(
+        UserError, match=r"line 2 has the keys language, model, .*\(--ignore-keys language,model,"
+    ):
         run(tmp_path, lines)
     assert not (tmp_path / "out").exists()
     run(tmp_path, lines, "--ignore-keys", "language, model,mood")

@@ -525,7 +525,11 @@ def test_conversations_in_one_json_file(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2 has the key text twice"),
         ("a.json", b'[{"text": "a"}, {"words": "b"}]', "row 2 has no text in the column text"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": {"b": 1, "b": 2}, "text": ""}', mtime=0), "line 1 has the key b twice"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"a": {"b": 1, "b": 2}, "text": ""}', mtime=0),
+            "line 1 has the key b twice",
+        ),
     ],
 )
 def test_json_that_would_lose_something(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class EncodedChat(NamedTuple):
     tokens: np.ndarray  # [tokens]
     learned: np.ndarray  # bool, [tokens]
     text_bytes: int
-    notes: dict[str, int]  # what was not used -> how often, see `note_unused` and `note_unwritten`
+    # how often a key was not used ("key NAME"), and a text was not written by the template ("unwritten …")
+    notes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,27 @@ def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encod
             yield from encode(chat, tokenizer, [line])
 
 
-def rendered_parts(chat: Chat, tokenizer: Tokenizer, line: str) -> list[tuple[str, bool]]:
-    """Return the text that is encoded of a conversation, in parts, and whether each is learned.
+class RenderedChat(NamedTuple):
+    """The text of a conversation."""
+
+    parts: list[tuple[str, bool]]  # and whether each part is learned
+    notes: dict[str, int]  # as in `EncodedChat`
+
+
+def rendered_chat(chat: Chat, tokenizer: Tokenizer, line: str) -> RenderedChat:
+    """Return the text that is encoded of a conversation.
 
     Raises `WrongConversation` as `encode` does.
     """
     try:
-        [parts, wrong], _ = call(
+        [parts, notes, wrong], _ = call(
             _rendered, *astuple(chat), tokenizer.name, tokenizer.serial, body=line.encode("utf-8")
         )
     except Failure as error:
         raise WrongConversation(f"makes {chat.path} fail: it {error}", TEMPLATE) from None
     if wrong:
         raise WrongConversation(*wrong)
-    return [(text, learned) for text, learned in parts]
+    return RenderedChat([(text, learned) for text, learned in parts], notes)
 
 
 def _ask_encoded(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[EncodedChat]:
@@ -193,10 +201,11 @@ def _rendered(
 ) -> Answer:
     chat, tokenizer = Chat(template, path, today, tuple(ignored)), opened(name, serial)
     try:
-        text, spans, _ = _text_and_spans(chat, tokenizer, line)
+        text, spans, notes = _text_and_spans(chat, tokenizer, line)
     except WrongConversation as error:
-        return [[], error.args], b""
-    return [[(text[start:stop], learned) for start, stop, learned in _cut(spans, len(text))], None], b""
+        return [[], {}, error.args], b""
+    parts = [(text[start:stop], learned) for start, stop, learned in _cut(spans, len(text))]
+    return [parts, notes, None], b""
 
 
 def _encode_line(chat: Chat, tokenizer: Tokenizer, line: bytes) -> EncodedChat:

@@ -130,13 +130,15 @@ def read_conversation(record: Any, ignored: tuple[str, ...] = ()) -> Conversatio
         raise WrongConversation("is not an object", LINE)
     unused: Counter[str] = Counter()
     record = _without(record, ignored, unused)
-    turns, consumed = _turns(record)
+    turns, consumed, prompt_turns = _turns(record)
     if record.get("system"):
         turns = [{"role": "system", "content": record["system"]}, *turns]
+        prompt_turns += 1
 
     messages, marks = [], []
+    unknown: dict[str, str] = {}
     for number, turn in enumerate(turns, 1):
-        message, mark = _message(turn, number, ignored, unused)
+        message, mark = _message(turn, number, ignored, unused, unknown)
         messages.append(message)
         marks.append(mark)
 
@@ -148,9 +150,11 @@ def read_conversation(record: Any, ignored: tuple[str, ...] = ()) -> Conversatio
         use, meaning = LINE_KEYS.get(key, (None, ""))
         if key in ("messages", "conversations", "conversation"):
             use = None  # a second conversation in one line
-        if use is None or use is Use.UNSUPPORTED:
-            raise _unknown(f"the key {key}", key, meaning)
-        if use is Use.NONE:
+        if use is None:
+            unknown[key] = ""
+        elif use is Use.UNSUPPORTED:
+            raise _unsupported(key, meaning, "")
+        elif use is Use.NONE:
             unused[key] += 1
         elif use is Use.TEMPLATE:
             variables |= _variables(key, value)
@@ -162,11 +166,13 @@ def read_conversation(record: Any, ignored: tuple[str, ...] = ()) -> Conversatio
         elif not _flag(key, value, ""):  # the line's weight
             raise WrongConversation(f"has {key} {value}, so nothing of it is learned", "no such line")
 
+    if unknown:
+        raise _unknown(unknown)
     if not any(message["role"] == ASSISTANT for message in messages):
         raise WrongConversation(f"has no answer: no message is of the role {ASSISTANT}", LINE)
     learned = [
-        message["role"] in learned_roles if mark is None else mark
-        for message, mark in zip(messages, marks, strict=True)
+        (index >= prompt_turns and message["role"] in learned_roles) if mark is None else mark
+        for index, (message, mark) in enumerate(zip(messages, marks, strict=True))
     ]
     if not any(learned):
         raise WrongConversation("marks every answer as not learned", "one that is learned, or no such line")
@@ -180,8 +186,11 @@ def _without(record: dict[str, Any], ignored: tuple[str, ...], unused: Counter[s
     return {key: value for key, value in stated.items() if key not in ignored}
 
 
-def _turns(record: dict[str, Any]) -> tuple[list[Any], tuple[str, ...]]:
-    """The turns of a line, oldest first, and the keys that they were read from."""
+def _turns(record: dict[str, Any]) -> tuple[list[Any], tuple[str, ...], int]:
+    """The turns of a line, oldest first, the keys that they were read from, and how many are the prompt's.
+
+    The prompt of a pair is not learned, even where it has answers; in other forms every answer is.
+    """
     for key in ("messages", "conversations", "conversation"):
         if key in record:
             turns = record[key]
@@ -189,15 +198,15 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], tuple[str, ...]]:
                 turns = _parsed(turns)
             if not isinstance(turns, list):
                 raise WrongConversation(f"has no list of messages under {key}", LINE)
-            return turns, (key,)
+            return turns, (key,), 0
     if "instruction" in record and "output" in record:
         question = "\n".join(_text(record[key], key) for key in ("instruction", "input") if key in record)
-        return [*_history(record.get("history", [])), *_pair(question, record["output"])], ALPACA
+        return [*_history(record.get("history", [])), *_pair(question, record["output"])], ALPACA, 0
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            return [*prompt, *completion], PAIR
-        return _pair(_text(prompt, "prompt"), completion), PAIR
+            return [*prompt, *completion], PAIR, len(prompt)
+        return _pair(_text(prompt, "prompt"), completion), PAIR, 1
     keys = ", ".join(map(str, record))[:200]
     found = f"; its keys are {keys}" if keys else ""
     raise WrongConversation(f"has no list of messages{found}", f"{FORMS}; {LINE}")
@@ -215,9 +224,12 @@ def _history(pairs: Any) -> list[dict[str, Any]]:
 
 
 def _message(
-    turn: Any, number: int, ignored: tuple[str, ...], unused: Counter[str]
+    turn: Any, number: int, ignored: tuple[str, ...], unused: Counter[str], unknown: dict[str, str]
 ) -> tuple[dict[str, Any], bool | None]:
-    """A message as templates take it, and whether it is learned; None: as its role says."""
+    """A message as templates take it, and whether it is learned; None: as its role says.
+
+    Keys that do not matter are counted in `unused`; of `unknown` ones the first place is kept.
+    """
     place = f" in message {number}"
     speaker = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str):
@@ -239,9 +251,11 @@ def _message(
     mark: bool | None = None
     for key, value in stated.items():
         use, meaning = MESSAGE_KEYS.get(key, (None, ""))
-        if use is None or use is Use.UNSUPPORTED:
-            raise _unknown(f"the key {key}{place}", key, meaning)
-        if use is Use.NONE:
+        if use is None:
+            unknown.setdefault(key, place)
+        elif use is Use.UNSUPPORTED:
+            raise _unsupported(key, meaning, place)
+        elif use is Use.NONE:
             unused[key] += 1
         elif use is Use.TEMPLATE:
             message[key] = value
@@ -326,13 +340,14 @@ def _parsed(text: Any) -> Any:
         return None
 
 
-def _unknown(where: str, key: str, meaning: str) -> WrongConversation:
-    """The error for a key that may change what is learned."""
-    if meaning:
-        return WrongConversation(
-            f"has {where} ({meaning}), which is not supported", f"lines without it, or --ignore-keys {key}"
-        )
-    return WrongConversation(
-        f"has {where}, which may change what is learned and is not known",
-        f"--ignore-keys {key}, with a comma between several, if it does not matter",
-    )
+def _unknown(keys: dict[str, str]) -> WrongConversation:
+    """The error for keys, each with its place, that may change what is learned."""
+    places = ", ".join(f"{key}{place}" for key, place in keys.items())
+    wrong = f"has the key{'s' * (len(keys) > 1)} {places}, which may change what is learned"
+    return WrongConversation(wrong, f"--ignore-keys {','.join(keys)}, if that does not matter")
+
+
+def _unsupported(key: str, meaning: str, place: str) -> WrongConversation:
+    """The error for a key that would change what is learned."""
+    wrong = f"has the key {key}{place} ({meaning}), which is not supported"
+    return WrongConversation(wrong, f"lines without it, or --ignore-keys {key}")

@@ -29,7 +29,7 @@ from megacore.errors import ConfigError, DataError
 from megacore.tools.corpora import Sidecar
 from megacore.tools.output_files import made_folder
 from megacore.tools.prepare import sources
-from megacore.tools.prepare.chat import Chat, chat_of, rendered_parts
+from megacore.tools.prepare.chat import Chat, RenderedChat, chat_of, rendered_chat
 from megacore.tools.prepare.chat import encode as encode_chat
 from megacore.tools.prepare.conversations import LINE, WrongConversation
 from megacore.tools.prepare.indexed_writer import IndexedWriter
@@ -198,8 +198,8 @@ def show_conversations(
     *,
     template: str | None = None,
     ignored_keys: tuple[str, ...] = (),
-) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-    """Yield the first conversations: where each is, and its text in parts that are learned or not.
+) -> Iterator[tuple[str, RenderedChat]]:
+    """Yield the first conversations, each with its place in the data.
 
     Raises `UserError`.
     """
@@ -212,7 +212,7 @@ def show_conversations(
     for block, piece in islice(pieces, count):
         where = f"{block.source.path}, {place(block.source, piece.start)}"
         try:
-            yield where, rendered_parts(chat, loaded, piece.text)
+            yield where, rendered_chat(chat, loaded, piece.text)
         except WrongConversation as error:
             raise wrong_line(block, piece, error) from None
 

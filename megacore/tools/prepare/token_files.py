@@ -30,7 +30,7 @@ LIKELY = [np.dtype(f"{order}{kind}") for order in "<>" for kind in ("u2", "u4", 
 # llm.c's header: 256 numbers of 4 bytes, of which the first three are the magic, the version and the tokens
 HEADER = np.dtype("<i4")
 HEADER_BYTES = 256 * HEADER.itemsize
-MAGICS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+MAGICS: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 LLM_C = {magic for magic, _ in MAGICS} | {20240522}  # the last is of files to evaluate with
 NUMPY = b"\x93NUMPY"
 FEWEST = 16  # tokens from which on it is no chance that a wider type fits too
