@@ -418,6 +418,25 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list((tmp_path / "out").glob("x*")) and os.listdir(tmp_path / "out")
 
 
+def test_conversations_of_the_hub_keep_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns besides the messages were not read, so an answer with a weight of 0 was learned."""
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install -e '.[datasets]'")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "set").mkdir()
+    lines = [{"messages": talk, "unmask": number == 1} for number, talk in enumerate(TALKS[:3])]
+    (tmp_path / "set/test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    inputs, template = [f"hf:{tmp_path}/set::test"], str(tmp_path / "t.jinja")
+    prepare(inputs, str(tmp_path / "x"), "bytes", chat=True, template=template)
+    corpus = IndexedTokens(str(tmp_path / "x"))
+    tokens, learned = corpus.read(0, corpus.num_tokens), corpus.learned(0, corpus.num_tokens)
+    assert bytes(tokens[learned]).decode() == "é!;2?;éé!;ééé!;"
+    with pytest.raises(UserError, match=r"set::test: row 1 has no list of messages; its keys are id, body"):
+        (tmp_path / "set/test.jsonl").write_bytes(as_lines(["a"], "body"))
+        prepare(inputs, str(tmp_path / "y"), "bytes", chat=True, template=template)
+
+
 def prepared(folder: Path, name: str, content: bytes, **more: Any) -> list[bytes]:
     """The documents that a file becomes, in bytes."""
     (folder / name).write_bytes(content)
