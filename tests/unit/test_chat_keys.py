@@ -225,8 +225,8 @@ def learned_bytes(corpus: IndexedTokens) -> bytes:
 def test_the_mask_of_the_corpus_follows_the_keys(tmp_path: Path, capsys: Any) -> None:
     lines = [{"messages": talk(weight=0), "id": "a", "source": "web"}, {"messages": talk(), "id": "b"}]
     assert learned_bytes(run(tmp_path, lines)) == b"four<|im_end|>\nfive<|im_end|>\nfour<|im_end|>\n"
-    said = capsys.readouterr().out
-    assert "not used, because it does not change what is learned: id (2), source (1)" in said
+    output = capsys.readouterr().out
+    assert "not used, because it does not change what is learned: id (2), source (1)" in output
 
 
 def test_an_unknown_key_names_its_line_and_the_way_out(tmp_path: Path, capsys: Any) -> None:
@@ -237,8 +237,8 @@ def test_an_unknown_key_names_its_line_and_the_way_out(tmp_path: Path, capsys: A
         run(tmp_path, lines)
     assert not (tmp_path / "out").exists()
     run(tmp_path, lines, "--ignore-keys", "language, model,mood")
-    said = capsys.readouterr()
-    assert "language (1), model (1)" in said.out and "--ignore-keys: no line has mood" in said.err
+    output = capsys.readouterr()
+    assert "language (1), model (1)" in output.out and "--ignore-keys: no line has mood" in output.err
     with pytest.raises(UserError, match="--ignore-keys: content holds the conversation"):
         run(tmp_path, lines, "--ignore-keys", "content")
 
@@ -248,8 +248,8 @@ def test_reasoning_that_the_template_leaves_out_is_reported(tmp_path: Path, caps
     assert b"<think>2 + 2</think>five" in learned_bytes(run(tmp_path, lines))
     assert "does not write" not in capsys.readouterr().err
     run(tmp_path, lines, template=MARKED)
-    said = capsys.readouterr().err
-    assert "the template does not write reasoning_content of the role assistant as it is, 3 times" in said
+    output = capsys.readouterr().err
+    assert "the template does not write reasoning_content of the role assistant as it is, 3 times" in output
 
 
 def test_notes_survive_a_kill(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +272,8 @@ def test_notes_survive_a_kill(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, lines)
     run(tmp_path, lines)
-    said = capsys.readouterr().out
-    assert "went on from an earlier start" in said and "id (40)" in said
+    output = capsys.readouterr().out
+    assert "went on from an earlier start" in output and "id (40)" in output
 
 
 def test_show_prints_what_is_learned_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
@@ -281,9 +281,9 @@ def test_show_prints_what_is_learned_and_writes_nothing(tmp_path: Path, capsys: 
     (tmp_path / "t.jinja").write_text(CHATML)
     words = ["--chat", "--input", str(tmp_path / "talk.jsonl"), "--tokenizer", "bytes"]
     script.run([*words, "--template", str(tmp_path / "t.jinja"), "--show", "3"])
-    said = capsys.readouterr().out
-    assert "talk.jsonl, line 1" in said and "<|im_start|>assistant\nfive<|im_end|>" in said
-    assert "⟦four<|im_end|>\n⟧" in said and len(list(tmp_path.iterdir())) == 2
+    output = capsys.readouterr().out
+    assert "talk.jsonl, line 1" in output and "<|im_start|>assistant\nfive<|im_end|>" in output
+    assert "⟦four<|im_end|>\n⟧" in output and len(list(tmp_path.iterdir())) == 2
 
 
 def test_columns_of_tables_are_keys_too(tmp_path: Path) -> None:

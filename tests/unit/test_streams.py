@@ -472,8 +472,8 @@ def test_long_lines_are_read_once(pack: Any, lengths: list[int], tmp_path: Path)
     """Lines that are longer than blocks, end at their edges or go over many: each is one document."""
     texts = ["x" * length for length in lengths]
     name = "a.jsonl" if pack is bytes else "a.jsonl.gz"
-    found = prepared(tmp_path, name, pack(as_lines(texts)))
-    assert found == [text.encode() for text in texts if text]
+    documents = prepared(tmp_path, name, pack(as_lines(texts)))
+    assert documents == [text.encode() for text in texts if text]
 
 
 def test_the_time_of_a_long_line_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,10 +533,12 @@ def test_conversations_in_one_json_file(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     talks = [{"messages": talk} for talk in TALKS[:3]]
     template = str(tmp_path / "t.jinja")
-    found = prepared(tmp_path, "a.json", json.dumps(talks, indent=1).encode(), chat=True, template=template)
-    assert found == [f"{n}?;{'é' * n}!;".encode() for n in (1, 2, 3)]
-    one = prepared(tmp_path, "a.json", json.dumps(talks[1]).encode(), chat=True, template=template)
-    assert one == ["2?;éé!;".encode()]
+    documents = prepared(
+        tmp_path, "a.json", json.dumps(talks, indent=1).encode(), chat=True, template=template
+    )
+    assert documents == [f"{n}?;{'é' * n}!;".encode() for n in (1, 2, 3)]
+    document = prepared(tmp_path, "a.json", json.dumps(talks[1]).encode(), chat=True, template=template)
+    assert document == ["2?;éé!;".encode()]
 
 
 @pytest.mark.parametrize(

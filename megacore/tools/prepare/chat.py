@@ -372,7 +372,7 @@ def _learned_of_marked(spans: list[Span], conversation: Conversation) -> list[Sp
     if all(learned):
         return spans
     if len(spans) != len(learned):
-        wrong = f"leaves out some of {len(learned)} answers, of which the template marks {len(spans)}"
+        wrong = f"leaves out some of {len(learned)} answers, and the template marks {len(spans)}"
         raise WrongConversation(wrong, "a template that marks each answer once")
     return [span for span, is_learned in zip(spans, learned, strict=True) if is_learned]
 

@@ -208,8 +208,8 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], tuple[str, ...], int]:
             return [*prompt, *completion], PAIR, len(prompt)
         return _pair(_text(prompt, "prompt"), completion), PAIR, 1
     keys = ", ".join(map(str, record))[:200]
-    found = f"; its keys are {keys}" if keys else ""
-    raise WrongConversation(f"has no list of messages{found}", f"{FORMS}; {LINE}")
+    with_keys = f"; its keys are {keys}" if keys else ""
+    raise WrongConversation(f"has no list of messages{with_keys}", f"{FORMS}; {LINE}")
 
 
 def _pair(question: str, answer: Any) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, JSON, HUB = (
 )
 PACKED, TABLES = (GZIP, ZSTD), (PARQUET, ARROW, ARROW_STREAM)
 BOM = b"\xef\xbb\xbf"  # a byte order mark in UTF-8, which some editors put at the beginning of a file
-# the first bytes of a frame that decompressors skip, behind its number; pzstd begins with one
+# bytes 1 to 3 of a frame that decompressors skip; files of pzstd begin with one
 SKIPPABLE = b"\x2a\x4d\x18"
 MAGIC = {
     b"\x1f\x8b": GZIP,
@@ -185,7 +185,7 @@ def json_parts(path: str, key: str | None) -> Iterator[tuple[list[str], int]]:
 
 
 def checked_texts(path: str, texts: list[Any], key: str | None, row: int) -> list[str]:
-    """Return the texts of rows, of which the first is `row` from 0. Raise `DataError` if one has no text."""
+    """Return the texts of the rows from `row` on, from 0. Raise `DataError` if one has no text."""
     for number, text in enumerate(texts, row + 1):
         if not isinstance(text, str):
             wrong = f"row {number} has no text in the column {key}"

@@ -27,7 +27,7 @@ BLOCK = 1 << 20  # tokens at a time
 SAMPLE = 1 << 20  # tokens from which the type of a file is judged
 # types that files of tokens have, in either byte order
 LIKELY = [np.dtype(f"{order}{kind}") for order in "<>" for kind in ("u2", "u4", "i8")]
-# llm.c's header: 256 numbers of 4 bytes, of which the first three are the magic, the version and the tokens
+# llm.c's header: 256 numbers of 4 bytes, beginning with the magic, the version and the tokens
 HEADER = np.dtype("<i4")
 HEADER_BYTES = 256 * HEADER.itemsize
 MAGICS: dict[tuple[int, int], np.dtype] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -126,23 +126,23 @@ def _open(path: str, dtype: str | None) -> TokenFile:
     if head.startswith(b"MMID") or os.path.exists(f"{path.removesuffix('.bin')}.idx"):
         raise DataError(path, "is a corpus with an index already", "data.train with its prefix")
     if head.startswith(NUMPY):
-        found = _open_numpy(path)
+        token_file = _open_numpy(path)
     elif int.from_bytes(head[:4], "little") in LLM_C:
-        found = _open_llm_c(path, head, size)
+        token_file = _open_llm_c(path, head, size)
     else:
         plain = np.dtype(dtype or "uint16").newbyteorder("<")
         if size == 0 or size % plain.itemsize:
             right = f"{plain.itemsize} a token of --dtype {plain.name}; {RIGHT}"
             raise DataError(path, f"has {size:,} bytes", right)
         return TokenFile(path, plain, 0, size // plain.itemsize, declared=False)
-    if dtype is not None and np.dtype(dtype) != found.dtype.newbyteorder("="):
-        wrong = f"{dtype} contradicts the header of {path}, whose tokens are {found.dtype.name}"
+    if dtype is not None and np.dtype(dtype) != token_file.dtype.newbyteorder("="):
+        wrong = f"{dtype} contradicts the header of {path}, whose tokens are {token_file.dtype.name}"
         raise ConfigError("--dtype", wrong, "without it")
-    if found.offset + found.count * found.dtype.itemsize != size:
+    if token_file.offset + token_file.count * token_file.dtype.itemsize != size:
         raise DataError(
-            path, f"has {size:,} bytes, and its header says {found.count:,} tokens", "a whole file"
+            path, f"has {size:,} bytes, and its header says {token_file.count:,} tokens", "a whole file"
         )
-    return found
+    return token_file
 
 
 def _open_numpy(path: str) -> TokenFile:
