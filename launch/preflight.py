@@ -33,6 +33,7 @@ from megacore.tools.preflight.patience import say
 from megacore.tools.preflight.rank_checks import Meeting, fresh_name, try_links
 from megacore.tools.preflight.reach import Hosts
 from megacore.tools.relaunch.hosts import SSH, check_ranks, chosen_hosts, read_hostfile
+from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import load, smallest_world
 
 EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
@@ -124,6 +125,7 @@ def over_ssh(args: argparse.Namespace) -> int:
 def among_ranks(args: argparse.Namespace, place: RankInfo) -> int:
     """Looks at the machines on which a launcher has started ranks."""
     config = load(args.config, args.overrides, place.world_size).config
+    check_launcher(config)
     folder = Path(resolved(config.log.dir))
     # Port 0: where ranks meet, they have met already.
     question = Question(args.config, args.overrides, place.world_size, place.master_address, 0, fresh_name())

@@ -17,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.cli import Parser, StandardStream, exit_rank_with
+from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import Resolved, load
 from megacore.tools.stop_request import StopRequest
 
@@ -62,6 +63,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     args = parse(argv)
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
     loaded = load(args.config, args.overrides, place.world_size)
+    check_launcher(loaded.config)
     if loaded.config.parallel.schedule.startswith("file:"):
         partitioned(loaded.config)
     refuse_overwriting(args.config, loaded)

@@ -28,6 +28,7 @@ from megacore.tools.relaunch.hosts import load_any, plan
 from megacore.tools.relaunch.ray_cluster import RayCluster
 from megacore.tools.relaunch.scaling import add_options, rules_of, size_of
 from megacore.tools.relaunch.supervisor import Supervisor
+from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import load
 from megacore.tools.stop_request import StopRequest
 
@@ -268,6 +269,7 @@ def work(start: dict[str, Any]) -> int:
         overrides = [*start["overrides"], f"log.dir={folder}"]
         world, beside = context.get_world_size(), context.get_local_world_size()
         config = load(start["config"], overrides, world).config
+        check_launcher(config)
         numbers = {
             "RANK": rank,
             "WORLD_SIZE": world,

@@ -87,6 +87,7 @@ TORCH_FREE = (
     "megacore.tools.settings.ds_config",
     "megacore.tools.settings.ds_settings",
     "megacore.tools.settings.from_ds_config",
+    "megacore.tools.settings.launcher_settings",
     "megacore.tools.schedules.",
     "megacore.tools.choices.flops",
     "megacore.tools.choices.activations",

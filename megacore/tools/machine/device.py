@@ -13,6 +13,7 @@ from megacore.errors import ConfigError
 from megacore.tools.machine.cpu import set_up_cpu
 from megacore.tools.machine.determinism import compute_deterministically
 from megacore.tools.machine.gpu import set_up_environment
+from megacore.tools.settings.launcher_settings import check_device
 
 
 def take_device(config: Config, place: RankInfo) -> torch.device:
@@ -42,6 +43,8 @@ def pick_device(config: Config, place: RankInfo) -> torch.device:
                 "parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo"
             )
         return torch.device("cpu")
+    if wanted == "auto":
+        check_device()
     if config.parallel.backend == "gloo":
         raise ConfigError(
             "parallel.backend",

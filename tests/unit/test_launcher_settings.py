@@ -1,0 +1,198 @@
+"""What `accelerate launch` tells its ranks about training: a run that ignored it would train something else
+than the user's accelerate config says, without a word.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megacore.distributed.rank_info import RankInfo
+from megacore.errors import ConfigError
+from megacore.tools.machine.device import pick_device
+from megacore.tools.settings.launcher_settings import check_launcher
+from megacore.tools.settings.load import load
+from tests.commands import run_script
+from tests.training import write_config
+
+# What `accelerate launch` sets without a config file, besides OMP_NUM_THREADS.
+PLAIN = {
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+}
+# What it sets for a config file with FSDP 2 and no more.
+FSDP = PLAIN | {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+DEEPSPEED = PLAIN | {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+}
+MEGATRON = PLAIN | {
+    "ACCELERATE_USE_MEGATRON_LM": "true",
+    "MEGATRON_LM_TP_DEGREE": "1",
+    "MEGATRON_LM_PP_DEGREE": "1",
+    "MEGATRON_LM_GRADIENT_CLIPPING": "1.0",
+    "MEGATRON_LM_NO_LOAD_OPTIM": "False",
+}
+MESH = FSDP | {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_TP_SIZE": "1",
+    "PARALLELISM_CONFIG_CP_SIZE": "1",
+    "PARALLELISM_CONFIG_SP_SIZE": "1",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
+}
+ZERO_2 = 'engine.config={"zero_optimization":{"stage":2}}'
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """`check(env, overrides)`: the tests' small config (fp32, global batch 8, microbatches of 2), 4 ranks."""
+    path = write_config(tmp_path, "unused")
+    return lambda env, overrides="": check_launcher(load(path, overrides.split(), 4).config, env)
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides"),
+    [
+        ({}, ""),
+        (PLAIN, ""),
+        (PLAIN, "train.precision=bf16"),
+        (PLAIN | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "train.precision=bf16"),
+        (PLAIN | {"ACCELERATE_USE_CPU": "True"}, ""),
+        (PLAIN | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "train.compile=true"),
+        (FSDP, "engine.kind=fsdp"),
+        (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "engine.kind=fsdp engine.reshard=false"),
+        (FSDP | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "engine.kind=fsdp"),
+        (DEEPSPEED, f"engine.kind=deepspeed {ZERO_2}"),
+        (DEEPSPEED | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, f"engine.kind=deepspeed {ZERO_2}"),
+        (DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "auto"}, f"engine.kind=deepspeed {ZERO_2}"),
+        (MEGATRON, ""),
+        (MEGATRON | {"MEGATRON_LM_TP_DEGREE": "2"}, "parallel.tensor=2"),
+        (MEGATRON | {"MEGATRON_LM_NUM_MICRO_BATCHES": "2"}, "parallel.tensor=2"),
+        (MESH, "engine.kind=fsdp"),
+        (MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "engine.kind=fsdp"),
+        (
+            MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+            "engine.kind=fsdp engine.shard_size=2",
+        ),
+        # Without its switch accelerate reads none of them either.
+        (
+            {"MEGATRON_LM_TP_DEGREE": "8", "PARALLELISM_CONFIG_TP_SIZE": "8", "FSDP_OFFLOAD_PARAMS": "true"},
+            "",
+        ),
+    ],
+)
+def test_what_agrees_or_states_nothing_passes(check: Check, env: dict[str, str], overrides: str) -> None:
+    """accelerate sets most variables in every launch, to defaults that nobody has chosen."""
+    check(env, overrides)
+
+
+CONTRADICTIONS = [
+    (FSDP, "", "ACCELERATE_USE_FSDP=true contradicts the run's engine.kind=native (engine.kind=fsdp, or"),
+    (
+        FSDP | {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        "",
+        "run's engine.kind=native, train.precision=fp32 (engine.kind=fsdp train.precision=bf16, or",
+    ),
+    (PLAIN | {"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.precision=bf16", "(train.precision=fp16, or"),
+    (PLAIN | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "", "=fp8 has no equal in megacore (bf16 or fp16;"),
+    (PLAIN | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", "(train.compile=true, or"),
+    (PLAIN | {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}, "", "=AOT_EAGER has no equal in megacore"),
+    (PLAIN | {"ACCELERATE_USE_CPU": "1"}, "train.device=cuda", "(train.device=cpu, or"),
+    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "", "(train.global_batch_size=32, or"),
+    (PLAIN | {"ACCELERATE_GRADIENT_CLIPPING": "0.25"}, "", "(optim.grad_clip=0.25, or"),
+    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "x"}, "", "STEPS=x is not a number"),
+    (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "engine.kind=fsdp", "(engine.cpu_offload=true, or"),
+    (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "engine.kind=fsdp", "(train.recompute=full, or"),
+    (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "engine.kind=fsdp", "(engine.reshard=false, or"),
+    (
+        FSDP | {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"},
+        "engine.kind=fsdp",
+        "(engine.reshard=false, or",
+    ),
+    (
+        FSDP | {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "2"},
+        "engine.kind=fsdp",
+        "(engine.shard_size=2, or",
+    ),
+    (
+        FSDP | {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "NO_SHARD"},
+        "engine.kind=fsdp",
+        "FSDP_SHARDING_STRATEGY=NO_SHARD has no equal in megacore",
+    ),
+    (DEEPSPEED, "", 'engine.kind=deepspeed engine.config={"zero_optimization": {"stage": 2}}, or'),
+    (
+        DEEPSPEED | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+        f"engine.kind=deepspeed {ZERO_2}",
+        '"offload_optimizer": {"device": "cpu"}',
+    ),
+    (DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "", "engine.config=ds.json, or"),
+    (
+        MEGATRON | {"MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_PP_DEGREE": "2"},
+        "",
+        "(parallel.tensor=2 parallel.pipeline=2, or",
+    ),
+    (
+        MEGATRON | {"MEGATRON_LM_SEQUENCE_PARALLELISM": "True"},
+        "parallel.tensor=2",
+        "(parallel.sequence=true, or",
+    ),
+    (MEGATRON | {"MEGATRON_LM_NO_LOAD_OPTIM": "True"}, "", "NO_LOAD_OPTIM=True has no equal in megacore"),
+    (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "engine.kind=fsdp", "(parallel.tensor=2, or"),
+    (MESH | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "engine.kind=fsdp", "(parallel.context=2, or"),
+    (MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "engine.kind=fsdp", "(engine.shard_size=2, or"),
+    (MESH | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "engine.kind=fsdp", "(parallel.data=2, or"),
+]
+
+
+@pytest.mark.parametrize(("env", "overrides", "says"), CONTRADICTIONS)
+def test_a_contradiction_names_the_key(check: Check, env: dict[str, str], overrides: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(env, overrides)
+    message = str(error.value)
+    assert message.startswith("config error: environment: ") and says in message and "\n" not in message
+
+
+def test_a_ds_config_of_accelerate_is_the_runs(check: Check, tmp_path: Path) -> None:
+    """The same file by another path agrees, and another file does not."""
+    file, other = tmp_path / "ds.json", tmp_path / "other.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    other.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    env = DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    check(env, f"engine.kind=deepspeed engine.config={file.parent / '.' / file.name}")
+    with pytest.raises(ConfigError, match="contradicts the run's engine.config="):
+        check(env, f"engine.kind=deepspeed engine.config={other}")
+
+
+def test_auto_does_not_take_a_gpu_where_the_launcher_says_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --cpu` on a machine with a GPU, which only PyTorch can see."""
+    config = load(write_config(tmp_path, "unused"), ["train.device=auto"], 1).config
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="train.device=cpu, or a launch without --cpu"):
+        pick_device(config, RankInfo())
+
+
+def test_one_line_and_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FSDP.items():
+        monkeypatch.setenv(name, value)
+    done = run_script("launch/pretrain.py", "--config", write_config(tmp_path, "unused"))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "(engine.kind=fsdp, or " in done.stderr
