@@ -17,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.cli import Parser, StandardStream, exit_rank_with
+from megacore.tools.settings.ds_config import print_note
 from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import Resolved, load
 from megacore.tools.stop_request import StopRequest
@@ -126,6 +127,7 @@ def train(
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
         lines = [*vocabulary_warnings(config), bubble_warning(config), inputs.unread_weights]
+        lines.append(print_note(config))
         for line in filter(None, lines) if place.rank == 0 else ():
             print(line, flush=True)
         monitors = monitors_of(config, place, device)

@@ -22,6 +22,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.tools.error_report import record, say_once
 from megacore.tools.hostfile import missing_hostfile
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.other_words import meant_option
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 # a setting of the config, typed as an option of the script
@@ -62,6 +63,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag, colon, wrong = message.removeprefix("argument ").partition(": ")
         right = "see -h; a setting of the config is written section.key=value, such as train.steps=20"
+        if message.startswith("unrecognized arguments"):
+            right = meant_option(message, self._option_string_actions) or right
         raise ConfigError(
             *((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right))
         )

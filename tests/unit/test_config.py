@@ -51,6 +51,12 @@ def refusal(run: Callable[[], object]) -> tuple[str, str]:
         ("checkpoint.async_", "checkpoint.async"),  # the attribute's name in Python, which is no key
         ("modle.norm", "model.norm"),
         ("pipeline.schedule", "parallel.schedule or optim.schedule"),  # not a list of all sections
+        ("model.n_embd", "model.hidden_size"),  # another trainer's word
+        ("optim.learning_rate", "optim.lr"),
+        ("training.local_batch_size", "train.micro_batch_size"),
+        ("train.per_device_train_batch_size", "train.micro_batch_size"),
+        ("optim.warmup_iters", "optim.warmup_steps"),
+        ("parallel.tp", "parallel.tensor"),
     ],
 )
 def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -> None:
@@ -62,6 +68,44 @@ def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -
     ):
         assert refused[0] == key
         assert refused[1] == f"unknown key (did you mean {nearest}?)"
+
+
+@pytest.mark.parametrize("key", ["model.foo", "foo.bar", "optim.rate", "x.y"])
+def test_what_is_like_no_key_is_not_guessed(load_raw: Load, key: str) -> None:
+    """`optim.rate` is like `optim.beta1` in no way that helps."""
+    refused = refusal(lambda: load_raw({}, f"{key}=1"))
+    assert refused == (key, "unknown key (launch/pretrain.py --print-config shows all keys)")
+
+
+@pytest.mark.parametrize(
+    ("option", "meaning"),
+    [
+        ("--micro-batch-size", "train.micro_batch_size=VALUE"),
+        ("--tensor-model-parallel-size", "parallel.tensor=VALUE"),
+        ("--learning_rate", "optim.lr=VALUE"),
+        ("--n_layer=4", "model.num_layers=VALUE"),
+        ("--per_device_train_batch_size", "train.micro_batch_size=VALUE"),
+        ("--confg", "--config"),
+        ("--print_config", "--print-config"),
+    ],
+)
+def test_an_unknown_option_names_what_it_may_mean(option: str, meaning: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        pretrain.parse(["--config", "c.json", option])
+    assert str(error.value).endswith(f"unrecognized arguments: {option} (did you mean {meaning}?)")
+
+
+def test_an_option_that_is_like_none_is_not_guessed() -> None:
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --zzz \(see -h; a setting"):
+        pretrain.parse(["--config", "c.json", "--zzz"])
+
+
+def test_a_bare_word_of_another_trainer_names_the_override(load_raw: Load) -> None:
+    """nanoGPT's `n_layer=4`, typed without a section."""
+    assert (
+        refusal(lambda: load_raw({}, "n_layer=4"))[1] == "is no override (did you mean model.num_layers=4?)"
+    )
+    assert "such as train.steps=20" in refusal(lambda: load_raw({}, "zzz=4"))[1]
 
 
 LLAMA3 = (

@@ -19,7 +19,8 @@ from megacore.config.optim import OptimConfig
 from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
 from megacore.tools.settings import from_ds_config
-from megacore.tools.settings.ds_config import KNOWN
+from megacore.tools.settings.ds_config import print_note
+from megacore.tools.settings.ds_keys import KNOWN, MONITORS, REFUSED, REMOVED
 from megacore.tools.settings.ds_settings import ds_settings
 from megacore.tools.settings.load import flatten, load, parse_override
 from megacore.tools.verify.replay import rate
@@ -164,7 +165,7 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
         zero(2) | {"gradient_accumulation_steps": 4},
         "",
         "gradient_accumulation_steps",
-        "contradicts the microbatches a step 1",
+        'contradicts the microbatches a step 1 ("auto" there, or train.global_batch_size=32 here)',
     ),
     (zero(2) | {"gradient_clipping": 1.0}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
     (zero(2) | {"bf16": {"enabled": True}}, "", "bf16.enabled", 'contradicts train.precision "fp32"'),
@@ -181,11 +182,67 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
         "optimizer.type",
         "removed its 1-bit optimizers",
     ),
+    # The type is what is wrong with these, and not what their parameters are called.
+    (
+        zero(2) | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 23000}}},
+        "",
+        "optimizer.type",
+        "removed its 1-bit optimizers",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "OneBitLamb", "params": {"max_coeff": 0.3}}},
+        "",
+        "optimizer.type",
+        "removed its 1-bit optimizers",
+    ),
+    (
+        zero(2)
+        | {"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1, "cuda_aware": True}}},
+        "",
+        "optimizer.type",
+        "removed its 1-bit optimizers",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "Muon", "params": {"momentum": 0.9}}},
+        "",
+        "optimizer.type",
+        "Muon is not the run's optimizer",
+    ),
+    (
+        zero(2) | {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-4}}},
+        "",
+        "scheduler.type",
+        '"LRRangeTest" has no equal here',
+    ),
     (
         zero(2) | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
         "",
-        "optimizer.type",
+        "optimizer.params.adam_w_mode",
         "AdamW",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
+        "",
+        "optimizer.params.bias_correction",
+        "the run's AdamW corrects the bias",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+        "",
+        "optimizer.params.max_grad_norm",
+        "DeepSpeed does not accept it there (gradient_clipping)",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
+        "",
+        "optimizer.params.amsgrad",
+        "has no AMSGrad",
+    ),
+    (
+        zero(2) | {"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}},
+        "",
+        "optimizer.params.momentum",
+        "AdamW has no such parameter (leave it out)",
     ),
     (
         zero(2) | {"optimizer": {"params": {"lr": 1e-4}}},
@@ -228,6 +285,26 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     ),
     (zero(2) | {"managed_gradient_accumulation": False}, "", "managed_gradient_accumulation", "leave it out"),
     (zero(2) | {"gradient_cliping": 1.0}, "", "gradient_cliping", "did you mean gradient_clipping?"),
+    (zero(2) | {"cuda_visible_devices": 0}, "", "cuda_visible_devices", "has no such key (leave it out)"),
+    (zero(2) | {"learning_rate": 0.1}, "", "learning_rate", "no such key (did you mean optim.lr?)"),
+    (zero(2) | {"loss_scale": 0}, "", "loss_scale", "no such key (did you mean fp16.loss_scale?)"),
+    (zero(2) | {"stage": 2}, "", "stage", "no such key (did you mean zero_optimization.stage?)"),
+    (zero(2) | {"compression_training": {}}, "", "compression_training", "has removed this key"),
+    (zero(2) | {"amp": None}, "", "amp", "DeepSpeed 0.19 has removed this key (train.precision)"),
+    (zero(2) | {"sparse_gradients": False}, "", "sparse_gradients", "has removed this key"),
+    (zero(3, zeropp_loco_param={}), "", "zero_optimization.zeropp_loco_param", "has removed this key"),
+    (zero(2) | {"autotuning": {"enabled": True}}, "", "autotuning", "launch/plan.py --search"),
+    (zero(2) | {"bfloat16": {"enabled": True}}, "", "bfloat16", "is an old name (bf16)"),
+    (zero(2) | {"vocabulary_size": 1000}, "", "vocabulary_size", "model.vocab_size"),
+    (zero(2, cpu_offload=True), "", "zero_optimization.cpu_offload", "is an old name (offload_optimizer)"),
+    (
+        zero(3, max_live_parameters=1),
+        "",
+        "zero_optimization.max_live_parameters",
+        "is a short name (stage3_max_live_parameters)",
+    ),
+    (zero(2) | {"tensorboard": {"job": "x"}}, "", "tensorboard.job", "has no such key (leave it out)"),
+    (zero(2) | {"wandb": {"enable": True}}, "", "wandb.enable", "did you mean"),
     (zero(2, overlap_com=True), "", "zero_optimization.overlap_com", "did you mean overlap_comm?"),
     (zero(2) | {"steps_per_print": "auto"}, "", "steps_per_print", "nothing to be filled from"),
     (
@@ -368,6 +445,36 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="^config error: engine.config: gradient_clipping: .* is not valid"):
         load(str(path), ["engine.kind=deepspeed", 'engine.config={"gradient_clipping": "much"}'], 4)
+
+
+def test_steps_per_print_is_no_contradiction(tmp_path: Path) -> None:
+    """Hugging Face's ZeRO configs state 2000, and how often something is printed changes no training."""
+    settings = zero(2) | {"steps_per_print": 2000}
+    silent, stating = tmp_path / "silent.json", tmp_path / "stating.json"
+    sections: dict[str, Any] = {"model": {"num_layers": 2}, "data": {"train": "unused"}}
+    silent.write_text(json.dumps(sections))
+    stating.write_text(json.dumps(sections | {"log": {"every": 5}}))
+
+    def note(path: Path, given: dict[str, Any], *overrides: str) -> tuple[int, str | None]:
+        engine = ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}"]
+        config = load(str(path), [*engine, *overrides], 4).config
+        assert ds_settings(config).get("steps_per_print") == given.get("steps_per_print")
+        return config.log.every, print_note(config)
+
+    every, line = note(silent, settings)
+    assert every == 2000 and line is not None and "log.every=2000" in line
+    for every, line in (note(stating, settings), note(silent, settings, "log.every=5")):
+        assert every == 5 and line is not None and "its config states log.every=5" in line
+    assert note(silent, zero(2)) == (10, None) and note(stating, zero(2)) == (5, None)
+    assert print_note(load(str(silent), [], 4).config) is None
+
+
+def test_what_is_switched_off_passes(configure: Configure) -> None:
+    """A file may state that it does without something."""
+    off = {"enabled": False}
+    configure(
+        zero(2) | {"autotuning": off, "data_efficiency": off, "torch_autocast": off, "hybrid_engine": off}
+    )
 
 
 def test_auto_states_nothing(tmp_path: Path) -> None:
@@ -541,19 +648,90 @@ def test_refusal_of_the_script_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its own keys cannot be read"
 )
-def test_known_keys_are_those_of_the_installed_deepspeed() -> None:
-    """A key that a new DeepSpeed has dropped would stop every rank with a traceback."""
+def test_every_key_that_deepspeed_reads_has_its_reason() -> None:
+    """A key that a new DeepSpeed has dropped would stop every rank with a traceback. And no error may say
+    that DeepSpeed has no such key if it reads it.
+    """
     program = """
-import json, os
+import inspect, json, os
 os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.profiling import constants as profiling
+from deepspeed.runtime import config, lr_schedules
+from deepspeed.runtime.activation_checkpointing import config as checkpointing
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.swap_tensor import constants as swapping
+from deepspeed.runtime.zero import offload_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
-models = {"zero_optimization": DeepSpeedZeroConfig, "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
-print(json.dumps({name: [field.alias or key for key, field in model.model_fields.items()] for name, model in models.items()}))
-"""  # noqa: E501
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+class Asked(dict):
+    # A ds_config that notes which of its keys are asked for.
+    def __init__(self):
+        super().__init__(train_batch_size=1)
+        self.names = set()
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+    def keys(self):
+        names, keys = self.names, super().keys()
+        class Keys:
+            def __contains__(self, name):
+                names.add(name)
+                return name in keys
+        return Keys()
+    def __copy__(self):
+        return self
+
+asked = Asked()
+config.DeepSpeedConfig(asked)
+models = {"zero_optimization": DeepSpeedZeroConfig,
+    "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+    "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
+    "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config, "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig, "csv_monitor": CSVConfig, "comet": CometConfig, "comms_logger": CommsLoggerConfig,
+    "timers.throughput": DeepSpeedThroughputTimerConfig}
+read = {name: [field.alias or key for key, field in model.model_fields.items()]
+    for name, model in models.items()}
+read[""] = sorted(asked.names)
+
+def constants(module, prefix):
+    return [value for name, value in vars(module).items() if name.startswith(prefix)
+        and not name.endswith(("_DEFAULT", "_FORMAT")) and isinstance(value, str)]
+
+read["flops_profiler"] = constants(profiling, "FLOPS_PROFILER_")
+read["aio"] = constants(swapping, "AIO_")
+read["activation_checkpointing"] = constants(checkpointing, "ACT_CHKPT_")
+read["data_types"] = [config.GRAD_ACCUM_DTYPE, config.PARAM_DTYPE, config.BUFFER_DTYPE,
+    config.KEEP_IN_FP32_MODULES]
+read["optimizer"] = [config.TYPE, config.OPTIMIZER_PARAMS, config.LEGACY_FUSION]
+names = lambda function: [name for name in inspect.signature(function).parameters
+    if name not in ("self", "params", "model_params", "optimizer")]
+kinds = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
+schedulers = [getattr(lr_schedules, kind).__init__ for kind in kinds]
+read["scheduler.params"] = sorted({name for scheduler in schedulers for name in names(scheduler)})
+read["optimizer.params"] = sorted({name for kind in (torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
+    for name in names(kind.__init__)} - {"adamw_mode"})
+removed = [*config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
+removed += ["zero_optimization." + name for name in config._REMOVED_ZERO_CONFIG_KEYS]
+print(json.dumps([read, removed]))
+"""
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    for section, theirs in json.loads(run.stdout.splitlines()[-1]).items():
-        ours = set(KNOWN[section].split())
-        assert ours <= set(theirs), f"{section}: {ours - set(theirs)} is gone"
+    read, removed = json.loads(run.stdout.splitlines()[-1])
+    assert sorted(removed) == sorted(REMOVED)
+    assert {"train_batch_size", "hybrid_engine", "expert_parallel"} <= set(read[""])
+    ours = {section: set(names.split()) for section, names in (KNOWN | MONITORS).items()}
+    for section, theirs in read.items():
+        refused = {path.rpartition(".")[2] for path in REFUSED if path.rpartition(".")[0] == section}
+        missing = set(theirs) - ours[section] - refused - set(REMOVED)
+        assert not missing, f"{section}: DeepSpeed reads {missing}"
+        if section in MONITORS or section.startswith("zero") or section in ("bf16", "fp16", "aio"):
+            assert ours[section] <= set(theirs), f"{section}: {ours[section] - set(theirs)} is gone"

@@ -14,6 +14,7 @@ import yaml
 import megacore
 from launch import prepare
 from megacore.config import Config
+from megacore.tools.settings import other_words
 from megacore.tools.settings.load import flatten, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +174,18 @@ def test_every_setting_that_is_named_for_newcomers_exists() -> None:
     ]
     named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
     assert len(named) > 50 and not set(named) - known.keys()
+
+
+def test_the_table_for_newcomers_is_the_one_that_suggestions_come_from() -> None:
+    """The page and the error messages would call one setting by two names."""
+    command = "<!-- python -m megacore.tools.settings.other_words -->"
+    assert f"{command}\n{other_words.table()}\n<!-- end -->" in read(ROOT / "docs/coming_from.md")
+    known = flatten(Config().model_dump(by_alias=True))
+    keys = {key for names in other_words.words().values() for key in names}
+    assert len(keys) > 60 and keys <= known.keys()
+    # A word that is a key here as well may stand for nothing else.
+    for word, names in other_words.words().items():
+        assert word not in known or names == (word,), word
 
 
 def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,8 @@ TORCH_FREE = (
     "megacore.tools.settings.ds_settings",
     "megacore.tools.settings.from_ds_config",
     "megacore.tools.settings.launcher_settings",
+    "megacore.tools.settings.ds_keys",
+    "megacore.tools.settings.other_words",
     "megacore.tools.schedules.",
     "megacore.tools.choices.flops",
     "megacore.tools.choices.activations",

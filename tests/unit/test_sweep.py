@@ -405,7 +405,7 @@ BAD: list[tuple[Any, str]] = [
     ({"grid": {"optim.lr": [0.1, 0.1]}}, "config error: grid.optim.lr: 0.1 stands twice (each value once)"),
     (
         {"grid": {"optim.rate": [0.1]}},
-        "config error: trial rate=0.1: optim.rate: unknown key (did you mean optim.",
+        "config error: trial rate=0.1: optim.rate: unknown key (launch/pretrain.py --print-config shows",
     ),
     ({"grid": {"optim.lr": [0.1, -1]}}, "config error: trial lr=-1: optim.lr: -1 is not valid"),
     (

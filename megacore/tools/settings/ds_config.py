@@ -6,7 +6,6 @@ This does not need DeepSpeed. DeepSpeed itself reads its config late, ignores ke
 with some combinations silently hangs or trains something else.
 """
 
-import difflib
 import json
 import math
 import sys
@@ -14,151 +13,10 @@ from typing import Any
 
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
+from megacore.tools.settings.ds_keys import KNOWN, MONITORS, NULL_TOO, REFUSED, REMOVED, RIGHT
 from megacore.tools.settings.ds_settings import KEY, decided, ds_settings, read
-from megacore.tools.settings.from_ds_config import section, taken_over
-
-# Keys that DeepSpeed 0.19 reads. It ignores others at the top; in sections it fails with a traceback on every
-# rank.
-KNOWN = {
-    "": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
-        optimizer scheduler
-        zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer bf16 fp16 data_types
-        communication_data_type
-        prescale_gradients gradient_predivide_factor aio steps_per_print wall_clock_breakdown memory_breakdown
-        dump_state log_level
-        timers disable_allgather disable_python_gc comms_logger flops_profiler tensorboard wandb csv_monitor
-        comet
-        activation_checkpointing""",
-    "zero_optimization": """stage contiguous_gradients reduce_scatter reduce_bucket_size
-        use_multi_rank_bucket_allreduce
-        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm offload_param
-        offload_optimizer sub_group_size
-        stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-        stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
-        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
-        stage3_gather_16bit_weights_on_model_save
-        ignore_unused_parameters parameter_alignment zero_hpz_partition_size memory_efficient_linear
-        override_module_apply
-        log_trace_cache_warnings enable_sanity_checks leaf_module""",
-    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read "
-    "pipeline_write fast_init",
-    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
-    "bf16": "enabled check_grad_overflow immediate_grad_update",
-    "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale",
-    "data_types": "grad_accum_dtype",
-    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
-    "optimizer": "type params",
-    "scheduler": "type params",
-    "scheduler.params": """warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps
-        warmup_min_ratio cos_min_ratio
-        cycle_min_lr cycle_max_lr cycle_first_step_size cycle_second_step_size cycle_momentum
-        cycle_first_stair_count
-        cycle_second_stair_count decay_step_size decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate""",
-    "activation_checkpointing": """partition_activations cpu_checkpointing contiguous_memory_optimization
-        number_checkpoints
-        synchronize_checkpoint_boundary profile""",
-    "optimizer.params": "lr betas eps weight_decay adam_w_mode torch_adam bias_correction",
-}
-
-# Keys that DeepSpeed knows (or knew) and this engine does not pass on: why, and what to use instead.
-REFUSED = {
-    "checkpoint": (
-        "is of DeepSpeed's own checkpoints, which are not written",
-        "the section checkpoint of the run's config",
-    ),
-    "pipeline": ("is of DeepSpeed's own pipeline", "parallel.pipeline"),
-    "tensor_parallel": ("is DeepSpeed's own tensor parallelism", "parallel.tensor"),
-    "sequence_parallel_size": ("is DeepSpeed's own sequence parallelism", "parallel.sequence"),
-    "torch_autocast": ("would round within the model again", "train.precision"),
-    "amp": ("DeepSpeed has removed it", "train.precision"),
-    "compile": ("is DeepSpeed's own compiler, which replaces the model", "leave it out"),
-    "data_efficiency": ("would change the order of samples", "leave it out"),
-    "managed_gradient_accumulation": ("scales gradients by the number of microbatches", "leave it out"),
-    "gradient_allreduce_op": ("gradients are scaled for DeepSpeed's mean already", "leave it out"),
-    "zero_optimization.compute_grad_norm": ("the log needs the gradient norm", "leave it out"),
-    "zero_optimization.zenflow": (
-        "keeps parts of the optimizer's state where no checkpoint finds them",
-        "offload_optimizer",
-    ),
-    "zero_optimization.round_robin_gradients": (
-        "DeepSpeed's map of its partitions ignores the order",
-        "leave it out",
-    ),
-    "zero_optimization.elastic_checkpoint": ("is of DeepSpeed's own checkpoints", "leave it out"),
-    "zero_optimization.mics_shard_size": ("DeepSpeed 0.19 has removed MiCS", "zero_hpz_partition_size"),
-    "zero_optimization.mics_hierarchical_params_gather": (
-        "DeepSpeed 0.19 has removed MiCS",
-        "zero_hpz_partition_size",
-    ),
-    "zero_optimization.zero_quantized_weights": (
-        "compression with CUDA kernels of its own is unproven here",
-        "communication_data_type",
-    ),
-    "zero_optimization.zero_quantized_gradients": (
-        "compression with CUDA kernels of its own is unproven here",
-        "communication_data_type",
-    ),
-    "zero_optimization.cpu_offload": ("is an old name", "offload_optimizer"),
-    "zero_optimization.cpu_offload_param": ("is an old name", "offload_param"),
-    "zero_optimization.offload_optimizer.ratio": (
-        "keeps a part of the optimizer's state where no checkpoint finds it",
-        "leave it out",
-    ),
-    "zero_optimization.offload_optimizer.super_offload": ("is unproven here", "leave it out"),
-    "bf16.bf16_master_weights_and_grads": ("master weights are fp32", "leave it out"),
-    "bf16.bf16_optimizer_states": ("moments are fp32", "leave it out"),
-    "fp16.fp16_master_weights_and_grads": ("master weights are fp32", "leave it out"),
-    "fp16.auto_cast": ("inputs are tokens or in the right precision already", "leave it out"),
-    "data_types.param_dtype": ("parameters are in train.precision", "leave it out"),
-}
-
-# What DeepSpeed takes as a key's value. It looks late, and says so with a traceback on every rank, or takes a
-# text for true.
-VALUES = {
-    "true or false": """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce
-        allgather_partitions overlap_comm
-        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
-        stage3_gather_16bit_weights_on_model_save
-        ignore_unused_parameters parameter_alignment memory_efficient_linear override_module_apply
-        log_trace_cache_warnings
-        enable_sanity_checks pin_memory pipeline_read pipeline_write fast_init check_grad_overflow
-        immediate_grad_update
-        consecutive_hysteresis single_submit overlap_events use_gds adam_w_mode torch_adam bias_correction
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown
-        memory_breakdown dump_state
-        disable_allgather disable_python_gc partition_activations cpu_checkpointing
-        contiguous_memory_optimization
-        synchronize_checkpoint_boundary profile cycle_momentum""",
-    "a whole number above 0": """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size
-        number_checkpoints
-        reduce_bucket_size steps_per_print block_size queue_depth intra_op_parallelism loss_scale_window
-        hysteresis zero_hpz_partition_size""",
-    "a whole number, 0 or more": """allgather_bucket_size sub_group_size stage3_prefetch_bucket_size
-        stage3_param_persistence_threshold
-        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
-        stage3_module_granularity_threshold
-        buffer_count buffer_size max_in_cpu initial_scale_power min_loss_scale""",
-    "a number, 0 or more": """loss_scale gradient_predivide_factor warmup_min_lr warmup_max_lr
-        warmup_min_ratio cos_min_ratio
-        cycle_min_lr cycle_max_lr cycle_first_stair_count cycle_second_stair_count decay_step_size
-        decay_lr_rate cycle_min_mom
-        cycle_max_mom decay_mom_rate""",
-    "log or linear": "warmup_type",
-    "fp32, bf16 or fp16": "communication_data_type grad_accum_dtype",
-    "an object": "timers comms_logger flops_profiler tensorboard wandb csv_monitor comet leaf_module",
-    "a text": "nvme_path log_level",
-}
-RIGHT = {name: right for right, names in VALUES.items() for name in names.split()}
-# Where null is a value; at the top it leaves a key out.
-NULL_TOO = (
-    "overlap_comm",
-    "nvme_path",
-    "grad_accum_dtype",
-    "warmup_max_lr",
-    "cycle_second_step_size",
-    "number_checkpoints",
-)
+from megacore.tools.settings.from_ds_config import known_scheduler, section, taken_over
+from megacore.tools.settings.other_words import meant
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -174,6 +32,8 @@ def check_ds_config(config: Config) -> None:
         return
     settings, taken = read(config.engine.config), stated(config)
     for key, (path, value) in taken.items():
+        if key == "log.every":  # how often each of the two prints contradicts nothing: see `print_note`
+            continue
         group, name = key.split(".")
         ours = getattr(getattr(config, group), name)
         if not same(value, list(ours) if isinstance(ours, tuple) else ours):
@@ -185,9 +45,13 @@ def check_ds_config(config: Config) -> None:
         place, _, name = path.rpartition(".")
         given = (section(settings, place) if place else settings).get(name, "auto")
         if not same(given, value):
-            raise contradiction(
-                path, given, key, config.train.precision if key == "train.precision" else value
-            )
+            ours = config.train.precision if key == "train.precision" else value
+            error = contradiction(path, given, key, ours)
+            if path == "gradient_accumulation_steps" and type(given) is int:
+                batch = given * config.train.micro_batch_size * config.data_size
+                right = f'"auto" there, or train.global_batch_size={batch} here'
+                error = ConfigError(error.where, error.wrong, right)
+            raise error
     completed = ds_settings(config)
     for path, value in walk(completed):
         if value == "auto":
@@ -202,9 +66,46 @@ def stated(config: Config) -> dict[str, tuple[str, Any]]:
     the place there, and the value.
     """
     settings = read(config.engine.config)
+    check_kinds(settings)
     for path, value in walk(settings):
         check_key(path, value)
     return taken_over(settings, config.optim.lr)
+
+
+def print_note(config: Config) -> str | None:
+    """The line that a run prints if its ds_config states `steps_per_print`; None if it does not."""
+    if config.engine.kind != "deepspeed":
+        return None
+    steps = read(config.engine.config).get("steps_per_print")
+    if steps is None:
+        return None
+    every = config.log.every
+    if every == steps:
+        return f"{KEY}: steps_per_print={steps:g}: the run logs every {every} steps (log.every={every})"
+    return (
+        f"{KEY}: steps_per_print={steps:g} is DeepSpeed's own line, and the run logs every {every} steps, "
+        f"because its config states log.every={every}"
+    )
+
+
+def check_kinds(settings: dict[str, Any]) -> None:
+    """Refuse an optimizer or a scheduler that a run does not have, before what its parameters are called."""
+    kind = section(settings, "optimizer").get("type", "auto")
+    if str(kind).lower() in ONE_BIT:
+        why = "DeepSpeed 0.19 has removed its 1-bit optimizers"
+        raise ConfigError(
+            f"{KEY}: optimizer.type", why, "AdamW; communication_data_type=bf16 halves the traffic of fp32"
+        )
+    if str(kind).lower() not in ("auto", "adam", "adamw"):
+        wrong = f"{shown_kind(kind)} is not the run's optimizer"
+        raise ConfigError(f"{KEY}: optimizer.type", wrong, "AdamW, or leave optimizer out")
+    if "type" in section(settings, "scheduler"):
+        known_scheduler(section(settings, "scheduler"))
+
+
+def shown_kind(kind: Any) -> str:
+    """A type as it is written, without the quotes of a string."""
+    return kind if isinstance(kind, str) else json.dumps(kind)
 
 
 def walk(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -218,16 +119,21 @@ def walk(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def check_key(path: str, value: Any) -> None:
-    """Refuses a key that this engine does not pass on, or that DeepSpeed does not know."""
+    """Refuse a key that this engine does not pass on, or that DeepSpeed does not know."""
     section, _, name = path.rpartition(".")
+    if path in REMOVED:
+        raise ConfigError(f"{KEY}: {path}", "DeepSpeed 0.19 has removed this key", REMOVED[path])
     if path in REFUSED:
+        is_off = isinstance(value, dict) and value.get("enabled") is False
         harmless = (False, "auto", None) if section else ("auto", None)
-        if value not in harmless:
+        if value not in harmless and not is_off:
             raise ConfigError(f"{KEY}: {path}", *REFUSED[path])
         return
-    if section in KNOWN and name not in KNOWN[section].split():
-        nearest = difflib.get_close_matches(name, KNOWN[section].split(), 1, 0.0)[0]
-        raise ConfigError(f"{KEY}: {path}", "DeepSpeed has no such key", f"did you mean {nearest}?")
+    if section in MONITORS and name not in MONITORS[section].split():
+        raise unknown(path, MONITORS[section].split())
+    # Which parameters a scheduler has depends on its type, and `from_ds_config` knows.
+    if section in KNOWN and section != "scheduler.params" and name not in KNOWN[section].split():
+        raise unknown(path, KNOWN[section].split())
     if path in ("scheduler", "activation_checkpointing") and value in ("auto", None):
         return
     if path in KNOWN and not isinstance(value, dict):
@@ -236,6 +142,20 @@ def check_key(path: str, value: Any) -> None:
     left = value == "auto" or (value is None and (not section or name in NULL_TOO))
     if right and not left and not fits(value, right):
         raise ConfigError(f"{KEY}: {path}", f"{json.dumps(value)} is not valid", right)
+
+
+def unknown(path: str, known: list[str]) -> ConfigError:
+    """The error of a key that is not one of its section, with what may be meant."""
+    place, _, name = path.rpartition(".")
+    wrong = "AdamW has no such parameter" if place == "optimizer.params" else "DeepSpeed has no such key"
+    if f"stage3_{name}" in known:  # DeepSpeed takes the short name too
+        return ConfigError(f"{KEY}: {path}", "is a short name", f"stage3_{name}")
+    same_name = [f"{other}.{name}".lstrip(".") for other, names in KNOWN.items() if name in names.split()]
+    if same_name:
+        right = f"did you mean {' or '.join(same_name)}?"
+    else:
+        right = meant(name, known) or "leave it out"
+    return ConfigError(f"{KEY}: {path}", wrong, right)
 
 
 def fits(value: Any, right: str) -> bool:
@@ -268,19 +188,15 @@ def check_optimizer(given: dict[str, Any], config: Config, takes_rates: bool) ->
 
     `takes_rates`: DeepSpeed would take its rate elsewhere.
     """
-    kind = str(given.get("type", "auto")).lower()
-    if kind in ONE_BIT:
-        why = "DeepSpeed 0.19 has removed its 1-bit optimizers"
-        raise ConfigError(
-            f"{KEY}: optimizer.type", why, "AdamW; communication_data_type=bf16 halves the traffic of fp32"
-        )
     params = given.get("params", {})
-    if kind not in ("auto", "adam", "adamw") or params.get("adam_w_mode", True) is not True:
+    if params.get("adam_w_mode", True) is not True:
+        wrong = "false is Adam with weight decay in its gradient, which is not the run's optimizer"
         raise ConfigError(
-            f"{KEY}: optimizer.type",
-            f"{given.get('type')} is not the run's optimizer",
-            "AdamW, or leave optimizer out",
+            f"{KEY}: optimizer.params.adam_w_mode", wrong, "true: AdamW; or leave optimizer out"
         )
+    if params.get("bias_correction", True) not in (True, "auto"):
+        wrong = "the run's AdamW corrects the bias of its moments"
+        raise ConfigError(f"{KEY}: optimizer.params.bias_correction", wrong, "true, or leave it out")
     optim = config.optim
     ours = {
         "lr": optim.lr,

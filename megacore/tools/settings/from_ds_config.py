@@ -135,17 +135,26 @@ def checkpointing(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     )
 
 
+def known_scheduler(scheduler: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a scheduler's type, with their defaults.
+
+    Raises `ConfigError` if the scheduler has no equal here.
+    """
+    kind = scheduler.get("type")
+    if not isinstance(kind, str) or kind not in SCHEDULERS:
+        raise ConfigError(
+            f"{KEY}: scheduler.type", f"{json.dumps(kind)} has no equal here", ", ".join(SCHEDULERS)
+        )
+    return SCHEDULERS[kind]
+
+
 def rates(scheduler: dict[str, Any], lr: float) -> dict[str, Any]:
     """The keys of `optim` whose rates are those of a scheduler; `lr` is the peak where that does not say it.
 
     What is "auto" is left out.
     """
-    kind, params = scheduler.get("type"), section(scheduler, "params")
-    known = SCHEDULERS.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise ConfigError(
-            f"{KEY}: scheduler.type", f"{json.dumps(kind)} has no equal here", ", ".join(SCHEDULERS)
-        )
+    kind, params = str(scheduler.get("type")), section(scheduler, "params")
+    known = known_scheduler(scheduler)
     if strange := [name for name in params if name not in known]:
         raise ConfigError(
             f"{KEY}: scheduler.params.{strange[0]}", f"{kind} has no such parameter here", ", ".join(known)

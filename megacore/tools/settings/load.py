@@ -1,6 +1,5 @@
 """Makes a checked config from a file and overrides. It knows where each of its values came from."""
 
-import difflib
 import json
 import os
 from contextlib import nullcontext, suppress
@@ -32,6 +31,7 @@ from megacore.records import LARGEST
 from megacore.section import MOST_RANKS
 from megacore.tools.settings.derive import derive
 from megacore.tools.settings.ds_config import check_ds_config, stated
+from megacore.tools.settings.other_words import meant_key, other_word
 from megacore.tools.settings.validation import check, check_groups, check_paths, check_unused
 
 LONGEST = 200  # characters of a value in a message
@@ -286,7 +286,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Splits `section.key=value` into key and JSON value. A value that is not JSON is a string."""
     key, equals, value = text.partition("=")
     if not equals or key.count(".") != 1 or key.startswith("-"):
-        raise ConfigError(text, "is no override", "section.key=value, such as train.steps=20")
+        meaning = other_word(key) if equals else None
+        right = f"did you mean {meaning}={value}?" if meaning else "section.key=value, such as train.steps=20"
+        raise ConfigError(text, "is no override", right)
     try:
         return key, read_json(value)
     except json.JSONDecodeError:
@@ -363,10 +365,8 @@ def validate(raw: dict[str, Any]) -> Config:
 
 
 def nearest(key: str, schema: type[Config]) -> str:
-    """The known key most like an unknown one, or all keys of the same name where any section has one."""
-    known = list(flatten(schema().model_dump(by_alias=True)))
-    same_name = [k for k in known if k.split(".")[1] == key.partition(".")[2]]
-    return f"did you mean {' or '.join(same_name or difflib.get_close_matches(key, known, 1, 0.0))}?"
+    """Return what an unknown key may mean, as a question."""
+    return meant_key(key, flatten(schema().model_dump(by_alias=True)))
 
 
 def describe(key: str, config: type[Config]) -> str:
