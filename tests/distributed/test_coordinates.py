@@ -56,6 +56,24 @@ def test_only_the_standard_parametrization_grows(
         plot(check, str(tmp_path / "nowhere" / "x.png"), STEPS)
 
 
+@pytest.mark.parametrize(
+    ("folder", "path", "overrides"),
+    [
+        ("configs", "gpt_tiny.json", SMALL),
+        ("docs", "../configs/gpt_tiny.json", SMALL),
+        ("configs/forks", "multi_token.json", ["model.head_size=16", "model.num_heads=16"]),
+        ("configs/forks", "../gpt_tiny.json", [*SMALL, "model.source=multi_token.py"]),
+    ],
+)
+def test_paths_count_from_where_they_are_typed(
+    workers: ProofWorkers, monkeypatch: pytest.MonkeyPatch, folder: str, path: str, overrides: list[str]
+) -> None:
+    """Ranks run in the checkout, where `run.json` is another file or none."""
+    monkeypatch.chdir(ROOT / folder)
+    found = measure(path, overrides, WIDTHS[:2], [parse("one")], 1, workers=workers)
+    assert len(found.sizes) == 4
+
+
 def test_a_fan_in_of_the_shard_is_caught(workers: ProofWorkers) -> None:
     """No slope shows it: the rates are wrong by the same factor at each width. The other layout does."""
     layouts, plant = [parse("one"), parse("tp2")], "tests.faults.tensor:fan_in_of_the_shard"
@@ -97,7 +115,9 @@ def test_a_rate_that_ignores_the_width_is_caught(check: Check) -> None:
         ),
         (["--steps", "0"], "--steps: 0 is no number of steps"),
         (["--limit", "nan"], "--limit: nan is no slope"),
-        (["--plot", "/no/such/folder/x.png"], "--plot: /no/such/folder/x.png is in no folder that exists"),
+        (["--plot", "/no/such/folder/x.png"], "--plot: cannot write /no/such/folder/x.png: No such file"),
+        (["--plot", "/proc/x.png"], "--plot: cannot write /proc/x.png: "),
+        (["--plot", "sizes.txt"], "--plot: cannot write sizes.txt: its ending names no image format"),
         (["--plant", "tests.nowhere:nothing"], "--plant: tests.nowhere:nothing cannot be found"),
         (
             ["engine.kind=deepspeed", f"engine.config={ROOT}/configs/deepspeed/zero1.json"],

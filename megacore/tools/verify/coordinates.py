@@ -22,7 +22,7 @@ from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.optimizers.rule import RULES
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load
+from megacore.tools.settings.load import apply, load, read
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.shrink import load_whole
 from megacore.tools.verify.workers import ProofWorkers
@@ -197,11 +197,16 @@ def measure(
     ]
     named = {layout.name: layout for layout in layouts}
     try:
+        # Ranks run in the checkout, where a path that counts from the user's folder would name another file.
+        sections = read(path)
+        apply(overrides, sections)
+        path = str(folder / "config.json")
+        Path(path).write_text(json.dumps(sections), encoding="utf-8")
+
         write_walk(folder / "walk", min(VOCABULARY, user.model.vocab_size), steps * SEQUENCES * (SEQ_LEN + 1))
         settings = {}
         for case in cases:  # all are refused before any starts
-            own = overrides_of(user, case, base, named[case.layout], steps, str(folder / "walk"))
-            settings[case] = [*overrides, *own]
+            settings[case] = overrides_of(user, case, base, named[case.layout], steps, str(folder / "walk"))
             config = load(path, settings[case], named[case.layout].world).config
         check = Check(list(named), list(widths), limit, RULES[config.optim.kind].update_size is not None)
         with contextlib.ExitStack() as stack:
