@@ -38,6 +38,8 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.context_method import METHODS
 from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.output_files import check_output
+from megacore.tools.planner.plot import check_plot
 from megacore.tools.planner.traffic import Transfer, rank_traffic, ring_share
 from megacore.tools.settings.load import resolve
 
@@ -268,6 +270,10 @@ def main(argv: list[str], place: RankInfo) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the figures down")
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draws them")
     args = parser.parse_args(argv)
+    if args.output is not None:
+        check_output("--output", str(args.output))
+    if args.figure is not None:
+        check_plot("--figure", str(args.figure))
     cases = [
         (int(tokens), int(heads)) for tokens in args.tokens.split(",") for heads in args.kv_heads.split(",")
     ]

@@ -29,6 +29,7 @@ from megacore.distributed.communicator import SOLO
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.flops import document_attention_flops
 from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.output_files import check_output
 from megacore.tools.settings.load import resolve
 
 EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"
@@ -235,6 +236,8 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
+    if args.output is not None:
+        check_output("--output", str(args.output))
     packed = [] if args.corpus is None else [packing(args.corpus, seq_len) for seq_len in PACKED]
     for row in packed:
         print(

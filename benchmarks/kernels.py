@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.rounds import ROOT
 from megacore.errors import ConfigError
+from megacore.files import check_folder
 from megacore.tools.cli import Parser, count, exit_with
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("benchmarks.kernels", "there is no GPU to measure on", "--compile-only needs none")
     if args.compile_only and os.environ.get("TRITON_INTERPRET") == "1":
         raise ConfigError("TRITON_INTERPRET", "1, with which nothing is compiled", "not set")
+    if args.output is not None:
+        check_folder("--output", args.output)
     return args
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.rounds import Contender, race
 from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.output_files import check_output
 
 EXAMPLE = "python -m benchmarks.plain_modules --output benchmarks/results/plain_modules_speed.md"
 SEQ_LEN = 256
@@ -140,6 +141,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE.md", required=True)
     parser.add_argument("--rounds", type=count, default=7, metavar="N", help="after a warm-up (7)")
     args = parser.parse_args(argv)
+    check_output("--output", str(args.output))
     return compare_speed(args.output, args.rounds)
 
 

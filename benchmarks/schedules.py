@@ -43,6 +43,7 @@ from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import COMPUTE, Action, Plan
 from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.output_files import check_output
 from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import load
 
@@ -295,6 +296,8 @@ def main(argv: list[str], place: RankInfo) -> int:
         "--output", type=Path, metavar="FILE.json", help="everything that was measured, and a chart beside it"
     )
     args = parser.parse_args(argv)
+    if args.output is not None:
+        check_output("--output", str(args.output))
     if place.world_size > 1:
         return here(args, place)
     results = [start(args, int(ranks)) for ranks in args.ranks.split(",")]

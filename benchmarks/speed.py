@@ -30,6 +30,7 @@ from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.crowd import OPENMPS_OWN
+from megacore.tools.output_files import check_output
 from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import load
 
@@ -365,6 +366,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if find_spec("transformers") is None and {"fp32", "bf16"} & set(args.only):
         wrong = "transformers, which has the plain loop's model, is not installed"
         raise ConfigError("--only", wrong, "pip install -e '.[benchmark]', or --only scaling pipeline")
+    if args.output is not None:
+        check_output("--output", str(args.output))
     return args
 
 

@@ -79,18 +79,17 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--steps", f"{args.steps} is no number of steps", "from 1 to 1000")
     if not 0 < args.limit < float("inf"):
         raise ConfigError("--limit", f"{args.limit} is no slope", "a number above 0, such as 0.4")
-    if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
-        raise ConfigError(
-            "--plot", f"{args.plot} is in no folder that exists", "a picture's path, such as coordinates.png"
-        )
 
     from rich.console import Console
 
+    from megacore.tools.planner.plot import check_plot
     from megacore.tools.verify.coordinate_report import plot, show
     from megacore.tools.verify.coordinates import measure
     from megacore.tools.verify.layouts import parse as parse_layout
     from megacore.tools.verify.workers import RankFailed
 
+    if args.plot is not None:
+        check_plot("--plot", args.plot)
     layouts = [parse_layout(name) for name in dict.fromkeys(name for name in args.layouts.split(",") if name)]
     if not layouts:
         raise ConfigError("--layouts", "names none", "such as one,tp2")

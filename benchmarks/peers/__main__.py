@@ -40,6 +40,7 @@ from benchmarks.rounds import ROOT, race
 from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.output_files import check_output
 from megacore.tools.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.peers --quick"
@@ -90,8 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.output = (
         args.output or ROOT / "benchmarks" / "results" / f"peers_{machine.describe()['date'][:10]}.json"
     )
-    if not args.output.parent.is_dir():
-        raise ConfigError("--output", f"there is no folder {args.output.parent}", "one that exists")
+    check_output("--output", str(args.output))
     if args.before is not None and not (args.before / NEEDED_BEFORE).is_file():
         raise ConfigError("--before", f"{args.before} has no {NEEDED_BEFORE}", "a checkout of megacore")
     args.layouts, args.peers, args.settings = (

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a check
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.planner.plot import check_plot
 
 EXAMPLE = "python launch/monitoring/picture.py --url http://localhost:9090 --minutes 30 --out dashboard.png"
 DASHBOARD = Path(__file__).parent / "dashboard.json"
@@ -144,6 +145,7 @@ def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: floa
 def run(argv: list[str]) -> None:
     """Everything that the script does; raises `UserError`."""
     args = parse(argv)
+    check_plot("--out", args.out)
     end = args.until if args.until is not None else time.time()
     start = end - 60 * args.minutes
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]

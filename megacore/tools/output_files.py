@@ -5,6 +5,7 @@ and there only once it is whole.
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from megacore.errors import ConfigError
 from megacore.files import ASIDE, OUTPUT
 
 NAME_BYTES = 255  # of a name on every common file system
+BLOCK = 4096  # bytes; a full disk has no room for them
 
 
 def check_output(option: str, path: str) -> None:
@@ -27,8 +29,13 @@ def check_output(option: str, path: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if len(os.fsencode(os.path.basename(path))) > NAME_BYTES - len(ASIDE.format("")) - 10:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        if not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe is written in place
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        # Only a file that is made there shows that the folder takes one: /proc has permissions that say so.
+        with tempfile.TemporaryFile(dir=os.path.dirname(path) or ".", buffering=0) as file:
+            file.write(bytes(BLOCK))
     except OSError as error:
         raise ConfigError(
             option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT

@@ -159,7 +159,7 @@ CONFIGS: list[Row] = [
     (
         "coordinates",
         ("--config", "@config.json", "--plot", "@nowhere/x.png"),
-        "--plot: @nowhere/x.png is in no folder that exists",
+        "config error: --plot: cannot write @nowhere/x.png: No such file or directory",
     ),
     ("coordinates", ("--config", "@pipe"), "config error: --config: cannot read @pipe: Not a plain file"),
     (

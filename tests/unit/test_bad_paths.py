@@ -52,6 +52,19 @@ PATHS: list[Row] = [
     ),
     ("plan", config("--plot", "@folder.png/a.gantt"), "its ending names no image format"),
     ("plan", config("--plot", ""), "config error: --plot: cannot write"),
+    ("plan", config("--write", "/proc/x.json"), "config error: --write: cannot write /proc/x.json: "),
+    ("samples", config("--step", "1", "--json", "/proc/x"), "config error: --json: cannot write /proc/x: "),
+    (
+        "evaluate",
+        ("--checkpoint", "@run", "--json", "/proc/x"),
+        "config error: --json: cannot write /proc/x: ",
+    ),
+    (
+        "coordinates",
+        ("--config", "@config.json", "--plot", "/proc/x.png"),
+        "config error: --plot: cannot write /proc/x.png: ",
+    ),
+    ("checkpoint", (*EXPORT[:-1], "/proc/x"), "config error: --output: "),
     (
         "plan",
         config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"),
