@@ -114,6 +114,7 @@ def train(
     from megacore.tools.monitoring.best import BestKept
     from megacore.tools.monitoring.first_step import FirstStep
     from megacore.tools.retention import set_aside
+    from megacore.tools.settings.validation import warmup_warning
     from megacore.tools.text.vocabulary import vocabulary_warnings
 
     with own_mistakes():
@@ -126,8 +127,13 @@ def train(
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
-        lines = [*vocabulary_warnings(config), bubble_warning(config), inputs.unread_weights]
-        lines.append(print_note(config))
+        lines = [
+            *vocabulary_warnings(config),
+            warmup_warning(config),
+            bubble_warning(config),
+            inputs.unread_weights,
+            print_note(config),
+        ]
         for line in filter(None, lines) if place.rank == 0 else ():
             print(line, flush=True)
         monitors = monitors_of(config, place, device)

@@ -13,9 +13,13 @@ import pytest
 from launch import pretrain, supervise
 from megacore.config import Config
 from megacore.config.parallel import CHUNKS
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES as OPTIMIZERS
 from megacore.tools.settings.load import Resolved, flatten, load, smallest_world
+from megacore.tools.settings.validation import warmup_warning
+from megacore.tools.stop_request import StopRequest
+from tests.training import write_config, write_corpus
 
 Load = Callable[..., Resolved]
 
@@ -596,3 +600,31 @@ def test_shipped_configs_load() -> None:
     assert files
     for file in files:
         load(str(file), [], smallest_world(str(file), []))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "warned"), [(0, 1, False), (1, 2, False), (2, 2, True), (25, 8, True)]
+)
+def test_when_a_warmup_is_warned_of(load_raw: Load, warmup: int, steps: int, warned: bool) -> None:
+    config = load_raw({"optim": {"warmup_steps": warmup}, "train": {"steps": steps}}).config
+    warning = warmup_warning(config)
+    assert (warning is not None) is warned
+    if warning is not None:
+        assert f"optim.warmup_steps is {warmup} and train.steps {steps}" in warning and "\n" not in warning
+
+
+def test_training_prints_the_warning_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On rank 0, before the ranks meet, however the config was made."""
+    path = write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run")})
+    config = load(path, ["optim.warmup_steps=8", "train.steps=8", "parallel.pipeline=2"], 2).config
+
+    def meet(*_: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr("megacore.distributed.init.joined", meet)
+    for rank, times in ((0, 1), (1, 0)):
+        with pytest.raises(ConnectionError):
+            pretrain.train(config, RankInfo(rank, 2, rank, 2), StopRequest(None))
+        assert capsys.readouterr().out.count("WARNING: optim.warmup_steps is 8") == times

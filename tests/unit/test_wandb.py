@@ -87,6 +87,7 @@ def test_wandb_has_the_figures_of_metrics_jsonl(tmp_path: Path) -> None:
         prefix,
         model={"num_layers": 1},
         train={"steps": 8, "eval_every": 4, "eval_batches": 1},
+        optim={"warmup_steps": 1},
         data=data,
         log=log,
         checkpoint={"every": 4},

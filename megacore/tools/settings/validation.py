@@ -233,6 +233,20 @@ def check_optim(config: Config) -> None:
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
 
 
+def warmup_warning(config: Config) -> str | None:
+    """Return a warning if the run ends before its learning rate has warmed up.
+
+    Valid, because a long run may be tried out for a few steps, but rarely meant in a run that is to train.
+    """
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup < steps:
+        return None
+    return (
+        f"WARNING: optim.warmup_steps is {warmup} and train.steps {steps}, so the run ends while the "
+        f"learning rate still rises (optim.warmup_steps below {steps}, or more steps)"
+    )
+
+
 def check_unused(config: Config) -> None:
     """Refuses a setting of an optimizer that no parameter has: it would do nothing, and nothing would say so.
 
