@@ -3,7 +3,6 @@ model and prepared conversations.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -37,16 +36,16 @@ def run(argv: list[str]) -> None:
     """Runs the script. Raises `UserError`."""
     args = parse(argv)
     from megacore.files import write_json
-    from megacore.tools.interchange.instructlab import converted, read_recipe
+    from megacore.tools.interchange.instructlab import converted, read_recipe, resolve_converted
     from megacore.tools.output_files import check_output
-    from megacore.tools.settings.load import resolve
+    from megacore.tools.settings.validation import warmup_warning
 
     check_output("--output", args.output)
     sections, notes, processes = converted(read_recipe(args.recipe), args.run, args.data)
-    # refused now what would be refused there
-    resolve(json.loads(json.dumps(sections)), [], Path(args.output).stem, processes)
+    # What pretrain would reject is rejected now.
+    config = resolve_converted(sections, Path(args.output).stem, processes)
     write_json("--output", args.output, sections)
-    for note in notes:
+    for note in filter(None, [*notes, warmup_warning(config)]):
         print(note)
     command = ["torchrun", "--nproc-per-node", str(processes), "launch/pretrain.py", "--config", args.output]
     print(f"\nnext:\n  {shlex.join(command if processes > 1 else ['python', *command[3:]])}")

@@ -1,6 +1,9 @@
 """InstructLab's recipes become configs, and none of their keys is passed over in silence."""
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,9 @@ from launch import instructlab as script
 from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import WholeDocuments
 from megacore.errors import UserError
-from megacore.tools.interchange.instructlab import READ, TOLD, converted
+from megacore.tools.interchange.instructlab import READ, TOLD, converted, resolve_converted
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load
+from megacore.tools.settings.load import load, resolve
 
 # What a profile for 8 GPUs states, as InstructLab's configuration 1.0.0 names it, with shorter sequences.
 CURRENT = """
@@ -89,13 +92,14 @@ def test_a_current_recipe(at: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
         ]
     )
     found, said = json.loads((tmp_path / "mine.json").read_text()), capsys.readouterr().out
-    held = 1000 / WholeDocuments(IndexedTokens(at[1]), 128).count  # conversations in a sequence
-    sequences = 8 * round(128 / held / 8)
-    epoch = round(1000 / held / sequences)
-    assert 3 < held < 5 and sequences == 32
+    # 128 conversations in sequences of at most 128 tokens, each of which holds about 4
+    sequences, seq_len = found["train"]["global_batch_size"], found["train"]["seq_len"]
+    held = 1000 / WholeDocuments(IndexedTokens(at[1]), seq_len).count
+    assert sequences == 32 and 112 < seq_len <= 128 and abs(sequences * held - 128) < 10
+    epoch = math.ceil(1000 / held / sequences)
     assert found["train"] == {
         "steps": 8 * epoch,
-        "seq_len": 128,
+        "seq_len": seq_len,
         "micro_batch_size": 4,
         "global_batch_size": sequences,
         "precision": "bf16",
@@ -133,6 +137,86 @@ def test_a_current_recipe(at: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
         assert f"train.{key}: " in said
     assert f"torchrun --nproc-per-node 2 launch/pretrain.py --config {tmp_path}/mine.json" in said
     assert load(str(tmp_path / "mine.json"), [], 2).config.num_microbatches == sequences // 8
+
+
+# What InstructLab's profile for 8 H100 states of the batch, and the values that its configuration has where
+# a profile states none.
+H100 = {"max_batch_len": 60000, "max_seq_len": 4096, "effective_batch_size": 128, "nproc_per_node": 8}
+DEFAULT = {
+    "max_batch_len": 5000,
+    "max_seq_len": 4096,
+    "effective_batch_size": 64,
+    "nproc_per_node": 1,
+    "distributed_backend": "fsdp",
+    "fsdp_cpu_offload_optimizer": False,
+    "num_epochs": 10,
+    "device": "cpu",
+}
+
+
+def write_conversations(prefix: Path, lengths: list[int]) -> str:
+    """Write a prepared corpus with one conversation of each length."""
+    with IndexedWriter(str(prefix), np.uint8) as writer:
+        for length in lengths:
+            writer.write(np.zeros(length, dtype=np.uint8))
+            writer.end_document()
+    return str(prefix)
+
+
+MIXED = np.random.default_rng(1).integers(20, 800, size=1500).tolist()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lengths", "conversations"),
+    [
+        pytest.param(H100, [409] * 1500, 128, id="H100 profile"),
+        pytest.param(H100, MIXED, 128, id="H100 profile, lengths that differ"),
+        pytest.param(H100 | {"nproc_per_node": 2, "effective_batch_size": 96}, [409] * 1500, 96, id="2 H100"),
+        pytest.param(H100 | {"effective_batch_size": 3840}, [50] * 9000, 3840, id="large batch"),
+        pytest.param(H100 | {"effective_batch_size": 3840}, [409] * 1500, 1500, id="fewer than a batch"),
+        pytest.param(DEFAULT, [409] * 1500, 64, id="default"),
+        pytest.param(DEFAULT | {"effective_batch_size": 1}, [4000] * 20, 1, id="one conversation"),
+    ],
+)
+def test_the_batch_is_the_effective_batch_size(
+    recipe: dict[str, Any], lengths: list[int], conversations: int, at: tuple[str, str], tmp_path: Path
+) -> None:
+    """A step holds the stated conversations within 10 percent, and a microbatch at most `max_batch_len`."""
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_positions": 4096, "position": "rope"}
+    (tmp_path / "run/config.json").write_text(json.dumps({"model": model}))
+    data = write_conversations(tmp_path / "data", lengths)
+    sections, _, processes = converted(recipe, at[0], data)
+    config = resolve(sections, [], "test", processes).config
+    held = len(lengths) / WholeDocuments(IndexedTokens(data), config.train.seq_len).count
+    assert config.train.global_batch_size * held == pytest.approx(conversations, rel=0.1)
+    assert config.train.micro_batch_size * config.train.seq_len <= recipe["max_batch_len"]
+    assert config.train.seq_len >= max(lengths) - 1
+
+
+def test_a_conversation_of_full_length_keeps_sequences_long(at: tuple[str, str], tmp_path: Path) -> None:
+    """No conversation is cut for the sake of the batch; the distance from the wish is printed."""
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_positions": 4096, "position": "rope"}
+    (tmp_path / "run/config.json").write_text(json.dumps({"model": model}))
+    data = write_conversations(tmp_path / "data", [4097] + [409] * 1500)
+    sections, notes, _ = converted(H100, at[0], data)
+    assert (sections["train"]["seq_len"], sections["train"]["global_batch_size"]) == (4096, 16)
+    assert any("128 conversations are about 159, in 16 sequences of 4096 tokens" in note for note in notes)
+
+
+def test_one_process_needs_no_sharding(at: tuple[str, str]) -> None:
+    """FSDP, InstructLab's default, has nothing to shard on one process."""
+    sections, notes, processes = converted({"max_seq_len": 64, "distributed_backend": "fsdp"}, *at)
+    assert resolve(sections, [], "test", processes).config.engine.kind == "native"
+    assert any(note.startswith("train.distributed_backend: one process") for note in notes)
+
+
+def test_a_warmup_that_does_not_end_is_warned_of(at: tuple[str, str], tmp_path: Path) -> None:
+    """The conversion warns already, not only the training that it prepares."""
+    (tmp_path / "config.yaml").write_text(CURRENT.replace("warmup_steps: 25", "warmup_steps: 2500"))
+    command = ["launch/instructlab.py", f"{tmp_path}/config.yaml", "--run", at[0], "--data", at[1]]
+    command += ["--output", f"{tmp_path}/mine.json"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("WARNING: optim.warmup_steps is 2500") == 1, done.stderr
 
 
 def test_an_older_recipe(at: tuple[str, str]) -> None:
@@ -225,12 +309,34 @@ def test_no_key_is_passed_over(key: str, at: tuple[str, str]) -> None:
             "train.learning_rate: stands twice, as 0.0001 and as 2e-05",
         ),
         ({"additional_args": {"neftune_alpha": 5}}, "train.neftune_alpha: is not known"),
+        (
+            {"distributed_backend": "fsdp", "fsdp_cpu_offload_optimizer": True},
+            "train.fsdp_cpu_offload_optimizer: one process shards nothing",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], complaint: str, at: tuple[str, str]) -> None:
     with pytest.raises(UserError) as caught:
         converted({"max_seq_len": 64} | change, *at)
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"adamw_eps": 0}, "train.adamw_eps: as optim.eps: 0.0 is not valid"),
+        ({"random_seed": 2**70}, "train.random_seed: as train.seed: "),
+        ({"nproc_per_node": 10**9}, "train.nproc_per_node: as engine.shard_size: "),
+        ({"deepspeed": {"config_path": "no/file"}}, "train.deepspeed.config_path: as engine.config: cannot"),
+    ],
+)
+def test_what_training_rejects_is_reported_by_the_recipes_key(
+    change: dict[str, Any], complaint: str, at: tuple[str, str]
+) -> None:
+    sections, _, processes = converted({"max_seq_len": 64} | change, *at)
+    with pytest.raises(UserError) as caught:
+        resolve_converted(sections, "test", processes)
+    assert str(caught.value).startswith(f"config error: {complaint}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

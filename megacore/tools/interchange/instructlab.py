@@ -8,13 +8,17 @@ with what its training library adds; and older ones.
 
 import difflib
 import math
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacore.config import Config
 from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import WholeDocuments
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_json, read_text
+from megacore.tools.settings.load import resolve
 from megacore.tools.text.encodings import needed
 
 RIGHT = "a config.yaml that `ilab config init` has written, or a profile of its own"
@@ -84,6 +88,21 @@ READ = (
     "deepspeed.zero_stage",
 )
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp32": "fp32", None: "fp32", False: "fp32"}
+# Our settings, and the keys of the recipe that they are made from.
+ORIGINS = {
+    "train.steps": "num_epochs",
+    "train.seq_len": "max_seq_len",
+    "train.micro_batch_size": "max_batch_len",
+    "train.global_batch_size": "effective_batch_size",
+    "train.seed": "random_seed",
+    "optim.lr": "learning_rate",
+    "optim.warmup_steps": "warmup_steps",
+    "optim.eps": "adamw_eps",
+    "optim.weight_decay": "adamw_weight_decay",
+    "checkpoint.every": "save_samples",
+    "engine.shard_size": "nproc_per_node",
+    "engine.config": "deepspeed.config_path",
+}
 NONE = object()
 
 
@@ -152,6 +171,21 @@ class Recipe:
         return known[value]
 
 
+def resolve_converted(sections: dict[str, Any], name: str, processes: int) -> Config:
+    """Return the checked config of converted sections.
+
+    Raises `ConfigError` for what training would reject. It reports the recipe's key and not ours, which the
+    user has not written.
+    """
+    try:
+        return resolve(deepcopy(sections), [], name, processes).config
+    except ConfigError as error:
+        if error.where not in ORIGINS:
+            raise
+        wrong = f"as {error.where}: {error.wrong}"
+        raise ConfigError(f"train.{ORIGINS[error.where]}", wrong, error.right) from None
+
+
 def read_recipe(path: str) -> dict[str, Any]:
     """The section `train` of a ``config.yaml``. Raises `DataError`."""
     yaml = needed(path, "yaml")
@@ -185,16 +219,15 @@ def converted(train: dict[str, Any], run: str, data: str) -> tuple[dict[str, Any
     most = model.get("max_positions")
     if isinstance(most, int) and seq_len > most:
         recipe.refuse("max_seq_len", f"{seq_len} is beyond the model's {most} positions", f"{most} at most")
-    batch = recipe.number("max_batch_len", seq_len)
-    if batch < seq_len:
-        recipe.refuse("max_batch_len", f"{batch} is below max_seq_len {seq_len}", "at least as much")
+    device_tokens = recipe.number("max_batch_len", seq_len)
+    if device_tokens < seq_len:
+        recipe.refuse("max_batch_len", f"{device_tokens} is below max_seq_len {seq_len}", "at least as much")
     processes = recipe.number("nproc_per_node", recipe.number("num_gpus", 1))
     if recipe.has("nproc_per_node") and recipe.has("num_gpus") and processes != recipe.number("num_gpus"):
         recipe.refuse("num_gpus", f"differs from nproc_per_node {processes}", "one of them")
     corpus = IndexedTokens(data)
-    samples, micro = WholeDocuments(corpus, seq_len).count, max(1, batch // seq_len)
-    global_batch, conversations = _global_batch(recipe, micro, processes, corpus.num_documents / samples)
-    epoch = max(1, round(samples / global_batch))
+    batch = _choose_batch(recipe, corpus, seq_len, device_tokens, processes)
+    epoch = max(1, math.ceil(batch.sequences_in_data / batch.global_batch_size))
     recipe.notes.append(
         f"train.nproc_per_node: {processes} processes on each machine are the launcher's business"
     )
@@ -202,9 +235,9 @@ def converted(train: dict[str, Any], run: str, data: str) -> tuple[dict[str, Any
         "model": model,
         "train": {
             "steps": epoch * recipe.number("num_epochs", 10),
-            "seq_len": seq_len,
-            "micro_batch_size": micro,
-            "global_batch_size": global_batch,
+            "seq_len": batch.seq_len,
+            "micro_batch_size": batch.micro_batch_size,
+            "global_batch_size": batch.global_batch_size,
             "precision": recipe.one_of("mixed_precision", PRECISIONS, "bf16"),
             "recompute": "full" if recipe.flag("gradient_checkpointing", True) else "none",
             "seed": recipe.number("random_seed", 42, 0),
@@ -217,17 +250,34 @@ def converted(train: dict[str, Any], run: str, data: str) -> tuple[dict[str, Any
             "packing": "best_fit",
             "document_mask": True,
         },
-        "checkpoint": {"weights": run} | _checkpoints(recipe, epoch, conversations),
+        "checkpoint": {"weights": run} | _checkpoints(recipe, epoch, batch.conversations),
         "engine": _engine(recipe, processes),
     }
     return sections, recipe.notes, processes
 
 
-def _global_batch(recipe: Recipe, micro: int, processes: int, held: float) -> tuple[int, float]:
-    """Sequences in a global batch, of which each holds so many conversations on
-    average; and the conversations in it.
+@dataclass(frozen=True)
+class Batch:
+    """How the conversations of one optimizer step are laid out in sequences."""
+
+    seq_len: int
+    micro_batch_size: int
+    global_batch_size: int  # in sequences
+    sequences_in_data: int  # of this length, into which the whole corpus is packed
+    conversations: float  # in a global batch, on average
+
+
+def _choose_batch(
+    recipe: Recipe, corpus: IndexedTokens, max_seq_len: int, device_tokens: int, processes: int
+) -> Batch:
+    """Choose the sequences of a step, so that it holds about `effective_batch_size` conversations.
+
+    `effective_batch_size` is the batch of all processes. `max_batch_len` (`device_tokens`) only limits the
+    tokens of one microbatch, so it decides how many microbatches a process accumulates. Every process takes
+    the same number of sequences, so the nearest batch can be far off if each sequence holds many
+    conversations. Shorter sequences, which hold fewer, come closer, as long as no conversation is cut.
     """
-    step = micro * processes
+    most_rows = device_tokens // max_seq_len  # sequences of a microbatch
     if recipe.has("gradient_accumulation_steps"):
         if recipe.has("effective_batch_size"):
             recipe.refuse(
@@ -235,15 +285,42 @@ def _global_batch(recipe: Recipe, micro: int, processes: int, held: float) -> tu
                 "and effective_batch_size both say how large a batch is",
                 "one of them",
             )
-        found = step * recipe.number("gradient_accumulation_steps")
-        return found, found * held
-    wanted = recipe.number("effective_batch_size", 3840)
-    found = step * max(1, round(wanted / held / step))
+        rows = most_rows * recipe.number("gradient_accumulation_steps")
+        return _lay_out(corpus, max_seq_len, rows, most_rows, processes)
+
+    stated = recipe.number("effective_batch_size", 3840)
+    # A batch larger than the data would repeat conversations within one step.
+    wanted = min(stated, corpus.num_documents)
+    full = _lay_out(corpus, max_seq_len, 1, 1, processes)
+    exact_rows = wanted / full.conversations  # sequences of full length for each process
+    candidates = []
+    for rows in {max(1, math.floor(exact_rows)), math.ceil(exact_rows)}:
+        microbatches = math.ceil(rows / most_rows)
+        micro = math.ceil(rows / microbatches)
+        rows = micro * microbatches
+        shorter = math.ceil(max_seq_len * exact_rows / rows / 8) * 8
+        seq_len = min(max_seq_len, max(shorter, _longest(corpus) - 1))
+        candidates.append(_lay_out(corpus, seq_len, rows, micro, processes))
+    batch = min(candidates, key=lambda candidate: abs(candidate.conversations - wanted))
     recipe.notes.append(
-        f"train.effective_batch_size: {wanted} conversations are about {found * held:.0f}, in {found} "
-        f"sequences of {held:.2f} each"
+        f"train.effective_batch_size: {stated} conversations are about {batch.conversations:.0f}, in "
+        f"{batch.global_batch_size} sequences of {batch.seq_len} tokens, which hold "
+        f"{batch.conversations / batch.global_batch_size:.2f} each"
     )
-    return found, found * held
+    return batch
+
+
+def _lay_out(corpus: IndexedTokens, seq_len: int, rows: int, micro: int, processes: int) -> Batch:
+    """Return the batch of `rows` sequences on each process, in microbatches of `micro`."""
+    sequences = WholeDocuments(corpus, seq_len).count
+    global_batch = rows * processes
+    return Batch(seq_len, micro, global_batch, sequences, global_batch * corpus.num_documents / sequences)
+
+
+def _longest(corpus: IndexedTokens) -> int:
+    """Return the number of tokens of the longest conversation."""
+    _, lengths = corpus.documents(0, corpus.num_documents)
+    return int(lengths.max())
 
 
 def _optim(recipe: Recipe) -> dict[str, Any]:
@@ -311,6 +388,15 @@ def _engine(recipe: Recipe, processes: int) -> dict[str, Any]:
             "keeps a part of the optimizer's state where no checkpoint finds it",
             "1",
         )
+    if kind == "fsdp" and processes == 1:
+        if recipe.flag("fsdp_cpu_offload_optimizer"):
+            recipe.refuse(
+                "fsdp_cpu_offload_optimizer",
+                "one process shards nothing, and keeps the optimizer's state on the device",
+                "false, or distributed_backend deepspeed with deepspeed_cpu_offload_optimizer",
+            )
+        recipe.notes.append(f"train.{named}: one process shards nothing, so engine.kind is native")
+        return {"kind": "native"}
     if kind == "fsdp":
         return {
             "kind": "fsdp",
