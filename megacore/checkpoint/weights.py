@@ -11,6 +11,9 @@ from megacore.model.stage import whole_model
 from megacore.optimizers.rule import AVERAGE
 
 WEIGHTS = "model/"  # the prefix of weights' names in a checkpoint; optimizer moments have others
+# The key in a checkpoint's state for what an imported model's files say of special tokens. Training passes it
+# on to each of its checkpoints, so that an export can write it back.
+SPECIAL_TOKENS = "special_tokens"
 AVERAGES = f"{AVERAGE}/"  # of those that evaluate in their place, where a run keeps averages
 
 

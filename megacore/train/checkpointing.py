@@ -49,8 +49,8 @@ class Saving:
         self.took = 0.0  # seconds from a save's beginning until it was on disk
         self.seconds = 0.0  # that training has waited since the last reading
 
-    def save(self, step: int, progress: dict[str, int]) -> None:
-        """Saves the step just done, with the run's `progress`.
+    def save(self, step: int, progress: dict[str, Any]) -> None:
+        """Save the step just done, with what the trainer says of the run.
 
         Returns when it is on disk, or with `checkpoint.async` when it has begun.
         """

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.weights import AVERAGES, WEIGHTS, is_new, recorded_sections, weights_of
+from megacore.checkpoint.weights import (
+    AVERAGES,
+    SPECIAL_TOKENS,
+    WEIGHTS,
+    is_new,
+    recorded_sections,
+    weights_of,
+)
 from megacore.config import Config
 from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
@@ -83,6 +90,8 @@ class Trainer:
         self.recorded = dict[str, Any]()  # sections of the config that it was written with
         self.residuals = list[str]()  # what became of those of its gradients, in up to one line
         self.origin: Path | None = None  # the checkpoint that gave the first weights
+        # state of the checkpoint that training began from, which training does not use itself
+        self.passed_on = dict[str, Any]()
         self.opening: Sequence[str] = ()  # what whoever starts the run has to say of it
         self.asked: Callable[[], bool] = lambda: False  # whether somebody has asked this rank to stop
         self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
@@ -283,7 +292,8 @@ class Trainer:
                 raise CheckpointError(folder, wrong, f"in the layer's constructor {SAVED_STATE}")
         samples = self.config.train.samples_through(self.step + self.ahead)
         with self.mesh.observers.aside("saving"):
-            self.saving.save(self.step, {"samples": samples, "rollbacks": self.skips.rollbacks})
+            progress = {"samples": samples, "rollbacks": self.skips.rollbacks}
+            self.saving.save(self.step, progress | self.passed_on)
 
     def resume(self) -> int:
         """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws
@@ -299,6 +309,8 @@ class Trainer:
 
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
+        if SPECIAL_TOKENS in reader.state:
+            self.passed_on = {SPECIAL_TOKENS: reader.state[SPECIAL_TOKENS]}
         tensors = self.engine.tensors()
         new = {
             key: piece

@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from launch.generate import run as generate
 from megacore.distributed.rank_info import RankInfo
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import export_tokenizer as tokenizer
 from megacore.tools.text.stream import TextStream
 from megacore.tools.text.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from tests.commands import run_script
 from tests.conversion import export, random_run, take_in
+from tests.training import write_corpus
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install -e '.[test]'"
@@ -136,3 +139,95 @@ def test_other_tokenizers(trained, tmp_path, capsys):
     with pytest.raises(ConfigError, match="--tokenizer: .* holds no tokenizer files"):
         export(tmp_path / "run", tmp_path / "out", "--tokenizer", tmp_path / "run")
     assert not (tmp_path / "out").exists()
+
+
+# What config.json and generation_config.json of a model say of special tokens; None: there is no such file.
+# A key that is missing is not the same as null: transformers then takes the default of the architecture.
+SPECIAL: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "several end tokens": (
+        {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 7},
+        {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 7, "temperature": 0.6, "do_sample": True},
+    ),
+    "more end tokens for generation": (
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
+        {"eos_token_id": [2, 5], "top_k": 20, "_from_model_config": True},
+    ),
+    "without a generation_config.json": ({"eos_token_id": 2, "pad_token_id": 3}, None),
+    "only in generation_config.json": ({}, {"eos_token_id": [5, 2], "max_new_tokens": 9}),
+}
+
+
+def special_tokens(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The token ids in config.json, and the content of generation_config.json, of a model folder."""
+    settings = json.loads((folder / "config.json").read_text())
+    generation = folder / "generation_config.json"
+    ids = {key: value for key, value in settings.items() if key.endswith("_token_id")}
+    return ids, json.loads(generation.read_text()) if generation.is_file() else None
+
+
+def model_with(folder: Path, ids: dict[str, Any], generation: dict[str, Any] | None) -> Path:
+    """Replace the special tokens of the model in `folder`."""
+    settings = json.loads((folder / "config.json").read_text())
+    settings = {key: value for key, value in settings.items() if not key.endswith("_token_id")} | ids
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("with_tokenizer", [True, False], ids=["tokenizer", "no tokenizer"])
+def test_special_tokens_come_back(trained: Path, tmp_path: Path, name: str, with_tokenizer: bool) -> None:
+    """An exported model that stops at other tokens than the imported one talks on and on."""
+    random_run(tmp_path / "made", {"tokenizer": str(trained)} if with_tokenizer else None, vocab_size=400)
+    theirs = model_with(export(tmp_path / "made", tmp_path / "theirs"), *SPECIAL[name])
+    run = take_in(theirs, tmp_path / "run")
+    assert special_tokens(export(run, tmp_path / "at once")) == SPECIAL[name]
+    # launch/generate.py looks for the file next to the tokenizer
+    kept = run / "tokenizer/generation_config.json"
+    assert kept.is_file() == (SPECIAL[name][1] is not None)
+
+
+def test_special_tokens_come_back_after_training(tmp_path: Path) -> None:
+    """Every checkpoint has them, also those of a run that was resumed and of a run from its weights."""
+    random_run(tmp_path / "made", vocab_size=400)
+    theirs = model_with(export(tmp_path / "made", tmp_path / "theirs"), *SPECIAL["several end tokens"])
+    run = take_in(theirs, tmp_path / "run")
+    small = ["train.seq_len=8", "train.global_batch_size=1", "train.micro_batch_size=1", "train.device=cpu"]
+    settings = ["--config", f"{run}/config.json", f"data.train={write_corpus(tmp_path)}", *small]
+    for steps in (1, 2):
+        done = run_script(
+            "launch/pretrain.py", *settings, f"log.dir={tmp_path}/tuned", f"train.steps={steps}"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    weights = [f"checkpoint.weights={tmp_path}/tuned", f"log.dir={tmp_path}/further", "train.steps=1"]
+    done = run_script("launch/pretrain.py", *settings, *weights)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("tuned", "further"):
+        exported = export(tmp_path / name, tmp_path / f"exported {name}")
+        assert special_tokens(exported) == SPECIAL["several end tokens"]
+
+
+def test_special_tokens_of_another_tokenizer(trained: Path, tmp_path: Path) -> None:
+    """Tokens of the imported model's tokenizer mean something else in another one."""
+    random_run(tmp_path / "made", vocab_size=400)
+    ids, generation = {"bos_token_id": 7, "eos_token_id": 8}, {"eos_token_id": [8, 9]}
+    theirs = model_with(export(tmp_path / "made", tmp_path / "theirs"), ids, generation)
+    run = take_in(theirs, tmp_path / "run", f"data.tokenizer={json.dumps(str(trained))}")
+    assert special_tokens(export(run, tmp_path / "same")) == (ids, generation)
+    again = take_in(theirs, tmp_path / "again")
+    exported = export(again, tmp_path / "other", "--tokenizer", trained)
+    end = SentencePieceTokenizer(str(trained)).end_of_document
+    other_ids, other_generation = special_tokens(exported)
+    assert other_ids["eos_token_id"] == end
+    assert other_generation is not None and other_generation["eos_token_id"] == end
+
+
+def test_a_generation_config_that_is_none(tmp_path: Path) -> None:
+    random_run(tmp_path / "made", vocab_size=400)
+    theirs = export(tmp_path / "made", tmp_path / "theirs")
+    (theirs / "generation_config.json").write_text("[2, 5]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: holds no JSON object"):
+        take_in(theirs, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

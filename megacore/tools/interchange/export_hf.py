@@ -18,7 +18,7 @@ from megacore.tools.interchange.check_conversion import (
     require_same,
     transformers_if_installed,
 )
-from megacore.tools.interchange.export_tokenizer import write_tokenizer
+from megacore.tools.interchange.export_tokenizer import SpecialTokens, write_special_tokens, write_tokenizer
 from megacore.tools.interchange.families import family_for_config
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json, write_weights
 from megacore.tools.interchange.mapped import Mapped
@@ -67,15 +67,9 @@ def export_hf(
     with aside(output) as partial:
         settings = family.write(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(partial / CONFIG, settings)
-        text = write_tokenizer(
-            config.data.tokenizer if tokenizer is None else tokenizer,
-            partial,
-            config.model.vocab_size,
-            transformers,
-        )
-        write_json(partial / CONFIG, settings | text.token_ids)
-        if text.token_ids:
-            write_json(partial / "generation_config.json", text.token_ids)
+        name = config.data.tokenizer if tokenizer is None else tokenizer
+        text = write_tokenizer(name, partial, config.model.vocab_size, transformers)
+        special_tokens = write_special_tokens(partial, SpecialTokens.from_state(reader.state), name, text)
         layout: Layout = {
             peer: (tensor.theirs(dtype), shape) for tensor in mapped for peer, shape in tensor.peers.items()
         }
@@ -85,6 +79,7 @@ def export_hf(
             f"{str(dtype).removeprefix('torch.')}, {files} file(s)"
         )
         say(text.finding)
+        say(special_tokens)
         written = Folder(partial)
         for tensor in mapped:
             read_back = tensor.join({peer: written.read(peer) for peer in tensor.peers})

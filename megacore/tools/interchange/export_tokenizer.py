@@ -6,17 +6,19 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megacore.checkpoint.weights import SPECIAL_TOKENS
 from megacore.errors import CheckpointError, ConfigError
-from megacore.tools.interchange.folder import WHOLE, read_json, refuse_foreign, write_json
+from megacore.tools.interchange.folder import CONFIG, WHOLE, read_json, refuse_foreign, write_json
 from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer
 
 SENTENCEPIECE = "tokenizer.model"
+GENERATION = "generation_config.json"
 FAST = ("tokenizer.json", "tokenizer_config.json")
 PROBES = 2000  # texts that both tokenizers must encode alike
 
@@ -30,7 +32,9 @@ class Written:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer's files from one model folder to another. Returns whether there were any.
+    """Copy the tokenizer's files and generation_config.json from one model folder to another.
+
+    Returns whether there were any files of a tokenizer.
 
     Raises:
         UserError: one of them is not what its name says, or `source` has links to files elsewhere. Nothing is
@@ -47,7 +51,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
             raise CheckpointError(str(file), f"is no text: {error}", WHOLE) from error
     for file in found:
         shutil.copyfile(file, target / file.name)
-    return bool(found)
+    return any(file.name != GENERATION for file in found)
 
 
 def check_fast(file: Path) -> None:
@@ -95,7 +99,70 @@ FILES: dict[str, Callable[[Path], object]] = {
     "vocab.json": check_ids,
     "merges.txt": check_merges,
     "chat_template.jinja": check_template,
+    GENERATION: read_json,
 }
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What the files of an imported model say of special tokens. A checkpoint keeps it in its state."""
+
+    # The keys bos_token_id, eos_token_id, pad_token_id and the like of config.json, as far as it has them.
+    # An id is a number, null or a list of numbers.
+    config: dict[str, Any]
+    generation_config: dict[str, Any] | None  # the content of that file
+    tokenizer: str | None  # `data.tokenizer` of the import
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "SpecialTokens | None":
+        """Return those of a checkpoint's state; None if it is not of an imported model."""
+        recorded = state.get(SPECIAL_TOKENS)
+        if not isinstance(recorded, dict) or recorded.keys() != {entry.name for entry in fields(cls)}:
+            return None
+        if not isinstance(recorded["config"], dict):
+            return None
+        return cls(**recorded)
+
+    def belong_to(self, tokenizer: str | None, eos_token_id: int | None) -> bool:
+        """Return whether a model with this tokenizer has these special tokens.
+
+        Another tokenizer may be that of the import in another place, or one to which tokens were added. So
+        it has to name one of the end tokens; if it names none, nothing contradicts.
+        """
+        ends: list[Any] = []
+        for source in (self.config, self.generation_config or {}):
+            ids = source.get("eos_token_id")
+            ends += ids if isinstance(ids, list) else [ids]
+        return tokenizer == self.tokenizer or eos_token_id is None or eos_token_id in ends
+
+
+def write_special_tokens(
+    folder: Path, kept: SpecialTokens | None, tokenizer: str | None, written: Written
+) -> str:
+    """Write the ids of special tokens into config.json and generation_config.json of a model folder.
+
+    They are those of the imported model if its tokenizer was kept, and else those of the tokenizer that was
+    `written` to the folder. A generation_config.json that came with the tokenizer stays as it is.
+    Returns a line for the user.
+    """
+    settings = read_json(folder / CONFIG)
+    eos_token_id = written.token_ids.get("eos_token_id")
+    generation: dict[str, Any] | None
+    if kept is not None and kept.belong_to(tokenizer, eos_token_id):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            settings.pop(key, None)
+        settings |= kept.config
+        generation, finding = kept.generation_config, "special tokens: those of the imported model"
+    else:
+        settings |= written.token_ids
+        generation = written.token_ids or None
+        finding = f"special tokens: {'those of the tokenizer' if generation else 'none is known'}"
+        if kept is not None:
+            finding += f", whose end token {eos_token_id} the imported model did not have"
+    write_json(folder / CONFIG, settings)
+    if generation is not None and not (folder / GENERATION).exists():
+        write_json(folder / GENERATION, generation)
+    return finding
 
 
 def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformers: ModuleType) -> Written:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Layout, Reader
+from megacore.checkpoint.weights import SPECIAL_TOKENS
 from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
@@ -23,9 +24,15 @@ from megacore.tools.interchange.check_conversion import (
     require_same,
     transformers_if_installed,
 )
-from megacore.tools.interchange.export_tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
+from megacore.tools.interchange.export_tokenizer import (
+    FAST,
+    GENERATION,
+    SENTENCEPIECE,
+    SpecialTokens,
+    copy_tokenizer,
+)
 from megacore.tools.interchange.families import TRAINING_KEYS, family_for_hf
-from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
+from megacore.tools.interchange.folder import CONFIG, Folder, aside, read_json, write_json
 from megacore.tools.interchange.mapped import Mapped, stored_name
 from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
 from megacore.tools.interchange.settings import get
@@ -51,6 +58,7 @@ class Peer:
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
     beyond: range = range(0)  # layers behind the last, whose tensors are left out, and that is said
+    token_ids: dict[str, Any] = field(default_factory=dict)  # of special tokens, as config.json has them
 
     def names(self, mapped: list[Mapped]) -> dict[str, str]:
         """The name in the files of every tensor in `Mapped.peers`.
@@ -99,7 +107,18 @@ def hf_peer(path: Path) -> Peer:
         raise CheckpointError(str(path / CONFIG), error.wrong, error.right) from error
     beyond = range(model["num_layers"], model["num_layers"] + further)
     mapped = family.mapped_from(folder.shapes, folder.config)
-    return Peer(path, family.architecture, model, mapped, family.ignored, folder.shapes, folder.read, beyond)
+    token_ids = {key: value for key, value in folder.config.items() if key.endswith("_token_id")}
+    return Peer(
+        path,
+        family.architecture,
+        model,
+        mapped,
+        family.ignored,
+        folder.shapes,
+        folder.read,
+        beyond,
+        token_ids,
+    )
 
 
 def nanogpt_peer(path: Path) -> Peer:
@@ -173,7 +192,8 @@ def import_model(
         settings = config.model_dump(mode="json", by_alias=True)
         write_json(partial / CONFIG, sections | {"model": settings["model"]})
         (partial / "tokenizer").mkdir()
-        if not copy_tokenizer(peer.path, partial / "tokenizer"):
+        copy_tokenizer(peer.path, partial / "tokenizer")
+        if not any((partial / "tokenizer").iterdir()):
             (partial / "tokenizer").rmdir()
         layout: Layout = {tensor.key: (tensor.own(dtype), tensor.shape) for tensor in mapped}
         # which the peer has not
@@ -187,6 +207,14 @@ def import_model(
             "config": settings,
             "weights_of": origin,
         }
+        if peer.path.is_dir():
+            generation = peer.path / GENERATION
+            special_tokens = SpecialTokens(
+                peer.token_ids,
+                read_json(generation) if generation.is_file() else None,
+                sections.get("data", {}).get("tokenizer"),
+            )
+            state[SPECIAL_TOKENS] = asdict(special_tokens)
         # One at a time.
         joined = (
             tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(tensor.own(dtype))
