@@ -628,3 +628,28 @@ def test_training_prints_the_warning_once(
         with pytest.raises(ConnectionError):
             pretrain.train(config, RankInfo(rank, 2, rank, 2), StopRequest(None))
         assert capsys.readouterr().out.count("WARNING: optim.warmup_steps is 8") == times
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor", "key", "possible"),
+    [
+        ({"num_heads": 16, "num_kv_heads": 4, "ffn_size": 64}, 8, "model.num_kv_heads", "1, 2, 4"),
+        ({"num_heads": 14, "num_kv_heads": 2, "ffn_size": 64}, 4, "model.num_heads", "1, 2"),
+        ({"num_heads": 8, "num_kv_heads": 8, "ffn_size": 44}, 8, "model.ffn_size", "1, 2, 4"),
+        ({"num_heads": 9, "num_kv_heads": 3, "ffn_size": 1536}, 2, "model.num_heads", "1, 3"),
+        ({"num_heads": 8, "num_kv_heads": 1, "ffn_size": 64}, 2, "model.num_kv_heads", "1"),
+    ],
+)
+def test_tensor_ranks_of_weights_that_exist(
+    load_raw: Load, sizes: dict[str, int], tensor: int, key: str, possible: str
+) -> None:
+    """An imported model keeps its heads: the error says what tensor ranks are possible, and not what heads."""
+    model = sizes | {"hidden_size": 16, "head_size": 16, "position": "rope"}
+    raw = {"model": model, "parallel": {"tensor": tensor}, "checkpoint": {"weights": "runs/imported"}}
+    assert refusal(lambda: load_raw(raw, world=tensor)) == (
+        key,
+        f"{sizes[key.removeprefix('model.')]} is not a multiple of parallel.tensor {tensor} "
+        f"(parallel.tensor {possible}: the sizes are those of checkpoint.weights)",
+    )
+    for ranks in map(int, possible.split(", ")):
+        load_raw(raw | {"parallel": {"tensor": ranks}}, world=ranks)

@@ -3,6 +3,7 @@ context ranks can divide of it.
 """
 
 from itertools import pairwise
+from math import gcd
 
 from megacore.config.implied import heads_at
 from megacore.config.model import Llama3Rope, ModelConfig, YarnRope
@@ -41,9 +42,7 @@ def check_model(config: Config) -> None:
     if model.head_size is None:
         divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)
-    divides("model.num_heads", model.num_heads, "parallel.tensor", parallel.tensor)
-    divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
-    divides("model.ffn_size", resolved(model.ffn_size), "parallel.tensor", parallel.tensor)
+    check_tensor_ranks(config)
     check_parametrization(config)
     if model.norm_place == "post" and model.branches == "shared_norm":
         wrong = "shared_norm is a norm before both branches, and model.norm_place=post has none there"
@@ -170,6 +169,27 @@ def check_windows(model: ModelConfig) -> None:
             raise ConfigError(
                 key, f"{window} does not grow to {wider}", "windows that grow, below model.window"
             )
+
+
+def check_tensor_ranks(config: Config) -> None:
+    """Check that heads and the features of the feed-forward layer divide among the tensor ranks.
+
+    Sizes of weights that exist, such as an imported model's, cannot change, so the error then reports the
+    numbers of tensor ranks that are possible.
+    """
+    tensor = config.parallel.tensor
+    sizes = {
+        "model.num_heads": config.model.num_heads,
+        "model.num_kv_heads": config.kv_heads,
+        "model.ffn_size": resolved(config.model.ffn_size),
+    }
+    for key, size in sizes.items():
+        if size % tensor and config.checkpoint.weights is not None:
+            common = gcd(*sizes.values())
+            possible = ", ".join(str(ranks) for ranks in range(1, common + 1) if common % ranks == 0)
+            right = f"parallel.tensor {possible}: the sizes are those of checkpoint.weights"
+            raise ConfigError(key, f"{size} is not a multiple of parallel.tensor {tensor}", right)
+        divides(key, size, "parallel.tensor", tensor)
 
 
 def check_positions(config: Config) -> None:
