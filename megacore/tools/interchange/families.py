@@ -181,6 +181,30 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# The architecture that AutoModelForCausalLM takes for the model_type of a config.json.
+MODEL_TYPES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
 def family_for_hf(hf: dict[str, Any], path: str) -> Family:
     """The family that the config.json at `path` names.
 
@@ -188,7 +212,17 @@ def family_for_hf(hf: dict[str, Any], path: str) -> Family:
         CheckpointError: it names none, or one that is not known here.
     """
     named = hf.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
+    if named:
+        architecture = named[0] if isinstance(named, list) else named
+    else:  # AutoModelForCausalLM looks at model_type alone
+        model_type = hf.get("model_type")
+        architecture = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+        if architecture is None:
+            raise CheckpointError(
+                path,
+                f"has no architectures, and its model_type {model_type!r} is not known here",
+                "architectures with one of " + ", ".join(FAMILIES),
+            )
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise CheckpointError(
             path,
