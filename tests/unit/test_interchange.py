@@ -21,6 +21,7 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import check_conversion as compare
 from megacore.tools.interchange import export_hf as exporter
 from megacore.tools.interchange import import_model as importer
+from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.interchange.folder import Folder
 from megacore.tools.interchange.mapped import Mapped
 from megacore.tools.settings.load import load
@@ -455,3 +456,55 @@ def test_nothing_half_written(error, raised, theirs, tmp_path, monkeypatch):
             patch.setattr(kind, "read", stopping(kind.read))
             convert(source, tmp_path / "out")
         assert_nothing_written(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda name: f"_orig_mod.{name}", id="torch.compile"),
+        pytest.param(lambda name: f"module.{name}", id="DDP"),
+        pytest.param(lambda name: f"base_model.model.{name}", id="PEFT"),
+        pytest.param(lambda name: f"module._orig_mod.{name}", id="DDP of a compiled model"),
+        pytest.param(lambda name: f"_orig_mod.module.{name}", id="a compiled DDP"),
+        pytest.param(
+            lambda name: re.sub(r"(layers\.\d+\.)", r"\1_orig_mod._checkpoint_wrapped_module.", name),
+            id="compiled blocks with checkpoints",
+        ),
+        pytest.param(
+            lambda name: "_fsdp_wrapped_module." + re.sub(r"(\.\d+\.)", r"\1_fsdp_wrapped_module.", name),
+            id="FSDP",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_names_of_wrapped_models(
+    name: str, wrap: Callable[[str], str], theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A state dict that was saved from a wrapped model is that of the model inside, and compared as such."""
+    folder = shutil.copytree(theirs(name)[0], tmp_path / "theirs")
+    weights = stored(folder)
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+    save_file({wrap(key): value for key, value in weights.items()}, folder / "model.safetensors")
+    run = take_in(folder, tmp_path / "run")
+    assert "differ from" in capsys.readouterr().out, "logits must be compared"
+    plain = take_in(theirs(name)[0], tmp_path / "plain")
+    rows = peers.tokens()[0]
+    assert torch.equal(logits(model_of(run), rows), logits(model_of(plain), rows))
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in PEERS.values()}))
+def test_a_missing_architecture_follows_from_the_model_type(kind: str) -> None:
+    """As AutoModelForCausalLM chooses the class, which never looks at `architectures`."""
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    settings: dict[str, Any] = {"model_type": kind}
+    for missing in (settings, settings | {"architectures": None}, settings | {"architectures": []}):
+        assert family_for_hf(missing, "x").architecture == mapping[kind]
+
+
+def test_a_model_without_architectures_comes_in(theirs: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(theirs("llama")[0], tmp_path / "theirs")
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["architectures"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    take_in(folder, tmp_path / "run")

@@ -105,6 +105,7 @@ def pickled(folder: Path) -> None:
 
 
 K = f"{LAYER}self_attn.k_proj.weight"
+K_A = torch.ones(2, 8)
 
 
 def linked(name: str, *over: str, elsewhere: bool = True) -> Callable[[Path], None]:
@@ -179,7 +180,38 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         config(architectures=["BertModel"]),
         r"model/config\.json: is of the architecture BertModel, .*LlamaFor",
     ),
-    "no architecture": (config(architectures=None), r"model/config\.json: is of the architecture None"),
+    "no architecture and no type": (
+        config(architectures=None, model_type=None),
+        r"model/config\.json: has no architectures, and its model_type None is not known here",
+    ),
+    "no architecture and an unknown type": (
+        config(architectures=[], model_type="bert"),
+        r"model/config\.json: has no architectures, and its model_type 'bert' is not known here",
+    ),
+    "an architecture that is no list": (
+        config(architectures=5),
+        r"model/config\.json: is of the architecture 5",
+    ),
+    "an adapter of PEFT": (
+        text("adapter_config.json", '{"peft_type": "LORA"}'),
+        r"model: holds an adapter of PEFT \(adapter_config\.json\) \(a merged model: .*merge_and_unload",
+    ),
+    "LoRA that is not merged": (
+        weights(lambda w: w.update({f"base_model.model.{LAYER}self_attn.k_proj.lora_A.default.weight": K_A})),
+        r"k_proj\.lora_A\.default\.weight, of an adapter of PEFT that is not merged \(a merged model",
+    ),
+    "the weight under a LoRA": (
+        weights(lambda w: w.update({f"base_model.model.{LAYER}self_attn.k_proj.base_layer.weight": K_A})),
+        r"k_proj\.base_layer\.weight, of an adapter of PEFT that is not merged",
+    ),
+    "a module that PEFT trains": (
+        weights(lambda w: w.update({"base_model.model.lm_head.modules_to_save.default.weight": K_A})),
+        r"lm_head\.modules_to_save\.default\.weight, of an adapter of PEFT that is not merged",
+    ),
+    "a tensor with and without a wrapper": (
+        weights(lambda w: w.update({f"_orig_mod.{K}": torch.ones(4, 8)})),
+        rf"holds the tensor {K} a second time",
+    ),
     "unknown setting": (config(hidden_act="relu"), r"model/config\.json: hidden_act is 'relu'"),
     "setting of another type": (
         config(num_hidden_layers="1"),

@@ -13,6 +13,7 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.model.layers import DTYPES
 from megacore.model.stage import whole_model
 from megacore.tools.checkpoint_weights import load_weights
+from megacore.tools.interchange.folder import Folder
 from megacore.tools.planner.parameters import parameters
 
 ROWS, LONGEST = 2, 64  # random tokens that both models read
@@ -146,14 +147,21 @@ def peer_logits(
     transformers: ModuleType, folder: Path, layers: int, dtype: torch.dtype, rows: Tensor
 ) -> tuple[Tensor, str]:
     """The logits of transformers' model of `folder`, cut to `layers` blocks, and the name of its class."""
+    opened = Folder(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
-        )
+        if opened.is_wrapped:
+            # transformers does not know the names of wrappers, and would draw random weights instead.
+            with torch.device("meta"):
+                model_class = type(transformers.AutoModelForCausalLM.from_config(config))
+            model = model_class.from_pretrained(None, config=config, state_dict=opened.tensors(), dtype=dtype)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+            )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -5,6 +5,7 @@ read or copied.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import path as os_path
@@ -25,6 +26,16 @@ from megacore.tools.interchange.stream import pack
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = {DTYPE_CODES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 WHOLE = "copy the whole folder again"
+# What wrappers put before the names of a model's tensors: torch.compile, FSDP and activation checkpointing at
+# any module, DDP, DeepSpeed and PEFT at the whole model.
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+OUTER_WRAPPERS = ("module.", "_forward_module.", "base_model.model.")
+# Parameters of PEFT's adapters, and the weights that they change.
+ADAPTER = re.compile(
+    r"\.(lora_\w+|base_layer|modules_to_save|original_module|(ia3|oft|boft|vera|hada|lokr)_\w+)\b"
+)
+ADAPTER_CONFIG = "adapter_config.json"
+MERGED = "a merged model: PEFT's merge_and_unload() and then save_pretrained() write one"
 
 
 class Folder:
@@ -45,15 +56,28 @@ class Folder:
                 "a local one, with config.json and safetensors: nothing is downloaded",
             )
         refuse_foreign(path)
+        if (path / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(str(path), f"holds an adapter of PEFT ({ADAPTER_CONFIG})", MERGED)
         self.config = read_json(path / CONFIG)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, safe_open] = {}  # by the tensors in them
+        # by the tensors in them, whose names are here without those of wrappers
+        self._files: dict[str, safe_open] = {}
+        self._stored_names: dict[str, str] = {}  # with them
         for name in self._file_names():
             self._open(path / name)
 
     def read(self, name: str) -> Tensor:
         """A tensor in its file's dtype, mapped from the file."""
-        return self._files[name].get_tensor(name)
+        return self._files[name].get_tensor(self._stored_names[name])
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the names in the files have those of wrappers in them."""
+        return any(name != stored_name for name, stored_name in self._stored_names.items())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by their names without those of wrappers, mapped from the files."""
+        return {name: self.read(name) for name in self.shapes}
 
     def _file_names(self) -> list[str]:
         if (self.path / INDEX).is_file():
@@ -90,18 +114,31 @@ class Folder:
             opened = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(str(file), f"is damaged or cut off: {error}", WHOLE) from error
-        for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+        for stored_name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+            if ADAPTER.search(stored_name):
+                wrong = f"holds {stored_name}, of an adapter of PEFT that is not merged"
+                raise CheckpointError(str(file), wrong, MERGED)
+            name = without_wrappers(stored_name)
             if name in self._files:
                 raise CheckpointError(
                     str(file), f"holds the tensor {name} a second time", "each tensor in one file"
                 )
-            header = opened.get_slice(name)
+            header = opened.get_slice(stored_name)
             if header.get_dtype() not in FLOATS:
                 wrong = f"tensor {name} is {header.get_dtype()}"
                 raise CheckpointError(
                     str(file), wrong, f"{' '.join(sorted(FLOATS))}; quantized weights cannot be converted"
                 )
             self.shapes[name], self._files[name] = tuple(header.get_shape()), opened
+            self._stored_names[name] = stored_name
+
+
+def without_wrappers(name: str) -> str:
+    """Return a tensor's name as the model itself has it, without what wrappers put before it."""
+    name = WRAPPERS.sub("", name)
+    while outer := next((prefix for prefix in OUTER_WRAPPERS if name.startswith(prefix)), None):
+        name = name.removeprefix(outer)
+    return name
 
 
 def refuse_foreign(folder: Path) -> None:

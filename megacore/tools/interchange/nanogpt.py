@@ -11,9 +11,9 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.errors import CheckpointError
 from megacore.files import open_plain
+from megacore.tools.interchange.folder import without_wrappers
 from megacore.tools.interchange.mapped import Mapped, fused_qkv, gpt2_like, renamed
 
-COMPILED = "_orig_mod."  # before the names of a model that was compiled
 # the causal mask, where PyTorch had no fused attention
 IGNORED = (re.compile(r"transformer\.h\.\d+\.attn\.bias"),)
 SIZES = {  # ours, and what they are called there
@@ -34,7 +34,7 @@ def read_nanogpt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     checkpoint = load_plain(path)
     tensors: dict[str, Tensor] = {
-        name.removeprefix(COMPILED): t for name, t in entry_of(checkpoint, "model", path).items()
+        without_wrappers(name): t for name, t in entry_of(checkpoint, "model", path).items()
     }
     arguments = entry_of(checkpoint, "model_args", path)
     if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors.values()):
