@@ -126,12 +126,28 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA
         | {"tie_word_embeddings": True, "rope_scaling": STRETCHED, "attention_bias": True, "mlp_bias": True},
     ),
+    "llama, biases of attention alone": ("llama", LLAMA | {"attention_bias": True}),
+    "llama, biases of the MLP alone": ("llama", LLAMA | {"mlp_bias": True}),
     "mistral, wide heads": ("mistral", LLAMA | {"head_dim": 12, "sliding_window": 3}),
     "qwen2": (
         "qwen2",
         LLAMA | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16, "num_attention_heads": 6}),
+    "qwen2, windows": (
+        "qwen2",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
+    ),
+    "qwen3, windows, biases": (
+        "qwen3",
+        LLAMA
+        | {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3, yarn": ("qwen3", LLAMA | {"head_dim": 16, "rope_scaling": YARN}),
     "phi3": ("phi3", LLAMA | {"hidden_size": 64, "partial_rotary_factor": 0.75, "pad_token_id": None}),
     "smollm3": ("smollm3", LLAMA | {"no_rope_layer_interval": 2, "pad_token_id": None}),
@@ -147,7 +163,12 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", LLAMA | GEMMA3),
     "olmo2": ("olmo2", LLAMA | {"pad_token_id": None}),
     "qwen3_moe": ("qwen3_moe", LLAMA | QWEN3_MOE | {"mlp_only_layers": [0]}),
+    "qwen3_moe, windows, biases": (
+        "qwen3_moe",
+        LLAMA | QWEN3_MOE | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 3},
+    ),
     "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "olmo2, biases": ("olmo2", LLAMA | {"pad_token_id": None, "attention_bias": True}),
     "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v3, no latent of queries, features half apart": (

@@ -53,6 +53,7 @@ DERIVED = {
     "router_bias",
     "max_positions",
     "qkv_bias",
+    "output_bias",
     "attention_scale",
 }
 

@@ -158,6 +158,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
         True, description="biases in the linear layers and layernorms, in experts and their routers"
     )
     qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
+    output_bias: bool | None = Field(None, description="a bias of attention's output; null: bias")
     qk_norm: bool = Field(
         False, description="an RMS norm over each head's queries and keys, before rotary positions"
     )

@@ -168,7 +168,8 @@ class Attention(CausalAttention):
             matrices=matrices,
             **where,
         )
-        self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
+        has_output_bias = resolved(model.output_bias)
+        self.output = RowLinear(width, model.hidden_size, bias=has_output_bias, init_std=output_std, **where)
         each = model.qk_norm and model.qk_norm_heads == "each"
         self.query_norm = HeadNorm(config, group, dtype, device) if each else None
         self.key_norm = HeadNorm(config, group, dtype, device) if each else None

@@ -97,6 +97,7 @@ CASES: dict[str, Case] = {
     "model.norm_eps": numbers(1e-2),
     "model.bias": numbers("false"),
     "model.qkv_bias": numbers("false"),
+    "model.output_bias": numbers("false"),
     "model.qk_norm": numbers("true"),
     "model.qk_norm_heads": numbers("all", "model.qk_norm=true"),
     "model.attention_scale": numbers(0.1),

@@ -643,7 +643,7 @@ def test_training_prints_the_warning_once(
 def test_tensor_ranks_of_weights_that_exist(
     load_raw: Load, sizes: dict[str, int], tensor: int, key: str, possible: str
 ) -> None:
-    """An imported model keeps its heads: the error says what tensor ranks are possible, and not what heads."""
+    """An imported model keeps its heads, so the error says what tensor ranks are possible instead."""
     model = sizes | {"hidden_size": 16, "head_size": 16, "position": "rope"}
     raw = {"model": model, "parallel": {"tensor": tensor}, "checkpoint": {"weights": "runs/imported"}}
     assert refusal(lambda: load_raw(raw, world=tensor)) == (

@@ -129,6 +129,7 @@ def test_transformers_reads_what_is_written(name: str) -> None:
         "n_inner",
         "head_dim",
         "sliding_window",
+        "max_window_layers",  # counts without layer_types alone
     }
     if kind == "deepseek_v3":  # YaRN's factor, not two scales of which it is the ratio; features side by side
         passed_over |= {"rope_parameters", "rope_interleave"}
@@ -176,8 +177,8 @@ def test_granite_divides_its_logits() -> None:
         ("gpt2", {"n_head": 5}, "n_embd"),
         ("gpt2", {"n_layer": "3"}, "n_layer"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"attention_bias": 1}, "attention_bias"),
+        ("llama", {"mlp_bias": "yes"}, "mlp_bias"),
         ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type"),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "factor"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
@@ -188,16 +189,31 @@ def test_granite_divides_its_logits() -> None:
         ("mistral, wide heads", {"sliding_window": 0}, "sliding_window"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation"),
-        ("gemma2", {"attention_bias": True}, "attention_bias"),
+        ("gemma2", {"attention_bias": "true"}, "attention_bias"),
         (
             "gemma3",
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope_type",
         ),
         ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
-        ("olmo2", {"attention_bias": True}, "attention_bias"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
-        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("olmo2", {"attention_bias": 0}, "attention_bias"),
+        ("qwen2", {"use_sliding_window": "true"}, "use_sliding_window"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "max_window_layers is 1, so only the last 2 blocks",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+            "sliding_window",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["full_attention", *["sliding_attention"] * 2]},
+            "layer_types",
+        ),
+        ("qwen3", {"attention_bias": 1}, "attention_bias"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("granite", {"logits_scaling": 0}, "logits_scaling"),
         ("phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
@@ -214,8 +230,7 @@ def test_granite_divides_its_logits() -> None:
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("starcoder2", {"use_bias": False}, "use_bias"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers"),
-        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": "4"}, "sliding_window"),
         ("qwen3_moe", {"num_experts": "4"}, "num_experts"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
@@ -233,7 +248,7 @@ def test_granite_divides_its_logits() -> None:
         ),
         ("granite", {"vocab_size": None}, "vocab_size"),
         ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
-        ("llama", {"architectures": None}, "architecture"),
+        ("llama", {"architectures": None, "model_type": None}, "architecture"),
     ],
 )
 def test_what_no_model_here_has_is_refused(name: str, change: dict[str, Any], says: str) -> None:
@@ -284,6 +299,42 @@ def test_places_of_experts(dense: tuple[int, int]) -> None:
     assert (read(written)["first_dense"], read(written)["experts_every"]) == dense
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "window", "global_every"),
+    [
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}, None, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4}, None, None),  # from block 28
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096, None),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 4}, None, None),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            4,
+            2,
+        ),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}, 4, None),
+    ],
+)
+def test_windows_of_qwen(
+    name: str, change: dict[str, Any], window: int | None, global_every: int | None
+) -> None:
+    model = config_of(read(settings(name) | change)).model
+    assert (model.window, model.global_every) == (window, global_every)
+
+
+def test_a_mixture_without_experts_is_dense() -> None:
+    """All blocks are listed as dense, or the first that could have experts is beyond the last."""
+    for change in ({"mlp_only_layers": [0, 1, 2]}, {"decoder_sparse_step": 4, "mlp_only_layers": []}):
+        config = config_of(read(settings("qwen3_moe") | change))
+        assert config.model.num_experts is None
+        assert family_for_config(config).architecture == "Qwen3ForCausalLM"
+
+
 def test_rotary_settings_of_gemma_3() -> None:
     """Transformers 5 has them for each kind of block, and files of old one pattern and two bases."""
     old = settings("gemma3")
@@ -312,14 +363,14 @@ def test_rotary_settings_of_gemma_3() -> None:
         (RMS | {"norm_place": "post"}, "model.norm_place"),
         (RMS | {"zero_init": True, "activation": "relu2"}, "model.activation"),
         ({"logit_scale": 0.5}, "model.logit_scale"),
-        (RMS | MOE | {"window": 5, "router_normalised": False}, "model.router_normalised"),
+        (RMS | MOE | {"window": 5, "router_normalised": False}, "model.qk_norm"),
         (RMS | MOE | {"shared_experts": 1}, "model.shared_experts"),
         (RMS | MOE | {"router_bias_rate": 0.1}, "model.router_bias"),
         (RMS | MOE | {"qk_norm": True, "router_scores": "sigmoid"}, "model.router_scores"),
         ({"num_kv_heads": 2}, "model.num_kv_heads"),
         (RMS | {"qk_norm": True, "qkv_bias": True}, "model.qk_norm"),
         (RMS | {"qk_norm": True, "residual_scale": 0.5}, "model.residual_scale"),
-        (RMS | {"bias": True, "qkv_bias": False}, "model.qkv_bias"),
+        (RMS | {"bias": True, "qkv_bias": False}, "model.output_bias"),
         (RMS | {"activation": "gelu"}, "model.activation"),
     ],
 )
@@ -350,7 +401,10 @@ def test_the_nearest_family_has_layers_of_the_same_kind() -> None:
             RMS | MOE | {"shared_experts": 1, "first_dense": 1},
             r"Qwen3MoeForCausalLM, .* \(shared_experts 0, qk_norm true\)",
         ),
-        (RMS | MOE | {"window": 5, "qk_norm": True}, r"Qwen3MoeForCausalLM, .* \(window null\)"),
+        (
+            RMS | MOE | {"window": 5, "global_every": 2, "qk_norm": True},
+            r"Qwen3MoeForCausalLM, .* \(global_every null\)",
+        ),
     ):
         with pytest.raises(ConfigError, match=right):
             family_for_config(config_of(model))
@@ -383,6 +437,12 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS, "LlamaForCausalLM"),
         (RMS | {"bias": True}, "LlamaForCausalLM"),
         (RMS | {"qkv_bias": True}, "Qwen2ForCausalLM"),
+        (RMS | {"qkv_bias": True, "output_bias": True}, "LlamaForCausalLM"),
+        (RMS | {"bias": True, "qkv_bias": False, "output_bias": False}, "LlamaForCausalLM"),
+        (RMS | {"qkv_bias": True, "output_bias": True, "residual_scale": 0.5}, "GraniteForCausalLM"),
+        (RMS | {"qkv_bias": True, "output_bias": True, "qk_norm": True}, "Qwen3ForCausalLM"),
+        (RMS | {"qkv_bias": True, "window": 5}, "Qwen2ForCausalLM"),
+        (RMS | {"qk_norm": True, "window": 5, "global_every": 2}, "Qwen3ForCausalLM"),
         (RMS | {"qk_norm": True, "head_size": 64}, "Qwen3ForCausalLM"),
         (RMS | {"attention_scale": 0.1}, "GraniteForCausalLM"),
         (RMS | {"rotary_share": 0.5}, "Phi3ForCausalLM"),

@@ -47,6 +47,7 @@ VARIANTS = {
     "swiglu with biases": "model.activation=swiglu model.norm=rmsnorm",
     "query-key norm, wide heads": f"{LLAMA} model.qk_norm=true model.head_size=12 model.num_kv_heads=2",
     "biases on queries, keys, values": f"{LLAMA} model.qkv_bias=true",
+    "biases of attention alone": f"{LLAMA} model.qkv_bias=true model.output_bias=true",
     "scales, more positions": "model.embedding_scale=3 model.attention_scale=0.2 model.residual_scale=0.4 "
     "model.logit_scale=0.3 "
     "model.max_positions=20",
@@ -111,7 +112,10 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
     def linear(x: Tensor, name: str) -> Tensor:
         y = torch.tensordot(x, p[name + ".weight"], dims=([-1], [-1]))
-        return y + p[name + ".bias"] if (model.qkv_bias if name.endswith("qkv") else model.bias) else y
+        has_bias = {"qkv": model.qkv_bias, "output": model.output_bias}.get(
+            name.rpartition(".")[2], model.bias
+        )
+        return y + p[name + ".bias"] if has_bias else y
 
     def normed(x: Tensor, name: str) -> Tensor:
         if not model.qk_norm:

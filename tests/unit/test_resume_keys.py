@@ -33,8 +33,8 @@ from tests.training import write_config, write_corpus
 REFUSED = """
 model: block source_digest hf_config num_layers hidden_size num_heads num_kv_heads head_size ffn_size
 vocab_size norm activation position
-    max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale
-    residual_scale logit_scale
+    max_positions rope_theta rope_scaling norm_eps bias qkv_bias output_bias qk_norm attention_scale
+    embedding_scale residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
     q_rank kv_rank plain_size value_size
     num_experts experts_per_token expert_ffn_size shared_experts first_dense experts_every router_scores

@@ -165,6 +165,7 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
         "bias",
         "tie_embeddings",
         "qkv_bias",
+        "output_bias",
         "qk_norm",
         "dropout",
     )

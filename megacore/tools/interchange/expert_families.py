@@ -24,6 +24,7 @@ from megacore.tools.interchange.settings import (
     get,
     head_size_of,
     or_null,
+    read_attention_bias,
     read_llama_like,
     require,
     whole,
@@ -33,13 +34,12 @@ from megacore.tools.interchange.settings import (
 
 def read_qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    require(hf, "use_sliding_window", False, False)
-    require(hf, "attention_bias", False, False)
-    own = (
-        read_places(hf)
-        | read_router(hf, 128, 8)
-        | {"expert_ffn_size": whole(hf, "moe_intermediate_size", 768)}
-    )
+    own = read_attention_bias(hf)
+    if flag(hf, "use_sliding_window", False):  # in all blocks
+        own["window"] = or_null(hf, "sliding_window", 4096, int)
+    if any(places_of_experts(hf)):
+        own |= read_places(hf) | read_router(hf, 128, 8)
+        own["expert_ffn_size"] = whole(hf, "moe_intermediate_size", 768)
     return read_llama_like({"num_key_value_heads": 4} | hf, qk_norm=True, **own)
 
 
@@ -47,9 +47,9 @@ def write_qwen3_moe(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
     own = {
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "attention_bias": False,
+        "use_sliding_window": model.window is not None,
+        "sliding_window": model.window,
+        "attention_bias": model.qkv_bias,
         "moe_intermediate_size": model.expert_ffn_size,
     }
     return write_llama_like(
@@ -58,19 +58,26 @@ def write_qwen3_moe(config: Config) -> dict[str, Any]:
 
 
 def read_places(hf: dict[str, Any]) -> dict[str, Any]:
-    """Which blocks have experts: every so-manieth, but for those that are listed."""
+    """Read which blocks have experts; at least one has to."""
     count, every = whole(hf, "num_hidden_layers"), whole(hf, "decoder_sparse_step", 1)
     dense = get(hf, "mlp_only_layers", None, list) or []
-    places = [i not in dense and (i + 1) % every == 0 for i in range(count)]
-    first = places.index(True) if True in places else -1
+    places = places_of_experts(hf)
+    first = places.index(True)
     for first_dense, step in [(len(dense), every), *((first + 1 - n, n) for n in range(1, first + 2))]:
         ours = ExpertSettings(num_experts=1, first_dense=first_dense, experts_every=step)
-        if first >= 0 and [ours.has_experts(i) for i in range(count)] == places:
+        if [ours.has_experts(i) for i in range(count)] == places:
             return {"first_dense": first_dense, "experts_every": step}
     wrong = f"mlp_only_layers is {dense} and decoder_sparse_step {every}, which no model here has"
     raise CheckpointError(
         CONFIG, wrong, "the first blocks alone without experts, and of the others every n-th with some"
     )
+
+
+def places_of_experts(hf: dict[str, Any]) -> list[bool]:
+    """Return for each block whether it has experts: every n-th has, unless it is listed as dense."""
+    dense = get(hf, "mlp_only_layers", None, list) or []
+    every = whole(hf, "decoder_sparse_step", 1)
+    return [i not in dense and (i + 1) % every == 0 for i in range(whole(hf, "num_hidden_layers"))]
 
 
 def write_places(model: ModelConfig) -> dict[str, Any]:
@@ -143,10 +150,11 @@ def write_mixtral(config: Config) -> dict[str, Any]:
 def read_olmoe(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
     require(hf, "clip_qkv", None, None)
-    require(hf, "attention_bias", False, False)
     # its norms are of the hidden size
     require(hf, "head_dim", None, None, head_size_of(hf, "hidden_size", "num_attention_heads"))
-    own = read_router(hf, 64, 8) | {"expert_ffn_size": whole(hf, "intermediate_size")}
+    own = (
+        read_attention_bias(hf) | read_router(hf, 64, 8) | {"expert_ffn_size": whole(hf, "intermediate_size")}
+    )
     return read_llama_like({"rms_norm_eps": 1e-5} | hf, qk_norm=True, qk_norm_heads="all", **own)
 
 
@@ -155,7 +163,7 @@ def write_olmoe(config: Config) -> dict[str, Any]:
     own = {
         "intermediate_size": config.model.expert_ffn_size,
         "clip_qkv": None,
-        "attention_bias": False,
+        "attention_bias": config.model.qkv_bias,
         "pad_token_id": None,
     }
     written = write_llama_like(config, "OlmoeForCausalLM", "olmoe", **own, **write_router(config.model))

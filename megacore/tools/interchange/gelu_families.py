@@ -46,6 +46,7 @@ def read_common(hf: dict[str, Any], eps: str, **settings: Any) -> dict[str, Any]
         "rope_scaling": scaling,
         "bias": True,
         "qkv_bias": True,
+        "output_bias": True,
         "attention_scale": head_size**-0.5,
         "init_std": number(hf, "initializer_range", 0.02),
     }

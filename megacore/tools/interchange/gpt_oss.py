@@ -18,9 +18,15 @@ from megacore.tools.interchange.expert_families import (
     with_experts,
     write_local_experts,
 )
-from megacore.tools.interchange.llama_kin import layer_types, read_windows
 from megacore.tools.interchange.mapped import Mapped, Shape, renamed
-from megacore.tools.interchange.settings import CONFIG, read_llama_like, require, write_llama_like
+from megacore.tools.interchange.settings import (
+    CONFIG,
+    layer_types,
+    read_llama_like,
+    read_windows,
+    require,
+    write_llama_like,
+)
 
 # where the file has none
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -52,6 +58,7 @@ def read_gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
         global_every=every,
         bias=True,
         qkv_bias=True,
+        output_bias=True,
         attention_sinks=True,
         **read_local_experts(hf, 128, 4),
     )

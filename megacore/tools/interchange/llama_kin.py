@@ -16,10 +16,13 @@ from megacore.tools.interchange.settings import (
     CONFIG,
     get,
     head_size_of,
+    layer_types,
     number,
     or_null,
+    read_attention_bias,
     read_biases,
     read_llama_like,
+    read_windows,
     require,
     rotary_share,
     whole,
@@ -113,7 +116,6 @@ def read_gemma2(hf: dict[str, Any]) -> dict[str, Any]:
 def read_gemma(hf: dict[str, Any], every: int, **settings: Any) -> dict[str, Any]:
     """What Gemma 2 and 3 share; every such block is global if no `layer_types` say otherwise."""
     require(hf, "hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh", None)
-    require(hf, "attention_bias", False, False)
     require(hf, "use_bidirectional_attention", None, None, False)
     defaults = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
     window, global_every = read_windows(hf, every)
@@ -126,6 +128,7 @@ def read_gemma(hf: dict[str, Any], every: int, **settings: Any) -> dict[str, Any
         attention_scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
         attention_cap=or_null(hf, "attn_logit_softcapping", None),
         logit_cap=or_null(hf, "final_logit_softcapping", None),
+        **read_attention_bias(hf),
         window=window,
         global_every=global_every,
         **settings,
@@ -151,30 +154,6 @@ def read_gemma3(hf: dict[str, Any]) -> dict[str, Any]:
     return found | {"window_rope_theta": None if alike else float(base)}
 
 
-def read_windows(hf: dict[str, Any], every_default: int) -> tuple[int | None, int | None]:
-    """`window` and `global_every`, where every so-manieth block is global if no
-    `layer_types` say otherwise.
-    """
-    count, window = whole(hf, "num_hidden_layers"), or_null(hf, "sliding_window", 4096, int)
-    kinds = get(hf, "layer_types", None, list) or layer_types(count, 1, every_default)
-    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else None
-    if every == 1 or window is None:
-        window, every = None, None
-    if kinds[:count] != layer_types(count, window, every):
-        raise CheckpointError(
-            CONFIG,
-            f"layer_types is {kinds}, which no model here has",
-            "full_attention in every n-th place alone",
-        )
-    return window, every
-
-
-def layer_types(count: int, window: int | None, every: int | None) -> list[str]:
-    """What transformers calls the kinds of attention of so many blocks."""
-    full = [window is None or (every is not None and (i + 1) % every == 0) for i in range(count)]
-    return ["full_attention" if own else "sliding_attention" for own in full]
-
-
 def write_gemma3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
@@ -195,7 +174,7 @@ def write_gemma2(
         "final_logit_softcapping": model.logit_cap,
         "sliding_window": model.window,
         "layer_types": layer_types(model.num_layers, model.window, model.global_every),
-        "attention_bias": False,
+        "attention_bias": model.qkv_bias,
         "pad_token_id": None,
     }
     written = write_llama_like(config, architecture, model_type, **own)
@@ -226,13 +205,20 @@ def gemma2_tensors(config: Config) -> list[Mapped]:
 
 def read_olmo2(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    require(hf, "attention_bias", False, False)
-    return read_llama_like({"rms_norm_eps": 1e-5} | hf, norm_place="post", qk_norm=True, qk_norm_heads="all")
+    return read_llama_like(
+        {"rms_norm_eps": 1e-5} | hf,
+        norm_place="post",
+        qk_norm=True,
+        qk_norm_heads="all",
+        **read_attention_bias(hf),
+    )
 
 
 def write_olmo2(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    return write_llama_like(config, "Olmo2ForCausalLM", "olmo2", attention_bias=False, pad_token_id=None)
+    return write_llama_like(
+        config, "Olmo2ForCausalLM", "olmo2", attention_bias=config.model.qkv_bias, pad_token_id=None
+    )
 
 
 def olmo2_tensors(config: Config) -> list[Mapped]:

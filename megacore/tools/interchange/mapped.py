@@ -222,14 +222,17 @@ def llama_tensors(config: Config) -> list[Mapped]:
                         f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv
                     )
                 )
-            if kind == "weight" or model.bias:
-                gated = [f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up")]
-                tensors += [
+            if kind == "weight" or model.output_bias:
+                tensors.append(
                     renamed(
                         f"{ours}.attention.output.{kind}",
                         (h, *inputs_of(kind, a)),
                         f"{theirs}.self_attn.o_proj.{kind}",
-                    ),
+                    )
+                )
+            if kind == "weight" or model.bias:
+                gated = [f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up")]
+                tensors += [
                     stacked(f"{ours}.feed_forward.up.{kind}", (2, f, *inputs_of(kind, h)), gated),
                     renamed(
                         f"{ours}.feed_forward.down.{kind}",

@@ -6,7 +6,6 @@ where it is missing; sizes must be there.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 from megacore.config import Config
@@ -96,6 +95,7 @@ def read_gpt2(hf: dict[str, Any]) -> dict[str, Any]:
         "position": "learned",
         "bias": True,
         "qkv_bias": True,
+        "output_bias": True,
         "attention_scale": head_size**-0.5 if flag(hf, "scale_attn_weights", True) else 1.0,
         "tie_embeddings": flag(hf, "tie_word_embeddings", True),
         "init_std": number(hf, "initializer_range", 0.02),
@@ -179,6 +179,7 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
         "rope_scaling": scaling,
         "bias": False,
         "qkv_bias": False,
+        "output_bias": False,
         "attention_scale": head_size**-0.5,
         "tie_embeddings": flag(hf, "tie_word_embeddings", False),
         "init_std": number(hf, "initializer_range", 0.02),
@@ -291,19 +292,48 @@ def as_peers_have_it(config: Config) -> ModelConfig:
     return model.model_copy(update=update) if update else model
 
 
-def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
-    """Llama's and Granite's `attention_bias`, of queries, keys, values and output, and `mlp_bias`."""
-    attention, mlp = flag(hf, "attention_bias", False), flag(hf, "mlp_bias", False)
-    if attention != mlp:
+def read_windows(hf: dict[str, Any], every_default: int) -> tuple[int | None, int | None]:
+    """Return `window` and `global_every` of a model whose every n-th block is global by default."""
+    kinds = layer_types(whole(hf, "num_hidden_layers"), 1, every_default)
+    return read_layer_types(hf, kinds)
+
+
+def read_layer_types(hf: dict[str, Any], default: list[str]) -> tuple[int | None, int | None]:
+    """Return `window` and `global_every` of a model whose `layer_types` are these if it has none."""
+    count, window = whole(hf, "num_hidden_layers"), or_null(hf, "sliding_window", 4096, int)
+    kinds = get(hf, "layer_types", None, list) or default
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else None
+    if every == 1 or window is None:
+        window, every = None, None
+    if kinds[:count] != layer_types(count, window, every):
         raise CheckpointError(
-            CONFIG, f"attention_bias is {attention} and mlp_bias {mlp}, which no model here has", "both alike"
+            CONFIG,
+            f"layer_types is {kinds}, which no model here has",
+            "full_attention in every n-th place alone",
         )
-    return {"bias": attention, "qkv_bias": attention}
+    return window, every
+
+
+def layer_types(count: int, window: int | None, every: int | None) -> list[str]:
+    """Return the kinds of attention of the blocks as transformers calls them."""
+    full = [window is None or (every is not None and (i + 1) % every == 0) for i in range(count)]
+    return ["full_attention" if own else "sliding_attention" for own in full]
+
+
+def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read `attention_bias` and `mlp_bias`, which Llama, Granite and SmolLM3 have."""
+    return {"bias": flag(hf, "mlp_bias", False)} | read_attention_bias(hf)
+
+
+def read_attention_bias(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read `attention_bias`, of queries, keys, values and attention's output alike."""
+    has_bias = flag(hf, "attention_bias", False)
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
 def write_biases(config: Config) -> dict[str, Any]:
-    """Writes the settings that `read_biases` reads."""
-    return {"attention_bias": config.model.bias, "mlp_bias": config.model.bias}
+    """Write the settings that `read_biases` reads."""
+    return {"attention_bias": config.model.qkv_bias, "mlp_bias": config.model.bias}
 
 
 def read_llama(hf: dict[str, Any]) -> dict[str, Any]:
@@ -329,27 +359,55 @@ def write_mistral(config: Config) -> dict[str, Any]:
 
 def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    require(hf, "use_sliding_window", False, False)
-    return read_llama_like({"num_key_value_heads": 32} | hf, qkv_bias=True)
+    return read_llama_like({"num_key_value_heads": 32} | hf, qkv_bias=True, **read_qwen_windows(hf))
 
 
-write_qwen2 = partial(
-    write_llama_like,
-    architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
-    use_sliding_window=False,
-    sliding_window=None,
-)
+def read_qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the windows of Qwen2 and Qwen3, which count with `use_sliding_window` alone.
+
+    Without `layer_types`, the blocks from number `max_window_layers` have them.
+    """
+    if not flag(hf, "use_sliding_window", False) or or_null(hf, "sliding_window", 4096, int) is None:
+        return {}
+    count, first = whole(hf, "num_hidden_layers"), get(hf, "max_window_layers", 28, int)
+    kinds = get(hf, "layer_types", None, list)
+    if kinds is None and 0 < first < count:
+        wrong = f"max_window_layers is {first}, so only the last {count - first} blocks have a window"
+        raise CheckpointError(CONFIG, f"{wrong}, which no model here has", f"0, or all {count}")
+    kinds = kinds or layer_types(count, window=None if first >= count else 1, every=None)
+    if set(kinds[:count]) == {"full_attention"}:
+        return {}
+    window, global_every = read_layer_types(hf, kinds)
+    return {"window": window, "global_every": global_every}
+
+
+def write_qwen_windows(model: ModelConfig) -> dict[str, Any]:
+    """Write the settings that `read_qwen_windows` reads."""
+    if model.window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": model.window,
+        "max_window_layers": 0,  # for transformers 4, which has no layer_types in some versions
+        "layer_types": layer_types(model.num_layers, model.window, model.global_every),
+    }
+
+
+def write_qwen2(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "Qwen2ForCausalLM", "qwen2", **write_qwen_windows(config.model))
 
 
 def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    require(hf, "use_sliding_window", False, False)
-    require(hf, "attention_bias", False, False)
-    return read_llama_like({"num_key_value_heads": 32, "head_dim": 128} | hf, qk_norm=True)
+    own = read_attention_bias(hf) | read_qwen_windows(hf)
+    return read_llama_like({"num_key_value_heads": 32, "head_dim": 128} | hf, qk_norm=True, **own)
 
 
-write_qwen3 = partial(write_qwen2, architecture="Qwen3ForCausalLM", model_type="qwen3", attention_bias=False)
+def write_qwen3(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    own = write_qwen_windows(config.model) | {"attention_bias": config.model.qkv_bias}
+    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", **own)
 
 
 def read_granite(hf: dict[str, Any]) -> dict[str, Any]:

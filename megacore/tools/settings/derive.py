@@ -28,6 +28,8 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
         )
     if model.qkv_bias is None:
         derived["model.qkv_bias"] = model.bias
+    if model.output_bias is None:
+        derived["model.output_bias"] = model.bias
     if model.max_positions is None:
         derived["model.max_positions"] = config.train.seq_len
     if model.ffn_size is None:

@@ -10,6 +10,7 @@ ABSENT = {
     "nope_every": None,
     "bias": False,
     "qkv_bias": False,
+    "output_bias": False,
     "qk_norm": False,
     "norm_offset": False,
     "window": None,
