@@ -1,5 +1,6 @@
 """Tokenizers: no text is lost on the way through, and unusable models are refused in one line."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +112,11 @@ def test_bad_sizes(name: str) -> None:
     ("lines", "size", "message"),
     [
         (["hello"], 4096, "too few different pieces .sentencepiece:2.. at most"),
-        (["".join(map(chr, range(0x4E00, 0x4F00)))], 262, "more different characters"),
+        (
+            ["".join(map(chr, range(0x4E00, 0x4F00)))],
+            262,
+            "more different characters .sentencepiece:... at least",
+        ),
         ([""], 300, "no line of the text can be learned from"),
     ],
 )
@@ -119,6 +124,26 @@ def test_bad_texts(lines: list[str], size: int, message: str) -> None:
     """What sentencepiece refuses is said in the user's terms, with the size that would do."""
     with pytest.raises(ConfigError, match=message):
         train_sentencepiece(lines, size)
+
+
+@pytest.mark.parametrize("size", [262, 60_000])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["hello"],
+        ["the cat sat on the mat"] * 3,
+        SOURCE.split("\n"),
+        ["".join(map(chr, range(0x4E00, 0x4F00)))],
+    ],
+    ids=["word", "sentence", "source", "characters"],
+)
+def test_the_suggested_size_can_be_trained(lines: list[str], size: int) -> None:
+    """A size that fails when it is typed would send the user from one error to the next."""
+    with pytest.raises(ConfigError) as raised:
+        train_sentencepiece(lines, size)
+    suggested = re.search(r"\(sentencepiece:(\d+) at (most|least)", str(raised.value))
+    assert suggested is not None
+    assert train_sentencepiece(lines, int(suggested[1]))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no model" * 20])

@@ -319,12 +319,12 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _training_failure(message: str) -> tuple[str, str]:
-    """Translates sentencepiece's message for the user: what is wrong, and what would be right."""
+    """Return sentencepiece's message in the user's terms: what is wrong, and a size that would be right."""
     if "set it to a value <= " in message:
         most = message.rpartition("<= ")[2].strip(" .")
         return "the text has too few different pieces", f"{TRAINED}{most} at most, or more text"
-    if "smaller than required_chars" in message:
-        return "the text has more different characters", f"a larger vocabulary, such as {TRAINED}4096"
+    if (least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)) is not None:
+        return "the text has more different characters", f"{TRAINED}{least[1]} at least"
     if "sentences_.empty()" in message:
         return "no line of the text can be learned from", "text with lines of less than 1 MiB"
     return message, KINDS
