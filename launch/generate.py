@@ -87,6 +87,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)",
     )
     parser.add_argument(
+        "--bos",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether the prompt begins with the tokenizer's BOS token (default: auto, as the documents of "
+        "the run do, or else as the tokenizer's own library does)",
+    )
+    parser.add_argument(
         "--device",
         default="auto",
         choices=("auto", "cpu", "cuda"),
@@ -321,18 +328,19 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.tools.text.decoding import Decoder, share_tokens
     from megacore.tools.text.sampling import Sampler
     from megacore.tools.text.stream import TextStream
+    from megacore.tools.text.vocabulary import encode_prompt, prompt_begin
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         choose_weights(reader, args.weights)
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-        config = settled_alone(
-            text_config(sections_to_run(reader, args.source), args.overrides, kind, place.world_size)
-        )
+        sections = sections_to_run(reader, args.source)
+        config = settled_alone(text_config(sections, args.overrides, kind, place.world_size))
         check_weights(reader, config)
         tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
         prompts = prompts_of(args) if place.rank == 0 else []
-        encoded = [[int(token) for token in tokenizer.encode(prompt)] for prompt in prompts]
+        begin = prompt_begin(tokenizer, args.bos, sections["data"].get("train"))
+        encoded = [encode_prompt(tokenizer, prompt, begin) for prompt in prompts]
         if not all(encoded):
             raise ConfigError("--prompt", "has no tokens", "at least one character")
         device = take_device(config, place)
@@ -360,10 +368,10 @@ def run(argv: list[str], place: RankInfo) -> int:
             zip(prompts, encoded, strict=True), range(args.seed, args.seed + args.samples)
         ):
             sampler = Sampler(args.temperature, args.top_k, args.top_p, seed, tokenizer.vocab_size)
-            stream = TextStream(tokenizer)
+            stream = TextStream(tokenizer, tokens)
             output.begin(prompt, seed)
             try:
-                for token in decoder.generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
+                for token in decoder.generate(tokens, args.tokens, sampler, tokenizer.generation_ends):
                     output.add(stream.push(token))
                     if output.over:
                         break

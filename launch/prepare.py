@@ -93,6 +93,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
     parser.add_argument("--template", metavar="FILE", help=template)
+    parser.add_argument(
+        "--bos",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether every document begins with the tokenizer's BOS token (default: auto, as its own "
+        "library does); a chat template writes its own",
+    )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="text that spells a special token, such as <|endoftext|>, becomes that token, and one that ends "
+        "documents ends a document (default: it is encoded as any other text)",
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
         "--workers",
@@ -124,6 +137,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.template is not None and not args.chat:
         raise ConfigError("--template", "only conversations have a template", "--chat as well")
+    for option, given in (("--bos", args.bos != "auto"), ("--special-tokens", args.special_tokens)):
+        if given and args.chat:
+            raise ConfigError(option, "the chat template writes the special tokens", "without it")
+        if given and args.nanogpt:
+            raise ConfigError(option, "tokens are taken as they are", "without it")
     if args.nanogpt and (args.chat or args.text_key is not None or args.valid_fraction):
         raise ConfigError(
             "--nanogpt", "tokens are taken as they are", "without --chat, --text-key and --valid-fraction"
@@ -213,6 +231,8 @@ def prepare_text(args: argparse.Namespace) -> "Prepared":
             template=args.template,
             ignored_keys=args.ignore_keys,
             valid_fraction=args.valid_fraction,
+            bos=args.bos,
+            special_tokens=args.special_tokens,
             workers=args.workers,
             on_start=lambda total: progress.update(task, description="tokenizing", total=total),
             on_bytes=lambda size: progress.advance(task, size),
@@ -247,8 +267,14 @@ def run(argv: list[str]) -> None:
         print(f"    {meaning} {split.unigram_entropy:.4f} nats a token")
     if prepared.tokenizer.startswith((f"{args.output}.model", f"{args.output}.tokenizer.json")):
         print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
+    print_beginnings(args, prepared)
     if prepared.end is not None and not args.chat:
         print(f"every document ends with {prepared.end}")
+        if spelled := prepared.notes["spelled end"]:
+            times = f"{spelled:,} time{'s' if spelled > 1 else ''}"
+            print(
+                f"the text spells this token {times}, encoded as text (--special-tokens makes it the token)"
+            )
     elif not args.chat and args.tokenizer != "bytes":
         print(
             f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one",
@@ -286,6 +312,17 @@ def run(argv: list[str]) -> None:
         ]
         words += [f"log.dir=runs/{Path(args.output).name}"]
     print(f"\nnext:\n  {shlex.join(['python', 'launch/pretrain.py', '--config', config, *words])}")
+
+
+def print_beginnings(args: argparse.Namespace, prepared: "Prepared") -> None:
+    """Print which token begins the documents, or that they lack the one that the tokenizer puts there."""
+    if prepared.begin is not None and not args.chat:
+        print(f"every document begins with {prepared.begin}")
+    elif prepared.usual_begin is not None and not prepared.splits[args.output].bos:
+        why = "the chat template does not write it" if args.chat else "--bos never"
+        print(
+            f"no document begins with {prepared.usual_begin}, which the tokenizer puts before a text: {why}"
+        )
 
 
 def main(argv: list[str]) -> None:

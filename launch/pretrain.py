@@ -127,15 +127,16 @@ def train(
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
-        lines = [
-            *vocabulary_warnings(config),
-            warmup_warning(config),
-            bubble_warning(config),
-            inputs.unread_weights,
-            print_note(config),
-        ]
-        for line in filter(None, lines) if place.rank == 0 else ():
-            print(line, flush=True)
+        if place.rank == 0:
+            lines = [
+                *vocabulary_warnings(config),
+                warmup_warning(config),
+                bubble_warning(config),
+                inputs.unread_weights,
+                print_note(config),
+            ]
+            for line in filter(None, lines):
+                print(line, flush=True)
         monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now

@@ -37,6 +37,10 @@ class Sidecar:
     text_bytes: int  # of the UTF-8 text before tokenization
     # tokens that are, where ``PREFIX.mask.bin`` says which; the entropy is of them
     learned: int | None = None
+    # whether every document begins with the tokenizer's BOS token; None: it was not recorded
+    bos: bool | None = None
+    # the bytes that the tokens spell, which are not those of the text where a tokenizer drops or adds spaces
+    spelled_bytes: int | None = None
 
     def save(self, prefix: str) -> None:
         """Writes ``PREFIX.json`` under a temporary name and renames it."""
@@ -51,7 +55,9 @@ class Sidecar:
         None if there is none, or if it is older than ``PREFIX.bin`` and so describes other tokens.
         """
         path = Path(f"{prefix}.json")
-        if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
+        if not path.exists() or not os.path.exists(f"{prefix}.bin"):
+            return None
+        if path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
             return None
         try:
             return TypeAdapter(cls).validate_json(read_plain(path))

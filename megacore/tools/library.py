@@ -65,30 +65,32 @@ def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tupl
 def generate(
     step: "TrainStep", prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """`prompt` and how a model goes on, one that is being trained on one process.
+    """Return `prompt` and the text that a model continues it with, while it is trained on one process.
 
-    `data.tokenizer` says how text is cut.
+    `data.tokenizer` encodes the prompt. The prompt begins with a BOS token if the documents of the training
+    data do, or, where these do not tell, if the tokenizer puts one.
     """
     from megacore.config.schema import resolved
     from megacore.tools.text.decoding import Decoder
     from megacore.tools.text.sampling import Sampler
+    from megacore.tools.text.stream import TextStream
     from megacore.tools.text.tokenizer import load_tokenizer
+    from megacore.tools.text.vocabulary import encode_prompt, prompt_begin
 
     step.engine.settle()
     tokenizer = load_tokenizer(resolved(step.config.data.tokenizer))
     vocab = tokenizer.vocab_size
     for stage in step.stages:
         stage.eval()
-    read = [int(token) for token in tokenizer.encode(prompt)]
+    prompt_tokens = encode_prompt(tokenizer, prompt, prompt_begin(tokenizer, "auto", step.config.data.train))
     decoder = Decoder(step.stages, step.mesh)
-    written = list(
-        decoder.generate(
-            read, tokens, Sampler(temperature, vocab, 1.0, seed, vocab), tokenizer.end_of_document
-        )
-    )
+    sampler = Sampler(temperature, vocab, 1.0, seed, vocab)
+    stream = TextStream(tokenizer, prompt_tokens)
+    generated = decoder.generate(prompt_tokens, tokens, sampler, tokenizer.generation_ends)
+    text = "".join([stream.push(token) for token in generated]) + stream.end()
     for stage in step.stages:
         stage.train()
-    return prompt + tokenizer.decode(written)
+    return prompt + text
 
 
 def prove(

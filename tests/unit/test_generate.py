@@ -164,7 +164,7 @@ def test_a_text_ends_with_its_end() -> None:
     decoder = decoder_of(config_of())
     text = list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)))
     assert (
-        list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE), end=text[3]))
+        list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE), ends=[text[3]]))
         == text[: text.index(text[3]) + 1]
     )
 

@@ -61,7 +61,7 @@ def test_tokens_and_documents(folder: Path) -> None:
         ] == documents
         known = Sidecar.load(name)
         assert known is not None and (known.vocab_size, known.max_token) == (SIZE, 49_999)
-        assert known.text_bytes == sum(len(f"w{token}") for document in documents for token in document)
+        assert known.text_bytes == sum(len(f" w{token}") for document in documents for token in document)
     assert Path(f"{prefix}.bin").read_bytes() == (folder / "train.bin").read_bytes()
 
 

@@ -216,7 +216,8 @@ def _encode_line(chat: Chat, tokenizer: Tokenizer, line: bytes) -> EncodedChat:
     except UnicodeEncodeError:
         raise WrongConversation("holds half a surrogate pair, which is no text", LINE) from None
     parts = [
-        (tokenizer.encode_chat(text[start:stop]), learned) for start, stop, learned in _cut(spans, len(text))
+        (tokenizer.encode(text[start:stop], special_tokens=True), learned)
+        for start, stop, learned in _cut(spans, len(text))
     ]
     learned = np.concatenate([np.full(len(tokens), learned) for tokens, learned in parts])
     if not learned.any():

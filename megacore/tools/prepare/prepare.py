@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megacore.config.schema import MASK
+from megacore.data.indexed import IndexedTokens
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
 from megacore.tools.corpora import Sidecar
@@ -38,15 +39,17 @@ from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
 from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
 from megacore.tools.prepare.split import Encoded, Split, refuse_empty, sidecar
 from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
+from megacore.tools.text.special_tokens import BESIDE
 from megacore.tools.text.tokenizer import (
-    NAMING,
     TRAINED,
     Tokenizer,
     load_tokenizer,
     train_sentencepiece,
     trained_vocab_size,
 )
+from megacore.tools.text.vocabulary import chosen_begin, describe
 
+SPELLED_END = "spelled end"  # the note that counts where a text spells the token that ends documents
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
 SAMPLE_BYTES = 8 << 20  # of text on which a tokenizer is trained
 
@@ -64,7 +67,9 @@ class Prepared:
     input_bytes: int  # of what was read
     end: str | None  # the token that ends every document; None: there is none
     resumed: int = 0  # bytes of the input that an earlier start had done
-    notes: Counter[str] = field(default_factory=Counter)  # what of conversations was not used, and how often
+    notes: Counter[str] = field(default_factory=Counter)  # what was not used, and how often
+    begin: str | None = None  # the tokens that begin every document; None: there are none
+    usual_begin: str | None = None  # the tokens that the tokenizer's own library puts there
 
 
 def prepare(
@@ -77,6 +82,8 @@ def prepare(
     template: str | None = None,
     ignored_keys: tuple[str, ...] = (),
     valid_fraction: float = 0.0,
+    bos: str = "auto",
+    special_tokens: bool = False,
     workers: int = 1,
     on_start: Callable[[int], object] = lambda total: None,
     on_bytes: Callable[[int], object] = lambda size: None,
@@ -97,6 +104,10 @@ def prepare(
         template: a file with a chat template; None: the model's own, beside its tokenizer.
         ignored_keys: keys of conversations that the user says do not matter.
         valid_fraction: the fraction of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
+        bos: whether a BOS token begins every document: `auto` (as the tokenizer's own library does), `always`
+            or `never`. Conversations are left to their template.
+        special_tokens: text that spells a special token becomes that token, and one that ends documents ends
+            one; otherwise it is encoded as any other text. Conversations always have such tokens.
         workers: processes; with 1 this process does the work.
         on_start, on_bytes: called with the bytes of all inputs once, and with the bytes just done.
 
@@ -110,6 +121,7 @@ def prepare(
     if not written:
         loaded = load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
         tokenizer = loaded.name
+        check_special_tokens(loaded, bos, special_tokens)
     elif vocab_to_train is not None and chat:
         raise ConfigError(
             "--tokenizer",
@@ -124,7 +136,7 @@ def prepare(
         with ExitStack() as stack:
             stack.enter_context(made_folder(Path(prefix).parent))
             partial = stack.enter_context(
-                Partial(prefix, key_of(texts, tokenizer, text_key, form), texts.in_files)
+                Partial(prefix, key_of(texts, tokenizer, text_key, form, bos, special_tokens), texts.in_files)
             )
             name = tokenizer
             if written:
@@ -138,7 +150,11 @@ def prepare(
                     )
                     Path(name).write_bytes(content)
                 loaded = load_tokenizer(name)
+                check_special_tokens(loaded, bos, special_tokens)
+            begin = chosen_begin(loaded, bos)
             vocab_size = loaded.vocab_size
+            # before the work: a tokenizer that cannot write its tokens is an error
+            token_bytes = [0 if chat else len(loaded.token_bytes(token)) for token in range(vocab_size)]
             dtype = np.dtype(
                 np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
             )
@@ -152,7 +168,7 @@ def prepare(
             work = tasks(texts, None if chat else text_key)
             resumed = sum(block.size for task in islice(work, partial.tasks) for block in task)
             on_bytes(resumed)
-            encode = functools.partial(encode_task, loaded, dtype, text_key, form)
+            encode = functools.partial(encode_task, loaded, dtype, text_key, form, begin, special_tokens)
             with closing(ordered_map(encode, work, workers)) as results:
                 waiting = 0
                 for number, (size, encoded) in enumerate(results, partial.tasks + 1):
@@ -170,7 +186,15 @@ def prepare(
                 os.replace(name, f"{prefix}{written}")
                 name = f"{prefix}{written}"
         # The sidecars come last, because a sidecar that is older than its .bin does not count.
-        sidecars = {split.writer.prefix: sidecar(split, splits[0], name) for split in splits}
+        sidecars = {}
+        for split in splits:
+            described = sidecar(split, splits[0], name)
+            if chat:
+                described = replace(described, bos=begins_with(split.writer.prefix, loaded.begin_of_document))
+            else:
+                spelled_bytes = int(split.counts @ np.array(token_bytes))
+                described = replace(described, bos=bool(begin), spelled_bytes=spelled_bytes)
+            sidecars[split.writer.prefix] = described
         for p, described in sidecars.items():
             described.save(p)
     except BrokenProcessPool:
@@ -182,13 +206,20 @@ def prepare(
     except OSError as error:
         right = "a prefix in a writable folder with space left" + kept(prefix)
         raise DataError(prefix, f"cannot be written: {error.strerror}", right) from None
-    end = (
-        None
-        if loaded.end_of_document is None
-        else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()
+    end = None
+    if loaded.end_of_document is not None:
+        end = f"token {loaded.end_of_document} {loaded.end_text}".strip()
+    return Prepared(
+        sidecars,
+        name,
+        texts.left_out,
+        texts.num_bytes,
+        end,
+        resumed,
+        sum((split.notes for split in splits), Counter[str]()),
+        begin=describe(loaded, begin) if begin else None,
+        usual_begin=describe(loaded, loaded.begin_of_document) if loaded.begin_of_document else None,
     )
-    notes = sum((split.notes for split in splits), Counter[str]())
-    return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end, resumed, notes)
 
 
 def show_conversations(
@@ -217,7 +248,27 @@ def show_conversations(
             raise wrong_line(block, piece, error) from None
 
 
-def key_of(texts: Texts, tokenizer: str, text_key: str, chat: Chat | None) -> list[Any]:
+def check_special_tokens(tokenizer: Tokenizer, bos: str, special_tokens: bool) -> None:
+    """Raise `ConfigError` if the tokenizer has no tokens for these settings."""
+    chosen_begin(tokenizer, bos)
+    if special_tokens and not tokenizer.special_tokens:
+        raise ConfigError(
+            "--special-tokens",
+            f"{tokenizer.name} has no special tokens",
+            "a tokenizer that has some, or prepare without it",
+        )
+
+
+def begins_with(prefix: str, begin: tuple[int, ...]) -> bool:
+    """Return whether the first document of a corpus begins with these tokens, which are at least one."""
+    tokens = IndexedTokens(prefix)
+    first = tokens.read(0, min(len(begin), tokens.num_tokens))
+    return bool(begin) and tuple(first.tolist()) == begin
+
+
+def key_of(
+    texts: Texts, tokenizer: str, text_key: str, chat: Chat | None, bos: str, special_tokens: bool
+) -> list[Any]:
     """Whatever decides what is written: work of a start with another key is of no use."""
     files = [
         (os.path.abspath(source.path), source, os.stat(source.path).st_mtime_ns)
@@ -226,11 +277,12 @@ def key_of(texts: Texts, tokenizer: str, text_key: str, chat: Chat | None) -> li
     ]
     beside = [
         file
-        for file in (Path(tokenizer), *(Path(tokenizer).with_name(name) for name in NAMING))
+        for file in (Path(tokenizer), *(Path(tokenizer).with_name(name) for name in BESIDE))
         if file.is_file()
     ]
     digests = [sha256(file.read_bytes()).hexdigest() for file in beside]
-    return [sources.SIZES, TASK_BYTES, SAMPLE_BYTES, files, tokenizer, digests, text_key, chat]
+    settings = [tokenizer, digests, text_key, chat, bos, special_tokens]
+    return [sources.SIZES, TASK_BYTES, SAMPLE_BYTES, files, *settings]
 
 
 def opened(
@@ -308,14 +360,22 @@ def tasks(texts: Texts, text_key: str | None) -> Iterator[list[TextBlock | ReadB
 
 
 def encode_task(
-    tokenizer: Tokenizer, dtype: np.dtype, text_key: str, chat: Chat | None, task: list[TextBlock | ReadBlock]
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    text_key: str,
+    chat: Chat | None,
+    begin: tuple[int, ...],
+    special_tokens: bool,
+    task: list[TextBlock | ReadBlock],
 ) -> tuple[int, list[Encoded]]:
     """Encodes the training and the validation text of some blocks; also returns the blocks' size in bytes."""
     train, valid = Encoded(), Encoded()
     for block in task:
         pieces = list(read_block(block, None if chat else text_key))
         for piece, (tokens, learned, size, notes) in (
-            texts_of(tokenizer, pieces) if chat is None else conversations(tokenizer, block, pieces, chat)
+            texts_of(tokenizer, pieces, begin, special_tokens)
+            if chat is None
+            else conversations(tokenizer, block, pieces, chat)
         ):
             split = valid if piece.valid else train
             split.sequences.append(tokens.astype(dtype, copy=False))
@@ -330,13 +390,45 @@ def encode_task(
 Tokenized = tuple[np.ndarray, np.ndarray | None, int, dict[str, int]]
 
 
-def texts_of(tokenizer: Tokenizer, pieces: list[Piece]) -> Iterator[tuple[Piece, Tokenized]]:
-    """Yield pieces of text with their tokens."""
+def texts_of(
+    tokenizer: Tokenizer, pieces: list[Piece], begin: tuple[int, ...], special_tokens: bool
+) -> Iterator[tuple[Piece, Tokenized]]:
+    """Yield pieces of text with their tokens.
+
+    A piece in which a special token ends a document (`special_tokens`) is given as several.
+    """
+    end = tokenizer.end_of_document
+    counts_ends = not special_tokens and tokenizer.end_text in tokenizer.special_tokens
     for piece in pieces:
-        tokens = tokenizer.encode(piece.text)
-        if piece.ends and tokenizer.end_of_document is not None:
-            tokens = np.append(tokens, tokenizer.end_of_document)
-        yield piece, (tokens, None, len(piece.text.encode("utf-8")), {})
+        tokens = encode_piece(tokenizer, piece, special_tokens)
+        size = len(piece.text.encode("utf-8"))
+        notes = {SPELLED_END: piece.text.count(tokenizer.end_text)} if counts_ends else {}
+        begins = not piece.before
+        documents = [tokens]
+        if special_tokens and end is not None:
+            documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)
+            begins = begins or end in tokenizer.encode(piece.before, special_tokens)[-1:]
+
+        for number, document in enumerate(documents):
+            begins_here = begins or number > 0
+            is_last = number == len(documents) - 1
+            if is_last and begins_here and not document.size and (number > 0 or piece.ends):
+                break  # nothing follows the token that ended the last document
+            if begins_here and tuple(document[: len(begin)].tolist()) != begin:
+                document = np.concatenate([np.array(begin, dtype=document.dtype), document])
+            if is_last and piece.ends and end is not None:
+                document = np.append(document, end)
+            yield replace(piece, ends=piece.ends or not is_last), (document, None, size, notes)
+            size, notes = 0, {}
+
+
+def encode_piece(tokenizer: Tokenizer, piece: Piece, special_tokens: bool) -> np.ndarray:
+    """Return the tokens that a piece of a document has in the document as a whole.
+
+    Where a token of the whole would span the cut, the piece follows a character that does not join it.
+    """
+    before = [piece.before, "\n", "0"] if piece.before else []
+    return tokenizer.encode_after(before, piece.text, special_tokens)
 
 
 def conversations(

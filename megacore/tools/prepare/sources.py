@@ -8,6 +8,7 @@ only be read in order (`streams`), a block holds the text.
 import json
 import math
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from megacore.tools.prepare.streams import (
 
 BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
 CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
+BEFORE_BYTES = 128  # of the text before a part of a document, for the tokenizer
+BETWEEN_WORDS = re.compile(r"[^\W\d_] (?=[^\W\d_])")  # a letter, a space, a letter
 HEAD_BYTES = 64 << 10  # of a document, whose hash decides whether it is for validation
 ALL = 1 << 64  # beyond every hash
 SIZES = BLOCK_BYTES, CUT_WINDOW, HEAD_BYTES, PART_BYTES, PART_ROWS  # that decide where texts are cut
@@ -96,13 +99,15 @@ class ReadBlock:
     start: int = 1
     drawn: int = 0  # of a text: the hash of its beginning
     ends: bool = True
+    before: str = ""  # of a text: as in `Piece`
 
 
 @dataclass(frozen=True)
 class Piece:
     """A document's text, or a part of it; `ends` marks the last part.
 
-    Of a line it is the text under the key, or the line itself.
+    Of a line it is the text under the key, or the line itself. `before` is the end of the document's text
+    before this part; it is empty for the part that begins the document.
     """
 
     text: str
@@ -111,6 +116,7 @@ class Piece:
     ends: bool
     # the byte of the file at which the line begins; the number of the line or row in a `ReadBlock`
     start: int = 0
+    before: str = ""
 
 
 class Texts:
@@ -223,12 +229,17 @@ def parts(block: TextBlock, text_key: str | None) -> Iterator[TextBlock | ReadBl
 
 
 def _text_parts(source: Source) -> Iterator[ReadBlock]:
-    """A text that is compressed, in parts; the last is empty and ends the text."""
+    """Yield a compressed text in parts, which are cut as `_cut` cuts a plain one; the last ends the text."""
     with unpacked(source.path, source.form) as (text, _):
         drawn = _hash(text.read(HEAD_BYTES))
+    rest, before = b"", ""
     for raw, size in packed_parts(source.path, source.form, lines=False):
-        yield ReadBlock(source, size, [raw], drawn=drawn, ends=False)
-    yield ReadBlock(source, 0, [b""], drawn=drawn)
+        whole = rest + raw
+        stop = _last_cut(whole)
+        yield ReadBlock(source, size, [whole[:stop]], drawn=drawn, ends=False, before=before)
+        before = _last_characters(whole[:stop]) or before
+        rest = whole[stop:]
+    yield ReadBlock(source, 0, [rest], drawn=drawn, before=before)
 
 
 def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[Piece]:
@@ -250,11 +261,14 @@ def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[P
             if raw:
                 file.seek(source.start)
                 drawn = _hash(file.read(HEAD_BYTES))
+                file.seek(max(source.start, start - BEFORE_BYTES))
+                before = _last_characters(file.read(start - file.tell()))
                 yield Piece(
                     _decode(raw, source.path, start),
                     drawn,
                     drawn < source.valid_below,
                     ends=stop == source.stop,
+                    before=before,
                 )
     except OSError as error:
         raise DataError(
@@ -301,6 +315,7 @@ def _read_texts(block: ReadBlock, text_key: str | None) -> Iterator[Piece]:
                     block.drawn,
                     block.drawn < source.valid_below,
                     block.ends,
+                    before=block.before,
                 )
         elif text:
             drawn = _hash(text.encode("utf-8")[:HEAD_BYTES])
@@ -372,15 +387,38 @@ def _split(source: Source, valid_fraction: float) -> list[Source]:
 
 
 def _cut(file: BinaryIO, offset: int, source: Source) -> int:
-    """The real position of a block boundary of a text that is nominally at `offset`: after a newline, if one
-    is close enough.
+    """Return the real position of a block boundary of a text that is nominally at `offset`.
+
+    A text is cut before a space between two words, where tokenizers of all kinds begin a token; or, if none is
+    close, after a newline; or else between two characters.
     """
     if offset <= source.start or offset >= source.stop:
         return min(max(offset, source.start), source.stop)
     file.seek(offset - 1)
-    line = file.readline(CUT_WINDOW)
-    after = offset - 1 + len(line) if line.endswith(b"\n") else _character(file, offset)
-    return min(after, source.stop)
+    near = file.read(CUT_WINDOW)
+    newline = near.find(b"\n") + 1
+    character = _character(file, offset)
+    # Bytes that are not UTF-8 keep their number, so positions are right; reading the block reports them.
+    text = near[character - (offset - 1) :].decode("utf-8", errors="surrogateescape")
+    if (words := BETWEEN_WORDS.search(text)) is not None:
+        letters = text[: words.start() + 1].encode("utf-8", errors="surrogateescape")
+        return min(character + len(letters), source.stop)
+    return min(offset - 1 + newline if newline else character, source.stop)
+
+
+def _last_cut(raw: bytes) -> int:
+    """Return where a text that goes on is cut best near its end, in bytes."""
+    first = max(0, len(raw) - CUT_WINDOW)
+    text = raw[first:].decode("utf-8", errors="surrogateescape")
+    last = max((words.start() for words in BETWEEN_WORDS.finditer(text)), default=None)
+    if last is not None:
+        return first + len(text[: last + 1].encode("utf-8", errors="surrogateescape"))
+    return raw.rfind(b"\n") + 1 or len(raw)
+
+
+def _last_characters(raw: bytes) -> str:
+    """Return the end of a text from the bytes before a cut."""
+    return raw[-BEFORE_BYTES:].decode("utf-8", errors="ignore")
 
 
 def _character(file: BinaryIO, offset: int) -> int:

@@ -2,7 +2,7 @@
 chosen token goes to all ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +45,9 @@ class Decoder:
         ]
 
     def generate(
-        self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None
+        self, prompt: Sequence[int], count: int, sampler: Sampler, ends: Collection[int] = ()
     ) -> Iterator[int]:
-        """Yields up to `count` tokens after `prompt`, the same on every rank. Stops after the token `end`."""
+        """Yield up to `count` tokens after `prompt`, the same on every rank, and stop after one of `ends`."""
         assert prompt
         window, tokens = self.window, list(prompt)
         unread = tokens[-window:]
@@ -58,7 +58,7 @@ class Decoder:
                 unread = tokens[-max(1, window // 2) :]
             token = self._agree(self.read(unread), sampler)
             yield token
-            if token == end:
+            if token in ends:
                 return
             tokens.append(token)
             unread = [token]

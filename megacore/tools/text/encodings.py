@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from megacore.errors import DataError
-from megacore.tools.text.tokenizer import KINDS, byte_characters
+from megacore.tools.text.json_tokenizer import byte_characters
+from megacore.tools.text.tokenizer import KINDS
 
 NAMES = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
 ENCODING = ".tokenizer.json"  # behind the prefix of a corpus

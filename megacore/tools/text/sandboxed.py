@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from megacore.errors import DataError
+from megacore.tools.text.json_tokenizer import JsonTokenizer
 from megacore.tools.text.sandbox import Answer, Failure, call
-from megacore.tools.text.tokenizer import KINDS, Tokenizer, open_tokenizer
+from megacore.tools.text.tokenizer import KINDS, BytesTokenizer, SentencePieceTokenizer, Tokenizer
 
 _serials = itertools.count(1)
 
@@ -25,17 +26,21 @@ class SandboxedTokenizer(Tokenizer):
 
     def __init__(self, name: str) -> None:
         self.name, self.serial = name, next(_serials)
-        (self.vocab_size, self.end_of_document, self.chat_tokens), _ = self._ask(
-            "is no tokenizer", _described
-        )
+        described, _ = self._ask("is no tokenizer", _described)
+        self.vocab_size = described["vocab_size"]
+        self.bos = described["bos"]
+        self.begin_of_document = tuple(described["begin_of_document"])
+        self.end_of_document = described["end_of_document"]
+        self.end_text = described["end_text"]
+        self.generation_ends = frozenset(described["generation_ends"])
+        self.special_tokens = tuple(described["special_tokens"])
+        self.chat_tokens = described["chat_tokens"]
 
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of the text: int32 ``[tokens]``."""
+    def encode(self, text: str, special_tokens: bool = False) -> np.ndarray:
+        """Return the ids of the text: int32 ``[tokens]``."""
         data = text.encode("utf-8")
-        return np.frombuffer(
-            self._ask(f"is no tokenizer for a text of {len(data):,} bytes", _encoded, body=data)[1],
-            dtype="<i4",
-        )
+        wrong = f"is no tokenizer for a text of {len(data):,} bytes"
+        return np.frombuffer(self._ask(wrong, _encoded, special_tokens, body=data)[1], dtype="<i4")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that the token stands for."""
@@ -66,16 +71,29 @@ class SandboxedTokenizer(Tokenizer):
 @functools.lru_cache(maxsize=2)
 def opened(name: str, serial: int) -> Tokenizer:
     """The tokenizer of a file, read once."""
-    return open_tokenizer(name)
+    if name == "bytes":
+        return BytesTokenizer()
+    return JsonTokenizer(name) if name.endswith(".json") else SentencePieceTokenizer(name)
 
 
 def _described(name: str, serial: int) -> Answer:
     tokenizer = opened(name, serial)
-    return (tokenizer.vocab_size, tokenizer.end_of_document, dict(tokenizer.chat_tokens)), b""
+    described = {
+        "vocab_size": tokenizer.vocab_size,
+        "bos": tokenizer.bos,
+        "begin_of_document": tokenizer.begin_of_document,
+        "end_of_document": tokenizer.end_of_document,
+        "end_text": tokenizer.end_text,
+        "generation_ends": sorted(tokenizer.generation_ends),
+        "special_tokens": tokenizer.special_tokens,
+        "chat_tokens": dict(tokenizer.chat_tokens),
+    }
+    return described, b""
 
 
-def _encoded(name: str, serial: int, text: bytes = b"") -> Answer:
-    return None, opened(name, serial).encode(text.decode("utf-8")).astype("<i4").tobytes()
+def _encoded(name: str, serial: int, special_tokens: bool, text: bytes = b"") -> Answer:
+    ids = opened(name, serial).encode(text.decode("utf-8"), special_tokens)
+    return None, ids.astype("<i4").tobytes()
 
 
 def _decoded(name: str, serial: int, ids: list[int]) -> Answer:

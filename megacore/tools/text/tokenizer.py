@@ -6,7 +6,6 @@ them.
 """
 
 import io
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -16,15 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from megacore.errors import ConfigError, DataError
-from megacore.files import read_plain, read_text
+from megacore.files import read_plain
+from megacore.tools.text.special_tokens import all_ends, sentencepiece_begin
 
 TRAINED = "sentencepiece:"  # followed by the vocabulary size of a model to train
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
-MOST_TOKENS = 10**7
-# files beside a tokenizer.json that name its special tokens
-NAMING = ("tokenizer_config.json", "special_tokens_map.json")
-# of documents, in known models
-ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
 KINDS = (
     "bytes, a FILE.model, a tokenizer.json or a folder with one; launch/prepare.py --tokenizer "
     f"{TRAINED}VOCAB_SIZE trains one"
@@ -37,28 +32,47 @@ class Tokenizer(ABC):
     name: str  # `bytes`, or the path of its file
     serial = 0  # tells tokenizers apart that had the same file at different times
     vocab_size: int  # the largest id, and 1
+    bos: int | None = None  # the token that its files name for the beginning of a text
+    begin_of_document: tuple[int, ...] = ()  # what it puts before a text, as its own library does
     # a token that ends every document; None: documents follow each other without one
     end_of_document: int | None = None
+    end_text: str = ""  # that token as it is written
+    generation_ends: frozenset[int] = frozenset()  # tokens that end a generated text
+    special_tokens: tuple[str, ...] = ()  # their texts
     # what a chat template writes for them; empty: there is none
     chat_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 
     @abstractmethod
-    def encode(self, text: str) -> np.ndarray:
-        """The token ids of a text, ``[tokens]``, without special tokens."""
+    def encode(self, text: str, special_tokens: bool = False) -> np.ndarray:
+        """Return the token ids of a text, ``[tokens]``, without tokens around it.
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        """As `encode`; text that spells a special token, as chat templates write them, is that token."""
-        return self.encode(text)
+        With `special_tokens`, text that spells a special token, as chat templates write them, becomes that
+        token. Otherwise it is encoded as any other text.
+        """
+
+    def encode_after(self, before: Iterable[str], text: str, special_tokens: bool = False) -> np.ndarray:
+        """Return the token ids of a text in the middle of another, ``[tokens]``.
+
+        Some tokenizers put a space before whatever they encode. So the text is encoded together with a text
+        before it, whose tokens are then left out. `before` are such texts in the order in which they are
+        tried: one is of no use if a token would span the border.
+        """
+        for context in before:
+            front = self.encode(context, special_tokens)
+            ids = self.encode(context + text, special_tokens)
+            if front.size and np.array_equal(ids[: front.size], front):
+                return ids[front.size :]
+        return self.encode(text, special_tokens)
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that a token stands for, perhaps a part of a character.
+        """Return the UTF-8 bytes that a token adds to a text, perhaps a fraction of a character.
 
-        A special token has none.
+        A special token adds none.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids. Bytes that are not a whole UTF-8 character become U+FFFD."""
+        """Return the text of token ids. Bytes that are not a whole UTF-8 character become U+FFFD."""
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
 
@@ -68,12 +82,12 @@ class BytesTokenizer(Tokenizer):
     name = "bytes"
     vocab_size = 256
 
-    def encode(self, text: str) -> np.ndarray:
-        """The bytes of the text: uint8 ``[bytes]``."""
+    def encode(self, text: str, special_tokens: bool = False) -> np.ndarray:
+        """Return the bytes of the text: uint8 ``[bytes]``."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def token_bytes(self, token: int) -> bytes:
-        """The byte itself."""
+        """Return the byte itself."""
         return bytes([token])
 
 
@@ -98,29 +112,41 @@ class SentencePieceTokenizer(Tokenizer):
             ) from None
         self.name = path
         self.vocab_size = self._processor.vocab_size()
-        eos = self._processor.eos_id()
-        self.end_of_document = eos if eos >= 0 else None
-        ids = {"bos_token": self._processor.bos_id(), "eos_token": eos}
+        ids = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id()}
         self.chat_tokens = {name: self._processor.id_to_piece(i) if i >= 0 else "" for name, i in ids.items()}
-        self._spelt = {self.chat_tokens[name]: i for name, i in ids.items() if i >= 0}
+        self._control = {
+            self._processor.id_to_piece(i): i
+            for i in range(self.vocab_size)
+            if self._processor.is_control(i) and self._processor.id_to_piece(i)
+        }
+        self.special_tokens = tuple(self._control)
+        self.bos = ids["bos_token"] if ids["bos_token"] >= 0 else None
+        self.begin_of_document = sentencepiece_begin(Path(path), self.bos, self.vocab_size)
+        self.end_of_document = ids["eos_token"] if ids["eos_token"] >= 0 else None
+        self.end_text = self.chat_tokens["eos_token"]
+        self.generation_ends = all_ends(Path(path), self.end_of_document)
 
-    def encode(self, text: str) -> np.ndarray:
-        """The pieces of the text: int32 ``[tokens]``."""
-        return np.array(self._processor.encode(text), dtype=np.int32)
+    def encode(self, text: str, special_tokens: bool = False) -> np.ndarray:
+        """Return the pieces of the text: int32 ``[tokens]``.
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        """Parts of the text between `chat_tokens`, and these tokens: int32 ``[tokens]``."""
-        parts = re.split(f"({'|'.join(map(re.escape, self._spelt))})", text) if self._spelt else [text]
-        return np.concatenate(
-            [[self._spelt[part]] if part in self._spelt else self.encode(part) for part in parts]
-        ).astype(np.int32)
+        sentencepiece itself never reads a special token out of a text, so the text between them is encoded
+        part by part.
+        """
+        if not special_tokens or not self._control:
+            return np.array(self._processor.encode(text), dtype=np.int32)
+        longest_first = sorted(self._control, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        ids: list[int] = []
+        for part in parts:
+            ids += [self._control[part]] if part in self._control else self._processor.encode(part)
+        return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the pieces; special tokens have none."""
+        """Return the text of the pieces; special tokens have none."""
         return self._processor.decode([int(i) for i in ids])
 
     def token_bytes(self, token: int) -> bytes:
-        """The piece's text, with spaces for ▁. A byte piece, such as ``<0x0A>``, gives the byte."""
+        """Return the piece's text, with spaces for ▁. A byte piece, such as ``<0x0A>``, gives the byte."""
         if self._processor.is_byte(token):
             return bytes([int(self._processor.id_to_piece(token)[3:-1], 16)])
         if self._processor.is_control(token):
@@ -128,100 +154,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self._processor.is_unknown(token):
             return self._processor.decode([token]).encode("utf-8")
         return self._processor.id_to_piece(token).replace("\u2581", " ").encode("utf-8")
-
-
-class JsonTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's `tokenizers`, such as GPT-2's and Llama 3's.
-
-    What such a file says about the lengths of texts and about chance is for other uses, and does not count:
-    texts are neither cut nor padded, and no merge is left out at random.
-    """
-
-    def __init__(self, path: str) -> None:
-        try:
-            from tokenizers import Tokenizer as Fast
-        except ImportError:
-            raise DataError(path, "needs the package tokenizers", "pip install 'megacore[hf]'") from None
-        try:
-            text = read_text(path)
-            self._tokenizer = Fast.from_str(text)
-        except OSError as error:
-            raise DataError(
-                path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json"
-            ) from None
-        except MemoryError:
-            raise
-        except Exception as error:  # `tokenizers` raises nothing more particular
-            raise DataError(
-                path, f"is no tokenizer: {error}", "a tokenizer.json as transformers writes it"
-            ) from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        if getattr(self._tokenizer.model, "dropout", None) is not None:
-            self._tokenizer.model.dropout = None
-        self.name = path
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not 0 < self.vocab_size <= MOST_TOKENS:
-            raise DataError(
-                path, f"has ids up to {self.vocab_size - 1:,}", f"a tokenizer of 1 to {MOST_TOKENS:,} tokens"
-            )
-        added = json.loads(text).get("added_tokens", [])
-        self._special = {int(token["id"]) for token in added if token.get("special")}
-        self._bytes = byte_characters() if '"ByteLevel"' in text else None
-        self.chat_tokens = self._named(Path(path))
-        end = self.chat_tokens["eos_token"]
-        if not end:  # no file beside this one says: by its name, if only one has such a name
-            known = [token["content"] for token in added if token.get("special") and token["content"] in ENDS]
-            end = known[0] if len(known) == 1 else ""
-        self.end_of_document = self._tokenizer.token_to_id(end) if end else None
-
-    def _named(self, path: Path) -> dict[str, str]:
-        """The text of the tokens that begin and end a text, each from the first of the files in `NAMING`
-        beside this one that says it; empty where none does.
-        """
-        texts = dict(Tokenizer.chat_tokens)
-        for settings in (path.with_name(name) for name in NAMING):
-            if settings.is_file():
-                try:
-                    found = json.loads(read_text(settings))
-                except (OSError, ValueError, RecursionError) as error:
-                    raise DataError(
-                        str(settings), f"is no JSON: {error}", f"a {settings.name} as transformers writes it"
-                    ) from None
-                for name in texts if isinstance(found, dict) else ():
-                    token = found.get(name)
-                    text = token.get("content") if isinstance(token, dict) else token
-                    if isinstance(text, str) and not texts[name]:
-                        texts[name] = text
-        return texts
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of the text: int32 ``[tokens]``."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of the token's characters: byte by byte, or as text with ▁ for
-        spaces and ``<0x0A>`` for a byte.
-        """
-        piece = self._tokenizer.id_to_token(token)
-        if piece is None or token in self._special:
-            return b""
-        if self._bytes is not None:
-            return b"".join(self._bytes.get(c, c.encode("utf-8")) for c in piece)
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-            return bytes([int(piece[3:-1], 16)])
-        return piece.replace("\u2581", " ").encode("utf-8")
-
-
-def byte_characters() -> dict[str, bytes]:
-    """The printable characters that byte-level encodings write for bytes (Radford et al. 2019, GPT-2).
-
-    Characters that are printable in Latin-1 stand for themselves; the other bytes have characters 256, 257, …
-    in their order.
-    """
-    plain = [b for b in range(256) if chr(b).isprintable() and b != 0x20]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -250,13 +182,6 @@ def inside(folder: str) -> str:
         f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained(…) writes a tokenizer.json"
     )
     raise DataError(folder, wrong, f"one of them: {', '.join(models[:3])}" if models else made)
-
-
-def open_tokenizer(name: str) -> Tokenizer:
-    """As `load_tokenizer`, in this process, which is the sandbox."""
-    if name == "bytes":
-        return BytesTokenizer()
-    return JsonTokenizer(name) if name.endswith(".json") else SentencePieceTokenizer(name)
 
 
 def check_kind(given: str | None, recorded: str | None) -> None:

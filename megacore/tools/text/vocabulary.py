@@ -1,10 +1,18 @@
-"""Says where a run's vocabulary and tokenizer are not those of its corpora. (Token ids beyond the
-vocabulary are refused elsewhere.)
+"""Compares a run's vocabulary and tokenizer with those of its corpora, and says how its prompts begin.
+
+(Token ids beyond the vocabulary are rejected elsewhere.)
 """
 
-from megacore.config import Config
-from megacore.tools.corpora import Sidecar
+import contextlib
 
+from megacore.config import Config
+from megacore.data.indexed import IndexedTokens
+from megacore.data.samples import Spec
+from megacore.errors import ConfigError, DataError
+from megacore.tools.corpora import Sidecar
+from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer
+
+BOS = ("auto", "always", "never")  # values of --bos
 PADDING = 64  # rows of the embedding are often rounded up to such multiples, which GPUs multiply faster
 
 
@@ -12,12 +20,12 @@ def vocabulary_warnings(config: Config) -> list[str]:
     """A line for each thing in which the training corpora, by what `launch/prepare.py` wrote
     of them, do not fit the config.
     """
-    train, rows = config.data.train or [], config.model.vocab_size
-    prefixes = [train] if isinstance(train, str) else [prefix for _, prefix in train]
+    rows = config.model.vocab_size
+    prefixes = prefixes_of(config.data.train)
     known = {prefix: found for prefix in prefixes if (found := Sidecar.load(prefix)) is not None}
+    said = bos_warnings(prefixes, config.data.tokenizer)
     if not known:
-        return []
-    said = []
+        return said
     prefix, largest = max(known.items(), key=lambda item: item[1].vocab_size)
     unused = rows - largest.vocab_size
     if unused > max(2 * PADDING, rows // 10):
@@ -38,3 +46,78 @@ def vocabulary_warnings(config: Config) -> list[str]:
         elif own is not None and (own == "bytes") != (found.tokenizer == "bytes"):
             said.append(f"WARNING: data.tokenizer is {own}, and {other} was prepared with {found.tokenizer}")
     return said
+
+
+def prefixes_of(spec: Spec | None) -> list[str]:
+    """Return the prefixes of the corpora that `data.train` or `data.valid` names."""
+    return [spec] if isinstance(spec, str) else [prefix for _, prefix in spec or []]
+
+
+def bos_warnings(prefixes: list[str], name: str | None) -> list[str]:
+    """Return a line for each corpus that lacks the BOS token of its tokenizer without a decision to.
+
+    A corpus whose sidecar tells whether documents begin with it was prepared so on purpose. The others, which
+    older versions or other programs wrote, are judged by their first token; only they need the tokenizer.
+    """
+    undecided = []
+    for prefix in prefixes:
+        known = Sidecar.load(prefix)
+        if known is None or known.bos is None:
+            undecided.append(prefix)
+    if not undecided or name in (None, "bytes"):
+        return []
+
+    lines = []
+    # Training needs neither the tokenizer nor the package that reads it, so no such error ends a run here.
+    with contextlib.suppress(DataError):
+        tokenizer = load_tokenizer(str(name))
+        begin = tokenizer.begin_of_document
+        for prefix in undecided if begin else ():
+            tokens = IndexedTokens(prefix)
+            first = tokens.read(0, min(len(begin), tokens.num_tokens))
+            if tuple(first.tolist()) != begin:
+                lines.append(
+                    f"WARNING: documents of {prefix} do not begin with {describe(tokenizer, begin)}, which "
+                    f"{name} puts before a text (prepare the corpus again; --bos never keeps it so)"
+                )
+    return lines
+
+
+def describe(tokenizer: Tokenizer, begin: tuple[int, ...]) -> str:
+    """Return the tokens that begin a text in words, such as `token 1 <s>`."""
+    if len(begin) > 1:
+        return f"tokens {', '.join(map(str, begin))}"
+    text = tokenizer.chat_tokens["bos_token"] if begin[0] == tokenizer.bos else ""
+    return f"token {begin[0]} {text}".strip()
+
+
+def chosen_begin(tokenizer: Tokenizer, choice: str) -> tuple[int, ...]:
+    """Return the tokens that begin a text for a value of ``--bos``. Raises `ConfigError` without a token."""
+    if choice == "never":
+        return ()
+    if choice == "auto" or tokenizer.begin_of_document:
+        return tokenizer.begin_of_document
+    if tokenizer.bos is None:
+        raise ConfigError(
+            "--bos", f"neither {tokenizer.name} nor a file next to it names a BOS token", "auto or never"
+        )
+    return (tokenizer.bos,)
+
+
+def prompt_begin(tokenizer: Tokenizer, choice: str, train: Spec | None) -> tuple[int, ...]:
+    """Return the tokens that begin a prompt: with ``auto`` as the documents that the model was trained on.
+
+    Where no sidecar of the training data tells, the tokenizer decides, as for an imported model.
+    """
+    if choice == "auto":
+        for prefix in prefixes_of(train):
+            known = Sidecar.load(prefix)
+            if known is not None and known.bos is not None and known.vocab_size == tokenizer.vocab_size:
+                return chosen_begin(tokenizer, "always" if known.bos else "never")
+    return chosen_begin(tokenizer, choice)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: tuple[int, ...]) -> list[int]:
+    """Return a prompt's tokens. Words that spell a special token are that token, as in transformers."""
+    tokens = tuple(tokenizer.encode(prompt, special_tokens=True).tolist())
+    return list(tokens if tokens[: len(begin)] == begin else begin + tokens)

@@ -1,0 +1,359 @@
+"""A document, a prompt and a conversation begin as the tokenizer's own library begins them, or as asked."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch import generate as generate_script
+from launch import prepare as prepare_script
+from megacore.data.indexed import IndexedTokens
+from megacore.data.samples import EvalSamples
+from megacore.distributed.rank_info import RankInfo
+from megacore.errors import DataError, UserError
+from megacore.tools.corpora import Sidecar
+from megacore.tools.prepare import prepare as prepare_module
+from megacore.tools.prepare import sources, streams
+from megacore.tools.prepare.prepare import prepare
+from megacore.tools.settings.load import resolve
+from megacore.tools.text.decoding import Decoder
+from megacore.tools.text.tokenizer import load_tokenizer
+from megacore.tools.text.vocabulary import encode_prompt, prompt_begin, vocabulary_warnings
+from tests import training
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+BOS, END = 0, 1
+CONFIG = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def byte_tokenizer(folder: Path, config: dict[str, Any] | None = None, begins: bool = True) -> str:
+    """A tokenizer.json with a token for each byte; ``<s>`` begins a text, and ``</s>`` ends a document."""
+    folder.mkdir(exist_ok=True)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {piece: i for i, piece in enumerate(["<s>", "</s>", *alphabet])}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    fast.add_special_tokens(["<s>", "</s>"])
+    if begins:
+        fast.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", BOS)]
+        )
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG if config is None else config))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    return byte_tokenizer(tmp_path / "model")
+
+
+def documents_of(prefix: str) -> list[list[int]]:
+    corpus = IndexedTokens(prefix)
+    starts, lengths = corpus.documents(0, corpus.num_documents)
+    return [corpus.read(start, length).tolist() for start, length in zip(starts, lengths, strict=True)]
+
+
+def borders_of(prefix: str) -> list[tuple[int, int, int, int]]:
+    """The first and the last token of each document, and how many BOS and end tokens it has."""
+    return [(ids[0], ids[-1], ids.count(BOS), ids.count(END)) for ids in documents_of(prefix)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if texts were large: many blocks and many tasks."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(sources, "CUT_WINDOW", 128)
+    monkeypatch.setattr(streams, "PART_BYTES", 256)
+    monkeypatch.setattr(prepare_module, "TASK_BYTES", 1000)
+
+
+WORDS = "many words of a long text, and more of them\n" * 60
+
+
+def written_inputs(folder: Path) -> dict[str, Path]:
+    """The same text as a file, compressed, and as documents."""
+    paths = {"text": folder / "a.txt", "packed": folder / "a.txt.gz", "lines": folder / "a.jsonl"}
+    paths["text"].write_text(WORDS)
+    paths["packed"].write_bytes(gzip.compress(WORDS.encode()))
+    paths["lines"].write_text("".join(json.dumps({"text": f"{n} {WORDS[:300]}"}) + "\n" for n in range(9)))
+    return paths
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("form", "fraction"), [("text", 0.0), ("text", 0.3), ("packed", 0.0), ("lines", 0.3)]
+)
+def test_each_document_begins_once(form: str, fraction: float, tokenizer: str, tmp_path: Path) -> None:
+    """However it is cut into parts; the validation part of a single text is a document of its own."""
+    path = written_inputs(tmp_path)[form]
+    prefix = str(tmp_path / "out")
+    prepared = prepare([str(path)], prefix, tokenizer, valid_fraction=fraction)
+    assert prepared.begin == "token 0 <s>"
+    whole = 0
+    for name, sidecar in prepared.splits.items():
+        borders = borders_of(name)
+        assert borders == [
+            (BOS, 1 if form == "lines" or name != prefix or not fraction else END, 1, 1)
+        ] * len(borders)
+        assert sidecar.bos is True and sidecar.spelled_bytes == sidecar.text_bytes
+        whole += len(borders)
+    assert whole == (9 if form == "lines" else 1 + bool(fraction))
+
+
+@pytest.mark.parametrize(
+    ("config", "begins", "bos", "expected"),
+    [
+        (CONFIG, True, "auto", True),
+        (CONFIG, True, "never", False),
+        (CONFIG, False, "auto", False),
+        (CONFIG, False, "always", True),
+        (CONFIG | {"add_bos_token": True}, False, "auto", True),
+        (CONFIG | {"add_bos_token": False}, True, "auto", False),
+        (CONFIG | {"add_bos_token": False}, True, "always", True),
+        (CONFIG | {"bos_token": {"content": "<s>"}, "add_bos_token": True}, False, "auto", True),
+        ({}, True, "auto", True),
+    ],
+)
+def test_what_begins_documents(
+    config: dict[str, Any], begins: bool, bos: str, expected: bool, tmp_path: Path, capsys: Any
+) -> None:
+    """The post-processor says it, or `add_bos_token`, or the option; and it is printed and recorded."""
+    name = byte_tokenizer(tmp_path / "model", config, begins)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    words = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--tokenizer", name]
+    prepare_script.run([*words, "--workers", "1", "--bos", bos])
+    firsts = [document[0] for document in documents_of(str(tmp_path / "out"))]
+    assert firsts == [BOS, BOS] if expected else BOS not in firsts
+    sidecar = Sidecar.load(str(tmp_path / "out"))
+    assert sidecar is not None and sidecar.bos is expected
+    out = capsys.readouterr().out
+    assert ("every document begins with token 0" in out) == expected
+    left_out = "no document begins with token 0 <s>, which the tokenizer puts before a text: --bos never\n"
+    assert (left_out in out) == (bos == "never")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bos", "sometimes"], "config error: --bos: invalid choice: 'sometimes'"),
+        (
+            ["--bos", "always", "--tokenizer", "bytes"],
+            "config error: --bos: neither bytes nor a file next to it",
+        ),
+        (["--bos", "never", "--chat"], "config error: --bos: the chat template writes the special tokens"),
+        (["--bos", "never", "--nanogpt"], "config error: --bos: nanoGPT's tokens are taken as they are"),
+        (["--special-tokens", "--chat"], "config error: --special-tokens: the chat template writes"),
+        (["--special-tokens", "--nanogpt"], "config error: --special-tokens: nanoGPT's tokens are taken"),
+        (
+            ["--special-tokens", "--tokenizer", "bytes"],
+            "config error: --special-tokens: bytes has no special",
+        ),
+    ],
+)
+def test_options_without_a_meaning(options: list[str], message: str, tokenizer: str, tmp_path: Path) -> None:
+    """Ignored, they would leave another corpus than was asked for."""
+    (tmp_path / "a.txt").write_text("text")
+    words = [
+        "--input",
+        str(tmp_path / "a.txt"),
+        "--output",
+        str(tmp_path / "out/x"),
+        "--tokenizer",
+        tokenizer,
+    ]
+    with pytest.raises(UserError) as raised:
+        prepare_script.run([*words, "--workers", "1", *options])
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("between", ["</s>", "</s>\n", "\n</s>", "</s><s>", "</s></s>"])
+@pytest.mark.parametrize("form", ["a.txt", "a.txt.gz"])
+def test_special_tokens_of_the_text_divide_documents(
+    form: str, between: str, tokenizer: str, tmp_path: Path
+) -> None:
+    """Wherever the text is cut: every document begins and ends once, and nothing of the text is lost."""
+    texts = [f"story {n}, told in words" + " again" * (n % 50) for n in range(60)]
+    text = between.join(texts)
+    data = text.encode()
+    (tmp_path / form).write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
+    prefix = str(tmp_path / "out")
+    prepare([str(tmp_path / form)], prefix, tokenizer, special_tokens=True)
+    documents = documents_of(prefix)
+    assert all((ids[0], ids[-1], ids.count(BOS), ids.count(END)) == (BOS, END, 1, 1) for ids in documents)
+    reader = load_tokenizer(tokenizer)
+    plain = text.replace("<s>", "").split("</s>")
+    assert [reader.decode(ids) for ids in documents] == plain
+
+
+def test_the_user_is_told_of_special_tokens_that_stay_text(
+    tokenizer: str, tmp_path: Path, capsys: Any
+) -> None:
+    """A corpus whose documents are divided by them would be one document, without a word."""
+    (tmp_path / "a.txt").write_text("one</s>two</s>three")
+    words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--tokenizer", tokenizer]
+    prepare_script.run([*words, "--workers", "1"])
+    assert "the text spells this token 2 times, encoded as text (--special-tokens" in capsys.readouterr().out
+    assert borders_of(str(tmp_path / "out")) == [(BOS, END, 1, 1)]
+    prepare_script.run([*words, "--workers", "1", "--special-tokens"])
+    assert "spells" not in capsys.readouterr().out
+    assert borders_of(str(tmp_path / "out")) == [(BOS, END, 1, 1)] * 3
+
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("template", ["{{ bos_token }}", ""])
+def test_a_conversation_begins_as_its_template_says(
+    template: str, tokenizer: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Most templates write the BOS token; with another one, answers would be learned after two of them."""
+    turns = (
+        "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    (tmp_path / "t.jinja").write_text(template + turns)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    words = [
+        "--input",
+        str(tmp_path / "a.jsonl"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        tokenizer,
+    ]
+    prepare_script.run([*words, "--workers", "1", "--chat", "--template", str(tmp_path / "t.jinja")])
+    [document] = documents_of(str(tmp_path / "out"))
+    assert document.count(BOS) == bool(template) and (document[0] == BOS) == bool(template)
+    sidecar = Sidecar.load(str(tmp_path / "out"))
+    assert sidecar is not None and sidecar.bos is bool(template)
+    out = capsys.readouterr().out
+    assert ("no document begins with token 0 <s>" in out) == (not template)
+
+
+def test_a_document_mask_hides_the_bos_token_as_a_target(tokenizer: str, tmp_path: Path) -> None:
+    """The index tells where documents begin, so no end token is looked for."""
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
+    prefix = str(tmp_path / "out")
+    prepare([str(tmp_path / "a.jsonl")], prefix, tokenizer)
+    samples = EvalSamples(prefix, 7, 258, "best_fit")
+    tokens, targets = samples.samples(np.array([0]))
+    assert tokens[0].tolist().count(BOS) == 2 and BOS not in targets[0].tolist()
+    assert samples.documents(np.array([0])) == [(0, 4, 8)]
+
+
+# --- corpora of before --------------------------------------------------------------------------------------
+
+
+def without_record(prefix: str) -> None:
+    """The sidecar as it was before it told of BOS tokens."""
+    sidecar = json.loads(Path(f"{prefix}.json").read_text())
+    del sidecar["bos"], sidecar["spelled_bytes"]
+    Path(f"{prefix}.json").write_text(json.dumps(sidecar))
+
+
+@pytest.mark.parametrize(
+    ("bos", "recorded", "warned"), [("never", False, True), ("never", True, False), ("auto", False, False)]
+)
+def test_a_corpus_without_bos_tokens_is_reported(
+    bos: str, recorded: bool, warned: bool, tokenizer: str, tmp_path: Path
+) -> None:
+    """Unless it was asked for: then the sidecar says so."""
+    (tmp_path / "a.txt").write_text("text " * 20)
+    prefix = str(tmp_path / "out")
+    prepare([str(tmp_path / "a.txt")], prefix, tokenizer, bos=bos)
+    if not recorded:
+        without_record(prefix)
+    raw = {"model": {"vocab_size": 258}, "data": {"train": prefix, "tokenizer": tokenizer}}
+    lines = vocabulary_warnings(resolve(raw, [], "test", 1).config)
+    expected = f"WARNING: documents of {prefix} do not begin with token 0 <s>, which {tokenizer} puts before"
+    assert [line.startswith(expected) for line in lines] == [True] * warned
+
+
+# --- prompts ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_begins_as_the_run_s_documents(tokenizer: str, tmp_path: Path) -> None:
+    """With the tokenizer's own beginning where no record tells; and never with two."""
+    (tmp_path / "a.txt").write_text("text " * 20)
+    prefix = str(tmp_path / "out")
+    reader = load_tokenizer(tokenizer)
+    assert prompt_begin(reader, "auto", None) == prompt_begin(reader, "auto", "nowhere") == (BOS,)
+    prepare([str(tmp_path / "a.txt")], prefix, tokenizer, bos="never")
+    assert prompt_begin(reader, "auto", prefix) == prompt_begin(reader, "auto", [(1.0, prefix)]) == ()
+    assert prompt_begin(reader, "always", prefix) == (BOS,)
+    prepare([str(tmp_path / "a.txt")], prefix, tokenizer)
+    assert prompt_begin(reader, "auto", prefix) == (BOS,) and prompt_begin(reader, "never", prefix) == ()
+    plain = load_tokenizer(byte_tokenizer(tmp_path / "plain", begins=False))
+    prepare([str(tmp_path / "a.txt")], prefix, plain.name, bos="always")
+    assert prompt_begin(plain, "auto", prefix) == (BOS,) and prompt_begin(plain, "auto", None) == ()
+
+    ids = reader.encode("ab").tolist()
+    assert encode_prompt(reader, "ab", (BOS,)) == encode_prompt(reader, "<s>ab", (BOS,)) == [BOS, *ids]
+    assert encode_prompt(reader, "", (BOS,)) == [BOS] and encode_prompt(reader, "ab", ()) == ids
+
+
+@pytest.fixture
+def run_folder(tokenizer: str, tmp_path: Path) -> Path:
+    """A checkpoint of random weights with that tokenizer."""
+    raw = {
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 258},
+        "train": {"seq_len": 32},
+        "data": {"tokenizer": tokenizer},
+    }
+    return Path(training.write_weights(tmp_path / "run", resolve(raw, [], "test", 1).config))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], frozenset[int]]]:
+    """The prompts that the model is given, and the tokens that end its text of two letters."""
+    calls = []
+
+    def generate(self: Decoder, prompt: list[int], count: int, sampler: Any, ends: Any = ()) -> Iterator[int]:
+        calls.append((prompt, frozenset(ends)))
+        yield from (70, 71, END)
+
+    monkeypatch.setattr(Decoder, "generate", generate)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("options", "begin"), [([], [BOS]), (["--bos", "never"], []), (["--bos", "always"], [BOS])]
+)
+def test_generate_puts_the_bos_token(
+    options: list[str], begin: list[int], run_folder: Path, asked: list[Any], tokenizer: str, capsys: Any
+) -> None:
+    ids = load_tokenizer(tokenizer).encode("hello").tolist()
+    assert (
+        generate_script.run(["--checkpoint", str(run_folder), "--prompt", "hello", *options], RankInfo()) == 0
+    )
+    assert asked == [([*begin, *ids], frozenset({END}))]
+    assert capsys.readouterr().out == f"hello{load_tokenizer(tokenizer).decode([70, 71])}\n"
+
+
+@pytest.mark.parametrize(
+    ("listed", "ends"), [(7, {END, 7}), ([5, 9], {END, 5, 9}), (None, {END}), ([], {END})]
+)
+def test_any_end_token_of_the_generation_config_ends_a_text(
+    listed: Any, ends: set[int], run_folder: Path, asked: list[Any], tokenizer: str
+) -> None:
+    """A model for conversations ends a turn and a text by different tokens."""
+    Path(tokenizer).with_name("generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert generate_script.run(["--checkpoint", str(run_folder)], RankInfo()) == 0
+    assert [call[1] for call in asked] == [ends]
+
+
+@pytest.mark.parametrize("listed", ["</s>", [1, "2"], -1, True, {"a": 1}])
+def test_a_generation_config_that_lists_no_ids(listed: Any, tokenizer: str) -> None:
+    Path(tokenizer).with_name("generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(
+        DataError, match=r"generation_config\.json: eos_token_id: .* is not usable \(a token id"
+    ):
+        load_tokenizer(tokenizer)
