@@ -6,6 +6,7 @@ In any layout.
 import argparse
 import math
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
     )
     parser.add_argument("--tokenizer", help=tokenizer)
+    parser.add_argument(
+        "--bos-each-window",
+        action="store_true",
+        help="each window's first input is the tokenizer's BOS token, in place of the one in the text: some "
+        "models, such as Gemma, need it wherever they begin to read",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     add_weights(parser)
     parser.add_argument(
@@ -106,10 +113,18 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     return config
 
 
-def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
-    """The bytes of text that each token of the model stands for, ``[vocab]``;
-    None if the run names no tokenizer.
-    """
+@dataclass(frozen=True)
+class TextSizes:
+    """How tokens are counted as bytes of text."""
+
+    token_bytes: list[int]  # the bytes that each token of the model spells, [vocab]
+    # Bytes of the corpora's text for each byte that their tokens spell: a tokenizer may drop spaces of the
+    # text, or add some.
+    text_ratio: float
+
+
+def text_sizes(config: Config, samples: "EvalSamples") -> TextSizes | None:
+    """Return how to count bytes of text; None if the run names no tokenizer. Raises `UserError`."""
     from megacore.tools.corpora import Sidecar
     from megacore.tools.text.tokenizer import load_tokenizer
 
@@ -122,23 +137,65 @@ def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
         raise ConfigError(
             "--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right
         )
-    for corpus in samples.corpora:
-        known = Sidecar.load(corpus.prefix)
+    sidecars = [Sidecar.load(corpus.prefix) for corpus in samples.corpora]
+    for corpus, known in zip(samples.corpora, sidecars, strict=True):
         if known is not None and known.vocab_size != tokenizer.vocab_size:
             wrong = (
                 f"was prepared with {known.tokenizer} of {known.vocab_size} tokens, and {name} has "
                 f"{tokenizer.vocab_size}"
             )
             raise DataError(corpus.prefix, wrong, f"a corpus prepared with {name}")
-    return [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)] + [0] * (
-        vocab_size - tokenizer.vocab_size
-    )
+    token_bytes = [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
+    counted = [known for known in sidecars if known is not None and known.spelled_bytes]
+    text_ratio = 1.0
+    if len(counted) == len(sidecars):
+        text_ratio = sum(known.text_bytes for known in counted) / sum(
+            known.spelled_bytes or 0 for known in counted
+        )
+    return TextSizes(token_bytes + [0] * (vocab_size - tokenizer.vocab_size), text_ratio)
+
+
+def window_bos(config: Config) -> int:
+    """Return the BOS token of the run's tokenizer. Raises `ConfigError` without one."""
+    from megacore.tools.text.tokenizer import load_tokenizer
+    from megacore.tools.text.vocabulary import chosen_begin
+
+    name = config.data.tokenizer
+    begin = chosen_begin(load_tokenizer(name), "always", "--bos-each-window") if name is not None else ()
+    if not begin or begin[0] >= config.model.vocab_size:
+        wrong = "needs a tokenizer with a BOS token that the model knows"
+        raise ConfigError("--bos-each-window", wrong, "--tokenizer with the one of its training")
+    return begin[0]
+
+
+def batches_read(config: Config, samples: "EvalSamples") -> tuple[int, int]:
+    """Return how many batches are read, and how many the corpora have."""
+    total = -(-len(samples) // config.train.global_batch_size)
+    asked = config.train.eval_batches
+    return (min(asked, total) if asked else total), total
+
+
+def describe_batches(count: int, total: int, own_batches: int | None) -> str:
+    """Return the number of batches in words, and what the run's own validation reads if that is less."""
+    if count < total:
+        return f"{count:,} of {total:,}"
+    if own_batches and own_batches < total:
+        return f"{count:,}, all of them (the run's validation reads {own_batches:,}: --batches {own_batches})"
+    return f"{count:,}, all of them"
 
 
 def report(
-    evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", args: argparse.Namespace
+    evaluation: "Evaluation",
+    reader: "Reader",
+    samples: "EvalSamples",
+    batches: tuple[int, int],
+    own_batches: int | None,
+    args: argparse.Namespace,
 ) -> None:
-    """Prints the figures as a table, and writes them as JSON if asked."""
+    """Print the metrics as a table, and write them as JSON if asked.
+
+    `batches` is `batches_read`, and `own_batches` what the run's validation reads of the same corpora.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -151,6 +208,7 @@ def report(
         "checkpoint": str(reader.path),
         "step": reader.step,
         "data": [tokens.prefix for tokens in samples.corpora],
+        "batches": batches[0],
         "targets": evaluation.targets,
         "bytes": evaluation.text_bytes or None,
         "nats_per_token": evaluation.loss,
@@ -166,6 +224,8 @@ def report(
             text = f"{value:.6g}" if evaluation.targets else "unknown: no token that was read is learned"
         else:
             text = f"{value:,}" if isinstance(value, int) else value or "unknown: no tokenizer is named"
+        if name == "batches":
+            text = describe_batches(*batches, own_batches)
         table.add_row(name.replace("_per_", " a ").replace("_", " "), text)
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
     if args.json is not None:
@@ -195,31 +255,41 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.inputs import check_measurable
     from megacore.tools.machine.device import take_device
+    from megacore.tools.text.vocabulary import bos_warnings
     from megacore.train.evaluation import evaluate
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         choose_weights(reader, args.weights)
-        config = settled_alone(
-            evaluation_config(sections_to_run(reader, args.source), args, place.world_size)
-        )
+        sections = sections_to_run(reader, args.source)
+        config = settled_alone(evaluation_config(sections, args, place.world_size))
         check_weights(reader, config)
         check_measurable(config)
         assert config.data.valid is not None
         samples = EvalSamples(
-            config.data.valid, config.train.seq_len, config.model.vocab_size, config.data.packing
+            config.data.valid,
+            config.train.seq_len,
+            config.model.vocab_size,
+            config.data.packing,
+            bos=window_bos(config) if args.bos_each_window else None,
         )
         check_corpora(samples.corpora, config.model.vocab_size, scan=place.local_rank == 0)
         sizes = text_sizes(config, samples)
+        if place.rank == 0:
+            for line in bos_warnings([tokens.prefix for tokens in samples.corpora], config.data.tokenizer):
+                print(line, file=sys.stderr)
         device = take_device(config, place)
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
         share_cores(config, place.world_size, device)
         stages = build_stages(config, mesh)
         load_weights(reader, stages)
-        token_bytes = None if sizes is None else torch.tensor(sizes, device=device)
+        token_bytes = None if sizes is None else torch.tensor(sizes.token_bytes, device=device)
         result = evaluate(config, Runtime(stages, None, mesh.pp, mesh.observers), mesh, samples, token_bytes)
     if place.rank == 0:
-        report(result, reader, samples, args)
+        if sizes is not None:
+            result = replace(result, text_bytes=round(result.text_bytes * sizes.text_ratio))
+        own_batches = sections["train"].get("eval_batches") if args.data is None else None
+        report(result, reader, samples, batches_read(config, samples), own_batches, args)
     return 0
 
 

@@ -203,12 +203,17 @@ class EvalSamples:
     Tokens that a corpus does not want learned are no targets. With `packing` "best_fit" the samples hold
     whole documents, and the first token of a document is no target.
 
+    With `bos` every sample, and every document that is packed into one, has that token as its first input,
+    in place of the one that it would have. The targets are the same.
+
     Raises:
         DataError: a corpus is missing, damaged, or has no token to predict.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, vocab_size: int, packing: str = "none") -> None:
-        self.seq_len, self.vocab_size = seq_len, vocab_size
+    def __init__(
+        self, spec: Spec, seq_len: int, vocab_size: int, packing: str = "none", bos: int | None = None
+    ) -> None:
+        self.seq_len, self.vocab_size, self.bos = seq_len, vocab_size, bos
         self.corpora = [tokens for _, tokens in open_corpora(spec)]
         for tokens in self.corpora:
             if tokens.num_tokens < 2:
@@ -236,6 +241,9 @@ class EvalSamples:
                 read_tokens(*found, row)
                 check_ids(row, *found, self.vocab_size)
                 own[:] = np.where(learned(*found, len(row))[1:], row[1:], IGNORED)
+                if self.bos is not None:
+                    lengths = [length for _, length in found[1]]
+                    row[np.cumsum([0, *lengths[:-1]])] = self.bos
         return tokens[:, :-1], targets
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -20,6 +21,7 @@ from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.data.indexed import IndexedTokens
+from megacore.data.samples import EvalSamples
 from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -213,6 +215,108 @@ def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
     )
     nats = figures["nats_per_token"] * figures["targets"]
     assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / figures["bytes"], rel=1e-12)
+
+
+def word_pieces(folder: Path, text: str) -> str:
+    """A tokenizer.json of BERT's kind: lower case, one space between words, and [CLS] before a text."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    fast = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    fast.normalizer = tokenizers.normalizers.BertNormalizer()
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    fast.decoder = tokenizers.decoders.WordPiece()
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=300, special_tokens=special)
+    fast.train_from_iterator([text], trainer)
+    fast.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    fast.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_bytes_of_a_text_that_its_tokens_do_not_keep(pool: Any, tmp_path: Path) -> None:
+    """Runs of spaces are no tokens of such a tokenizer; bits per byte are of the text as it was.
+
+    So they do not change with the number of batches, either.
+    """
+    text = "Some   Words,  with    spaces\n\n   that no token keeps.\n" * 60
+    (tmp_path / "a.txt").write_text(text)
+    name, prefix = word_pieces(tmp_path, text), str(tmp_path / "words")
+    sidecar = prepare([str(tmp_path / "a.txt")], prefix, name).splits[prefix]
+    assert sidecar.spelled_bytes is not None and sidecar.spelled_bytes < 0.9 * len(text)
+    model = {"vocab_size": 300, "num_layers": 1}
+    path = training.write_config(tmp_path, prefix, model=model, data={"tokenizer": name})
+    weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
+    arguments = ["--checkpoint", str(weights), "--data", prefix]
+    figures = pool.run(1, figures_of, arguments, f"{tmp_path}/figures.json")[0]
+    assert figures["bytes"] == pytest.approx(len(text), abs=2)  # the first token, [CLS], has no bytes
+    part = pool.run(1, figures_of, [*arguments, "--batches", "2"], f"{tmp_path}/figures.json")[0]
+    per_byte, per_byte_of_part = (f["nats_per_token"] * f["targets"] / f["bytes"] for f in (figures, part))
+    assert per_byte_of_part == pytest.approx(per_byte, rel=0.05)
+
+
+def test_each_window_may_begin_with_the_bos_token(pool: Any, tmp_path: Path) -> None:
+    """The targets stay the same; a model that needs the token is measured as it is used."""
+    text = "Words of a text that is longer than a window. " * 40
+    (tmp_path / "a.txt").write_text(text)
+    name, prefix = word_pieces(tmp_path, text), str(tmp_path / "words")
+    prepare([str(tmp_path / "a.txt")], prefix, name)
+    plain, begun = EvalSamples(prefix, 16, 300), EvalSamples(prefix, 16, 300, bos=1)
+    every = np.arange(len(plain))
+    (inputs, targets), (begun_inputs, begun_targets) = plain.samples(every), begun.samples(every)
+    assert (begun_inputs[:, 0] == 1).all() and (inputs[1:, 0] != 1).all()
+    assert np.array_equal(begun_inputs[:, 1:], inputs[:, 1:]) and np.array_equal(begun_targets, targets)
+
+    model = {"vocab_size": 300, "num_layers": 1, "init_std": 0.3}
+    path = training.write_config(tmp_path, prefix, model=model, data={"tokenizer": name})
+    weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
+    arguments = ["--checkpoint", str(weights), "--data", prefix]
+    figures = [
+        pool.run(1, figures_of, [*arguments, *more], f"{tmp_path}/figures.json")[0]
+        for more in ([], ["--bos-each-window"])
+    ]
+    assert figures[0]["targets"] == figures[1]["targets"] and figures[0]["bytes"] == figures[1]["bytes"]
+    assert abs(figures[0]["nats_per_token"] - figures[1]["nats_per_token"]) > 1e-3
+    for tokenizer in ("bytes", "null"):
+        mistake = evaluate_mistake([*arguments, "--bos-each-window", f"data.tokenizer={tokenizer}"])
+        assert mistake.startswith("config error: --bos-each-window: ")
+
+
+def test_packed_documents_begin_with_the_bos_token(tmp_path: Path) -> None:
+    """Each of those that share a sample, and each part of one that is longer."""
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ("abc", "de", "f" * 20))
+    )
+    prepare([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), "bytes")
+    samples = EvalSamples(str(tmp_path / "out"), 8, 256, "best_fit", bos=7)
+    for index in range(len(samples)):
+        tokens, targets = samples.samples(np.array([index]))
+        begins = [
+            begin for begin in samples.documents(np.array([index]))[0] if begin < 8 and tokens[0][begin]
+        ]
+        assert np.flatnonzero(tokens[0] == 7).tolist() == begins and 7 not in targets
+
+
+@pytest.mark.parametrize(
+    ("more", "printed"),
+    [
+        ([], "61, all of them (the run's validation reads 3: --batches 3)"),
+        (["--batches", "3"], "3 of 61"),
+        (["--batches", "70"], "61, all of them (the run's validation reads 3: --batches 3)"),
+        (["--data", "VALID"], "61, all of them"),
+    ],
+)
+def test_it_says_how_many_batches_it_reads(
+    more: list[str], printed: str, text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The run's log has the mean of some batches, and without a word the two figures would not agree."""
+    config = config_of(text, tmp_path, "train.eval_batches=3")
+    weights = training.write_weights(tmp_path / "checkpoints", config)
+    more = [str(text / "code_valid") if word == "VALID" else word for word in more]
+    assert run(["--checkpoint", str(weights), *more, "--json", f"{tmp_path}/figures.json"], RankInfo()) == 0
+    rows = [" ".join(line.strip("│ ").split()) for line in capsys.readouterr().out.splitlines()]
+    [row] = [row for row in rows if row.startswith("batches")]
+    assert row.replace("│ ", "") == f"batches {printed}"
+    read = int(printed.partition(",")[0].partition(" ")[0])
+    assert json.loads((tmp_path / "figures.json").read_text())["batches"] == read
 
 
 def evaluate_mistake(arguments: list[str]) -> str:

@@ -91,16 +91,15 @@ def describe(tokenizer: Tokenizer, begin: tuple[int, ...]) -> str:
     return f"token {begin[0]} {text}".strip()
 
 
-def chosen_begin(tokenizer: Tokenizer, choice: str) -> tuple[int, ...]:
+def chosen_begin(tokenizer: Tokenizer, choice: str, option: str = "--bos") -> tuple[int, ...]:
     """Return the tokens that begin a text for a value of ``--bos``. Raises `ConfigError` without a token."""
     if choice == "never":
         return ()
     if choice == "auto" or tokenizer.begin_of_document:
         return tokenizer.begin_of_document
     if tokenizer.bos is None:
-        raise ConfigError(
-            "--bos", f"neither {tokenizer.name} nor a file next to it names a BOS token", "auto or never"
-        )
+        wrong = f"neither {tokenizer.name} nor a file next to it names a BOS token"
+        raise ConfigError(option, wrong, "auto or never" if option == "--bos" else "without it")
     return (tokenizer.bos,)
 
 
