@@ -298,6 +298,8 @@ def run(argv: list[str]) -> None:
     words = [
         f"data.train={args.output}",
         *([f"data.valid={args.output}_valid"] if args.valid_fraction else []),
+        # conversations do not see each other, and none is cut
+        *(["data.document_mask=true", "data.packing=best_fit"] if args.chat else []),
     ]
     # an import has its tokenizer in a folder beside its config
     imported = Path(prepared.tokenizer).parents[1:2]

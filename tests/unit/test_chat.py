@@ -3,6 +3,7 @@ what is none is refused in a line.
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,14 @@ def prepared(folder: Path, *records: Any, more: tuple[str, ...] = ()) -> str:
     ]
     script.run([*words, "--chat", "--template", str(folder / "turns.jinja"), *more])
     return str(folder / "out")
+
+
+def test_the_next_command_keeps_conversations_apart(tmp_path: Path, capsys: Any) -> None:
+    """Typed as it is printed, it must not let an answer see the conversation before it, or cut one."""
+    prefix = prepared(tmp_path, {"messages": said("ab", "cd")})
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    config = load(words[words.index("--config") + 1], words[words.index("--config") + 2 :]).config
+    assert config.data.document_mask and config.data.packing == "best_fit" and config.data.train == prefix
 
 
 def test_the_script_writes_tokens_and_their_mask(tmp_path: Path) -> None:
