@@ -389,8 +389,8 @@ def _split(source: Source, valid_fraction: float) -> list[Source]:
 def _cut(file: BinaryIO, offset: int, source: Source) -> int:
     """Return the real position of a block boundary of a text that is nominally at `offset`.
 
-    A text is cut before a space between two words, where tokenizers of all kinds begin a token; or, if none is
-    close, after a newline; or else between two characters.
+    A text is cut before a space between two words, where tokenizers of all kinds begin a token. If there is
+    none close by, it is cut after a newline, or else between two characters.
     """
     if offset <= source.start or offset >= source.stop:
         return min(max(offset, source.start), source.stop)
