@@ -21,7 +21,8 @@ WHY_NOT = missing() or (
     "" if os.environ.get("MEGACORE_CLUSTER") else "minutes long: bash tests/cluster/run.sh"
 )
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"Slurm: {WHY_NOT}")
-OPTIONS = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0")
+# the nodes have two cores
+OPTIONS = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1")
 SCRIPT = str(ROOT / "launch" / "slurm" / "pretrain.sbatch")
 STEPS = 40
 
@@ -201,7 +202,7 @@ def test_an_array_trains_each_line(cluster: Slurm, folder: Path) -> None:
     (folder / "runs.txt").write_text(
         "".join(f"{row} log.dir={folder}/array_{i}\n" for i, row in enumerate(rows, 1))
     )
-    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--array=1-3")
+    options = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1", "--array=1-3")
     job = cluster.submit(folder, *options, SCRIPT, "--runs", "runs.txt", "--config", "config.json")
     for task in (1, 2):
         cluster.wait(f"{job}_{task}", "COMPLETED", seconds=120)

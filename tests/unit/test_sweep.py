@@ -23,6 +23,7 @@ from megacore.tools.sweep.results import Results, rows_of
 from megacore.tools.sweep.spec import Spec, read_spec
 from megacore.tools.sweep.trials import trials_of
 from tests.conftest import Refused
+from tests.pool import ROOT
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 256}
 TRAIN = {"steps": 4, "seq_len": 16, "global_batch_size": 4, "precision": "fp32", "device": "cpu"}
@@ -318,6 +319,18 @@ def test_job_array(tmp_path: Path, stand_in: None, capfd: pytest.CaptureFixture[
     done = subprocess.run(["bash", str(job)], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == f"{tmp_path}/out/configs/lr=0.04.json", done.stderr
     assert load(done.stdout.split()[-1], []).config.optim.lr == 0.04
+
+
+@pytest.mark.parametrize(("given", "cores"), [({"SLURM_CPUS_PER_TASK": "12"}, "12"), ({}, "1")])
+def test_ranks_have_their_cores(tmp_path: Path, given: dict[str, str], cores: str) -> None:
+    """srun takes no cores over from the job, so each rank, its loader and its heartbeats would share one."""
+    script = ROOT / "launch" / "slurm" / "pretrain.sbatch"
+    assert "\n#SBATCH --cpus-per-task=8\n" in script.read_text()
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$OMP_NUM_THREADS $@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGACORE_VENV": "none"} | given
+    done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == cores and f"--cpus-per-task={cores}" in done.stdout
 
 
 def test_pictures(tmp_path: Path, stand_in: None) -> None:

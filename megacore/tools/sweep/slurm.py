@@ -10,6 +10,7 @@ from megacore.files import ROOT, write_whole
 from megacore.tools.sweep.folder import SweepFolder
 from megacore.tools.sweep.results import Row
 
+CORES = 8  # of a rank with a GPU, as in pretrain.sbatch
 JOB = """#!/usr/bin/env bash
 # Trials {numbers} of the sweep in {folder}: task N trains the config in line N of runs.txt.
 #SBATCH --job-name={name}
@@ -58,7 +59,7 @@ def write_job(folder: SweepFolder, rows: list[Row], host_size: int, at_once: int
         name=folder.path.name,
         nodes=count // tasks,
         tasks=tasks,
-        gpus="" if on_cpu else f"#SBATCH --gpus-per-node={tasks}\n",
+        gpus="" if on_cpu else f"#SBATCH --gpus-per-node={tasks}\n#SBATCH --cpus-per-task={CORES}\n",
         script=shlex.quote(str(ROOT / "launch" / "slurm" / "pretrain.sbatch")),
     )
     job = folder.path / "sweep.sbatch"
