@@ -130,7 +130,11 @@ def run(argv: list[str]) -> int:
     path = os.pathsep.join(
         filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")))
     )
-    ray.init(logging_level="WARNING", runtime_env={"env_vars": {"PYTHONPATH": path}})
+    try:
+        ray.init(logging_level="WARNING", runtime_env={"env_vars": {"PYTHONPATH": path}})
+    except Exception as error:
+        refuse_connection(error)
+        raise
     try:
         resources = ray.cluster_resources()
         gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
@@ -164,6 +168,25 @@ def run(argv: list[str]) -> int:
         ray.shutdown()  # behind which nobody else speaks
     print(line, file=sys.stderr)
     return status
+
+
+def refuse_connection(error: Exception) -> None:
+    """Raise `ConfigError` if Ray could not reach its cluster, or has not the token that the cluster asks for.
+
+    Ray itself ends with a traceback. Without RAY_AUTH_MODE it sends no token to an address that is given, and
+    of a wrong token or none it says only that it cannot connect.
+    """
+    token = "the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+    if type(error).__name__ == "AuthenticationError":  # of ray.exceptions, from Ray 2.52 on
+        raise ConfigError("ray", "this machine has no token for RAY_AUTH_MODE=token", token) from None
+    if isinstance(error, ConnectionError):
+        address = os.environ.get("RAY_ADDRESS", "its address")
+        right = "a cluster that runs there"
+        if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+            right += f", and {token}"
+        else:
+            right += f"; if it asks for a token, RAY_AUTH_MODE=token and {token}"
+        raise ConfigError("ray", f"cannot connect to a Ray cluster at {address}", right) from None
 
 
 def supervised(args: argparse.Namespace, config: Config, folder: Path, gpu: bool) -> int:

@@ -115,6 +115,61 @@ def test_each_start_is_a_run_of_fixed_size(
     assert "2 ranks on the Ray cluster: " in said and "left over: the Ray cluster (1 slot)" in said
 
 
+class AuthenticationError(Exception):
+    """As Ray 2.60 calls it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "mode", "said"),
+    [
+        (
+            AuthenticationError("Token authentication is enabled but no authentication token was found"),
+            "token",
+            "this machine has no token for RAY_AUTH_MODE=token (the cluster's token in ~/.ray/auth_token or",
+        ),
+        (
+            ConnectionError("Failed to connect to Ray cluster at node0:6379"),
+            None,
+            "cannot connect to a Ray cluster at node0:6379 (a cluster that runs there; if it asks for a "
+            "token, RAY_AUTH_MODE=token and the cluster's token in",
+        ),
+        (
+            ConnectionError("Failed to connect to Ray cluster at node0:6379"),
+            "token",
+            "cannot connect to a Ray cluster at node0:6379 (a cluster that runs there, and the cluster's",
+        ),
+    ],
+)
+def test_a_cluster_that_asks_for_a_token(
+    config: str, monkeypatch: pytest.MonkeyPatch, error: Exception, mode: str | None, said: str
+) -> None:
+    """Ray ends with a traceback, and of a missing token it says that it cannot connect."""
+
+    def init(**options: object) -> None:
+        raise error
+
+    ray, train = SimpleNamespace(init=init), SimpleNamespace(TrainingFailedError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    monkeypatch.setenv("RAY_ADDRESS", "node0:6379")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(ConfigError) as raised:
+        run(["--config", config, "--workers", "1"])
+    assert str(raised.value).startswith(f"config error: ray: {said}")
+
+
+def test_other_errors_of_ray_keep_their_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise RuntimeError("the disk of the object store is full")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(TrainingFailedError=ValueError))
+    with pytest.raises(RuntimeError, match="object store"):
+        run(["--config", config, "--workers", "1"])
+
+
 @pytest.mark.parametrize("text", ["0", "8:4", "x", "", "4:", "-1", "1.5", "1:2:3", "9" * 9])
 def test_workers_that_are_no_number(text: str) -> None:
     """A traceback, or a range that holds nothing."""
