@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 # so that a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, shown
 from megacore.tools.cli import Parser, exit_with
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ INPUTS = """text, JSON lines, .gz and .zst of both, Parquet, Arrow, folders of d
 and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face hub; python-stdlib is Python's
 own source"""
 MOST_WORKERS = 1024
-# keys that hold what is said, which cannot be ignored
-SPOKEN = {"messages", "conversations", "conversation", "role", "from", "content", "value"}
-LEARNED = "⟦", "⟧"
+LEARNED_BRACKETS = ("⟦", "⟧")  # mark what is learned where there are no colours
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
 
@@ -116,11 +114,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.ignore_keys = tuple(key.strip() for key in args.ignore_keys.split(",") if key.strip())
-    for option, value in (("--ignore-keys", args.ignore_keys), ("--show", args.show)):
-        if value not in ((), None) and not args.chat:
-            raise ConfigError(option, "belongs to conversations", "--chat as well")
-    if spoken := sorted(SPOKEN & set(args.ignore_keys)):
-        raise ConfigError("--ignore-keys", f"{', '.join(spoken)} holds the conversation", "other keys")
+    if args.ignore_keys and not args.chat:
+        raise ConfigError("--ignore-keys", "belongs to conversations", "--chat as well")
+    if args.show is not None and not args.chat:
+        raise ConfigError("--show", "belongs to conversations", "--chat as well")
     if args.show is not None and args.show < 1:
         raise ConfigError("--show", f"{args.show} is not a number of conversations", "1 or more")
     if args.show is None and args.output is None:
@@ -167,34 +164,44 @@ def show(args: argparse.Namespace) -> None:
 
     from megacore.tools.prepare.prepare import show_conversations
 
-    notes: Counter[str] = Counter()
     console = Console(highlight=False, soft_wrap=True)
-    # without colours, as in a file, brackets tell what is learned
-    before, after = ("", "") if console.color_system else LEARNED
-    console.print(Text.assemble("learned: ", (f"{before}this{after}", "bold green"), "; read only: this"))
-    for where, conversation in show_conversations(
+    opening, closing = ("", "") if console.color_system else LEARNED_BRACKETS
+    notes: Counter[str] = Counter()
+    conversations = show_conversations(
         args.input, args.tokenizer, args.show, template=args.template, ignored_keys=args.ignore_keys
-    ):
+    )
+    for number, (where, conversation) in enumerate(conversations):
+        if number == 0:
+            example = f"{opening}this{closing}"
+            console.print(Text.assemble("learned: ", (example, "bold green"), "; read only: this"))
         console.print(Text(f"\n{where}", "bold"))
         notes.update(conversation.notes)
         for text, learned in conversation.parts:
-            console.print(
-                Text(f"{before}{text}{after}" if learned else text, "bold green" if learned else ""), end=""
-            )
+            visible = "\n".join(shown(line, most=len(line)) for line in text.split("\n"))
+            if learned:
+                console.print(Text(f"{opening}{visible}{closing}", "bold green"), end="")
+            else:
+                console.print(Text(visible), end="")
         console.print()
-    print_notes(notes)
+    print_notes(notes, args.ignore_keys)
 
 
-def print_notes(notes: Counter[str]) -> None:
+def print_notes(notes: Counter[str], ignored_keys: tuple[str, ...]) -> None:
     """Prints what of the conversations was not used."""
-    unused = [(note.removeprefix("key "), count) for note, count in notes.items() if note.startswith("key ")]
-    if unused:
-        keys = ", ".join(f"{key} ({count:,})" for key, count in sorted(unused))
-        print(f"not used, because it does not change what is learned: {keys}")
-    for note, count in sorted(notes.items()):
-        if note.startswith("unwritten "):
-            what = note.removeprefix("unwritten ")
-            print(f"warning: the template does not write {what} as it is, {count:,} times", file=sys.stderr)
+    from megacore.tools.prepare.split import IGNORED, UNUSED, UNWRITTEN, notes_of
+
+    for kind, meaning in (
+        (UNUSED, "not used, because they do not change what is learned"),
+        (IGNORED, "ignored, as --ignore-keys says"),
+    ):
+        if counts := notes_of(notes, kind):
+            print(f"{meaning}: {', '.join(f'{key} ({count:,})' for key, count in counts.items())}")
+    absent = [key for key in ignored_keys if key not in notes_of(notes, IGNORED)]
+    if absent:
+        print(f"warning: --ignore-keys: no line has {', '.join(absent)}", file=sys.stderr)
+    for name, count in notes_of(notes, UNWRITTEN).items():
+        times = f"{count:,} time{'s' if count > 1 else ''}"
+        print(f"warning: the template does not write {name} as it is, {times}", file=sys.stderr)
 
 
 def prepare_text(args: argparse.Namespace) -> "Prepared":
@@ -241,6 +248,8 @@ def prepare_text(args: argparse.Namespace) -> "Prepared":
 
 def run(argv: list[str]) -> None:
     """Prepares the input, and prints what was written. Raises `UserError`."""
+    from megacore.tools.prepare.split import SPELLED_END, notes_of
+
     args = parse(argv)
     if args.show is not None:
         show(args)
@@ -270,7 +279,7 @@ def run(argv: list[str]) -> None:
     print_beginnings(args, prepared)
     if prepared.end is not None and not args.chat:
         print(f"every document ends with {prepared.end}")
-        if spelled := prepared.notes["spelled end"]:
+        if spelled := sum(notes_of(prepared.notes, SPELLED_END).values()):
             times = f"{spelled:,} time{'s' if spelled > 1 else ''}"
             print(
                 f"the text spells this token {times}, encoded as text (--special-tokens makes it the token)"
@@ -280,10 +289,7 @@ def run(argv: list[str]) -> None:
             f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one",
             file=sys.stderr,
         )
-    print_notes(prepared.notes)
-    absent = [key for key in args.ignore_keys if f"key {key}" not in prepared.notes]
-    if absent:
-        print(f"warning: --ignore-keys: no line has {', '.join(absent)}", file=sys.stderr)
+    print_notes(prepared.notes, args.ignore_keys)
     largest = sorted(prepared.left_out, key=lambda entry: -entry.size)
     whole = prepared.input_bytes + sum(entry.size for entry in largest)
     for entry in largest[:MOST_NAMED]:

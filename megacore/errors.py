@@ -6,12 +6,12 @@ Programmer errors are `assert`s and ordinary exceptions; they keep their traceba
 MOST = 600  # characters of a part of a line: a key or a path may have any number of them
 
 
-def shown(text: str) -> str:
+def shown(text: str, most: int = MOST) -> str:
     """The text for a terminal: on one line, without control characters, and of a long
     one its beginning and its end.
     """
-    if len(text) > MOST:
-        text = f"{text[: MOST // 2]}…{text[-MOST // 2 :]}"
+    if len(text) > most:
+        text = f"{text[: most // 2]}…{text[-most // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -113,7 +113,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ([{"role": "user", "content": {"a": 1}}, ANSWER], TURNS, "has no text as the content of message 1"),
     (said("a", " \n"), TURNS, "has an empty answer, message 2"),
     (said("a"), TURNS, "has no answer: no message is of the role assistant"),
-    (said("a", "\ufdd0"), TURNS, "holds U+FDD0 or U+FDD1 in message 2"),
+    (said("a", "\ufdd0"), TURNS, "holds U+FDD0, U+FDD1 or U+FDD2"),
     (said("a", "\ud800"), TURNS, "holds half a surrogate pair"),
     (said("a", "b"), "{{ raise_exception('roles\nmust alternate') }}", "template fail: roles must alternate"),
     (said("a", "b"), "{{ messages[9].content.x.y }}", "template fail: "),
@@ -127,8 +127,12 @@ REFUSED: list[tuple[Any, str, str]] = [
         "{{ messages|length }}" + TURNS,
         "is written otherwise up to message 2 than as a whole",
     ),
-    (said("a", "b"), "{{ messages[0].content }}", "writes none of its answers"),
-    (said("a", "b"), "{% generation %}{% endgeneration %}", "writes none of its answers"),
+    (
+        said("a", "b"),
+        "{{ messages[0].content }}",
+        "which is to be learned and which the template does not write",
+    ),
+    (said("a", "b"), "{% generation %}{% endgeneration %}", "which the template does not write"),
     (
         said("a", "b"),
         "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}",

@@ -83,7 +83,7 @@ def test_a_marked_answer_is_not_learned(mark: dict[str, Any], chat: Chat) -> Non
 
 
 def test_every_mark_is_tried() -> None:
-    marks = {key for key, (use, _) in MESSAGE_KEYS.items() if use in (Use.LEARN, Use.MASK)}
+    marks = {key for key, (use, _) in MESSAGE_KEYS.items() if use in (Use.LEARN, Use.WEIGHT, Use.MASK)}
     assert marks == {key for mark in LEFT_OUT for key in mark}
 
 
@@ -119,12 +119,12 @@ def test_unmask_learns_all_but_the_system_message(chat: Chat) -> None:
         ({"messages": talk(function_call={"name": "f"})}, "tool_calls is the newer one"),
         ({"messages": talk(mood="sad")}, "has the key mood in message 2, which may change what is learned"),
         ({"messages": talk(), "toxicity": 0.1}, "has the key toxicity, which may change what is learned"),
-        ({"messages": talk(a=1), "b": 2}, "has the keys a in message 2, b, which may change what is learned"),
+        ({"messages": talk(a=1), "b": 2}, "has the keys b, a in message 2, which may change what is learned"),
         ({"messages": talk(), "weight": 2.0}, "has weight 2.0"),
         ({"messages": talk(), "weight": 0}, "has weight 0, so nothing of it is learned"),
         ({"messages": talk(), "mask": "Assistant"}, "has mask 'Assistant'"),
         ({"messages": talk(), "chosen": talk()}, "for preference training"),
-        ({"messages": talk(), "conversations": talk()}, "has the key conversations"),
+        ({"messages": talk(), "conversations": talk()}, "has conversations under messages and conversations"),
         ({"messages": talk(), "chat_template_kwargs": {"messages": []}}, "has a wrong chat_template_kwargs"),
         ({"messages": talk(), "tools": "one"}, "has tools that are not a list"),
         ({"messages": [talk()[0], talk(weight=0)[1]]}, "marks every answer as not learned"),
@@ -226,7 +226,7 @@ def test_the_mask_of_the_corpus_follows_the_keys(tmp_path: Path, capsys: Any) ->
     lines = [{"messages": talk(weight=0), "id": "a", "source": "web"}, {"messages": talk(), "id": "b"}]
     assert learned_bytes(run(tmp_path, lines)) == b"four<|im_end|>\nfive<|im_end|>\nfour<|im_end|>\n"
     output = capsys.readouterr().out
-    assert "not used, because it does not change what is learned: id (2), source (1)" in output
+    assert "not used, because they do not change what is learned: id (2), source (1)" in output
 
 
 def test_an_unknown_key_names_its_line_and_the_way_out(tmp_path: Path, capsys: Any) -> None:
@@ -238,9 +238,12 @@ def test_an_unknown_key_names_its_line_and_the_way_out(tmp_path: Path, capsys: A
     assert not (tmp_path / "out").exists()
     run(tmp_path, lines, "--ignore-keys", "language, model,mood")
     output = capsys.readouterr()
-    assert "language (1), model (1)" in output.out and "--ignore-keys: no line has mood" in output.err
-    with pytest.raises(UserError, match="--ignore-keys: content holds the conversation"):
-        run(tmp_path, lines, "--ignore-keys", "content")
+    assert (
+        "ignored, as --ignore-keys says: language (1), model (1)" in output.out
+        and "--ignore-keys: no line has mood" in output.err
+    )
+    with pytest.raises(UserError, match="has no role in message 1"):
+        run(tmp_path, lines, "--ignore-keys", "language,model,role")
 
 
 def test_reasoning_that_the_template_leaves_out_is_reported(tmp_path: Path, capsys: Any) -> None:
@@ -309,7 +312,7 @@ def test_a_key_that_is_passed_over_is_noticed(
     table = MESSAGE_KEYS if fault == "weight" else LINE_KEYS
     record = {"messages": talk(weight=0)} if fault == "weight" else {"messages": talk(), "unmask": True}
     right = conversations.read_conversation(record).learned
-    monkeypatch.setitem(table, fault, (Use.NONE, "bookkeeping"))
+    monkeypatch.setitem(table, fault, (Use.UNUSED, "bookkeeping"))
     assert conversations.read_conversation(record).learned != right
 
 

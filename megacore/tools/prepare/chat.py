@@ -10,16 +10,17 @@ Templates run in the sandbox of `tools.text.sandbox`, and there in Jinja's, whic
 what they are given.
 """
 
+import contextlib
 import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from jinja2 import TemplateError, nodes
@@ -31,14 +32,14 @@ from megacore.errors import ConfigError, DataError
 from megacore.files import read_json, read_text
 from megacore.tools.prepare.conversations import (
     ASSISTANT,
-    BEGIN,
-    END,
-    LINE,
+    LINE_FORM,
     Conversation,
+    UnknownKeys,
     WrongConversation,
     read_conversation,
 )
 from megacore.tools.prepare.sources import why_not_json
+from megacore.tools.prepare.split import IGNORED, UNUSED, UNWRITTEN, Tokenized
 from megacore.tools.text.sandbox import Answer, Failure, call, one_line
 from megacore.tools.text.sandboxed import opened
 from megacore.tools.text.tokenizer import Tokenizer
@@ -46,22 +47,20 @@ from megacore.tools.text.tokenizer import Tokenizer
 MARKING = re.compile(r"\{%[-+]?\s*generation\b")
 MARKED = "a template with {% generation %} … {% endgeneration %} around its answers"
 TEMPLATE = "a file with a Jinja template that goes through `messages`"
-PLACE = "\ufdd2"  # a code point that stands for no character, to find where a template writes a content
+# code points that stand for no character: around an answer in what a template writes, and in place of a text
+BEGIN, END, PLACE = "\ufdd0", "\ufdd1", "\ufdd2"
+# what a line must not hold, as JSON may write them
+MARKS = [form.encode() for mark in (BEGIN, END, PLACE) for form in (mark, ascii(mark)[1:-1])]
 # texts of a message that templates may leave out, which is reported
 TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "name")
 
 Span = tuple[int, int]
-Render = Callable[..., str]
 
 
-class EncodedChat(NamedTuple):
-    """The tokens of a conversation."""
+class Render(Protocol):
+    """Writes some messages by the template; with `ask`, also the words that ask for an answer."""
 
-    tokens: np.ndarray  # [tokens]
-    learned: np.ndarray  # bool, [tokens]
-    text_bytes: int
-    # how often a key was not used ("key NAME"), and a text was not written by the template ("unwritten …")
-    notes: dict[str, int]
+    def __call__(self, messages: list[dict[str, Any]], ask: bool = False) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Chat:
     template: str
     path: str
     today: str
-    ignored: tuple[str, ...] = ()
+    ignored: Sequence[str] = ()
 
 
 class Generation(Extension):
@@ -93,7 +92,7 @@ class Generation(Extension):
         return BEGIN + caller() + END
 
 
-def chat_of(tokenizer: str, template: str | None, ignored: tuple[str, ...] = ()) -> Chat:
+def chat_of(tokenizer: str, template: str | None, ignored: Sequence[str] = ()) -> Chat:
     """The template in the file `template`, or the model's own, beside its tokenizer.
 
     Raises:
@@ -102,13 +101,13 @@ def chat_of(tokenizer: str, template: str | None, ignored: tuple[str, ...] = ())
     text, path = (_read(Path(template)), template) if template is not None else _beside(Path(tokenizer))
     chat = Chat(text, path, str(date.today()), ignored)
     try:
-        call(_tried, *astuple(chat))
+        call(_tried, astuple(chat))
     except Failure as error:
         raise DataError(path, f"is no template: it {error}", TEMPLATE) from None
     return chat
 
 
-def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[EncodedChat]:
+def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Tokenized]:
     """Yield the tokens of conversations, each a line of JSON.
 
     The text is cut where an answer begins or ends, and its parts are encoded on their own. So a token is of
@@ -133,7 +132,7 @@ class RenderedChat(NamedTuple):
     """The text of a conversation."""
 
     parts: list[tuple[str, bool]]  # and whether each part is learned
-    notes: dict[str, int]  # as in `EncodedChat`
+    notes: dict[str, int]  # what was not used, and how often (`split.notes_of`)
 
 
 def rendered_chat(chat: Chat, tokenizer: Tokenizer, line: str) -> RenderedChat:
@@ -142,29 +141,29 @@ def rendered_chat(chat: Chat, tokenizer: Tokenizer, line: str) -> RenderedChat:
     Raises `WrongConversation` as `encode` does.
     """
     try:
-        [parts, notes, wrong], _ = call(
-            _rendered, *astuple(chat), tokenizer.name, tokenizer.serial, body=line.encode("utf-8")
+        [rendered, wrong], _ = call(
+            _rendered, astuple(chat), tokenizer.name, tokenizer.serial, body=line.encode("utf-8")
         )
     except Failure as error:
         raise WrongConversation(f"makes {chat.path} fail: it {error}", TEMPLATE) from None
     if wrong:
         raise WrongConversation(*wrong)
-    return RenderedChat([(text, learned) for text, learned in parts], notes)
+    return RenderedChat(*rendered)
 
 
-def _ask_encoded(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[EncodedChat]:
+def _ask_encoded(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Tokenized]:
     """Yield the sandbox's answers.
 
     Raises `Failure` before the first, or `WrongConversation` in place of one.
     """
     (described, wrong), body = call(
-        _encoded, *astuple(chat), tokenizer.name, tokenizer.serial, body="\n".join(lines).encode("utf-8")
+        _encoded, astuple(chat), tokenizer.name, tokenizer.serial, body="\n".join(lines).encode("utf-8")
     )
     offset = 0
     for count, text_bytes, notes in described:
         tokens = np.frombuffer(body, "<i4", count, offset)
         learned = np.frombuffer(body, np.bool_, count, offset + 4 * count)
-        yield EncodedChat(tokens, learned, text_bytes, notes)
+        yield Tokenized(tokens, learned, text_bytes, notes)
         offset += 5 * count
     if wrong:
         raise WrongConversation(*wrong)
@@ -173,22 +172,26 @@ def _ask_encoded(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator
 # What follows runs in the sandbox.
 
 
-def _tried(template: str, path: str, today: str, ignored: list[str]) -> Answer:
+def _tried(fields: list[Any]) -> Answer:
+    chat = Chat(*fields)
     try:
-        _compiled(template, today)
+        _compiled(chat.template, chat.today)
     except TemplateError as error:
-        raise DataError(path, f"is no template: {one_line(error)}", TEMPLATE) from None
+        raise DataError(chat.path, f"is no template: {one_line(error)}", TEMPLATE) from None
     return None, b""
 
 
-def _encoded(
-    template: str, path: str, today: str, ignored: list[str], name: str, serial: int, lines: bytes
-) -> Answer:
-    chat, tokenizer = Chat(template, path, today, tuple(ignored)), opened(name, serial)
+def _encoded(fields: list[Any], name: str, serial: int, body: bytes) -> Answer:
+    chat, tokenizer = Chat(*fields), opened(name, serial)
     described, parts = list[tuple[int, int, dict[str, int]]](), list[bytes]()
+    lines = body.split(b"\n")
     try:
-        for line in lines.split(b"\n"):
-            encoded = _encode_line(chat, tokenizer, line)
+        for number, line in enumerate(lines):
+            try:
+                encoded = _encode_line(chat, tokenizer, line)
+            except UnknownKeys as error:
+                raise UnknownKeys(error.keys, _unknown_keys(lines[number:], chat.ignored)) from None
+            assert encoded.learned is not None
             described.append((len(encoded.tokens), encoded.text_bytes, encoded.notes))
             parts += [encoded.tokens.astype("<i4").tobytes(), encoded.learned.tobytes()]
     except WrongConversation as error:
@@ -196,80 +199,99 @@ def _encoded(
     return [described, None], b"".join(parts)
 
 
-def _rendered(
-    template: str, path: str, today: str, ignored: list[str], name: str, serial: int, line: bytes
-) -> Answer:
-    chat, tokenizer = Chat(template, path, today, tuple(ignored)), opened(name, serial)
+def _unknown_keys(lines: list[bytes], ignored: Sequence[str]) -> list[str]:
+    """The keys of some lines that may change what is learned."""
+    keys: dict[str, str] = {}
+    for line in lines:
+        try:
+            read_conversation(json.loads(line), ignored)
+        except UnknownKeys as error:
+            keys |= error.keys
+        except (ValueError, RecursionError):  # wrong in another way, which is reported when it is reached
+            continue
+    return [*keys]
+
+
+def _rendered(fields: list[Any], name: str, serial: int, line: bytes) -> Answer:
+    chat, tokenizer = Chat(*fields), opened(name, serial)
     try:
         text, spans, notes = _text_and_spans(chat, tokenizer, line)
     except WrongConversation as error:
-        return [[], {}, error.args], b""
+        return [None, error.args], b""
     parts = [(text[start:stop], learned) for start, stop, learned in _cut(spans, len(text))]
-    return [parts, notes, None], b""
+    return [[parts, notes], None], b""
 
 
-def _encode_line(chat: Chat, tokenizer: Tokenizer, line: bytes) -> EncodedChat:
+def _encode_line(chat: Chat, tokenizer: Tokenizer, line: bytes) -> Tokenized:
     """The tokens of a line. Raises `WrongConversation`."""
     text, spans, notes = _text_and_spans(chat, tokenizer, line)
     try:
         text_bytes = len(text.encode("utf-8"))
     except UnicodeEncodeError:
-        raise WrongConversation("holds half a surrogate pair, which is no text", LINE) from None
+        raise WrongConversation("holds half a surrogate pair, which is no text", LINE_FORM) from None
     parts = [
         (tokenizer.encode(text[start:stop], special_tokens=True), learned)
         for start, stop, learned in _cut(spans, len(text))
     ]
     learned = np.concatenate([np.full(len(tokens), learned) for tokens, learned in parts])
     if not learned.any():
-        raise WrongConversation("has answers without a token", LINE)
-    return EncodedChat(np.concatenate([tokens for tokens, _ in parts]), learned, text_bytes, notes)
+        raise WrongConversation("has answers without a token", LINE_FORM)
+    return Tokenized(np.concatenate([tokens for tokens, _ in parts]), learned, text_bytes, notes)
 
 
 def _text_and_spans(chat: Chat, tokenizer: Tokenizer, line: bytes) -> tuple[str, list[Span], dict[str, int]]:
     """The text of a conversation, the spans of it that are learned, and what was not used."""
+    if any(mark in line.lower() for mark in MARKS):
+        raise WrongConversation("holds U+FDD0, U+FDD1 or U+FDD2", "text; these stand for no character")
     try:
         record = read_json(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise WrongConversation(why_not_json(error), LINE) from None
+        raise WrongConversation(why_not_json(error), LINE_FORM) from None
     conversation = read_conversation(record, chat.ignored)
-    marks_answers = MARKING.search(chat.template) is not None
 
     def render(messages: list[dict[str, Any]], ask: bool = False) -> str:
-        return _render(chat, tokenizer, conversation, messages, ask)
+        return _render(chat, tokenizer, messages, conversation.variables, ask)
 
-    rendered = render(conversation.messages)
-    if _writes_escaped_arguments(rendered, conversation):
-        _parse_arguments(conversation)
-        rendered = render(conversation.messages)
-    text, spans = _unmarked(rendered) if marks_answers else (rendered, [])
+    def render_plain(messages: list[dict[str, Any]], ask: bool = False) -> str:
+        return _unmarked(render(messages, ask))[0]
 
-    assistants = [m["role"] == ASSISTANT for m in conversation.messages]
-    if marks_answers:
-        if not any(start < stop for start, stop in spans):
-            raise WrongConversation(f"{chat.path} writes none of its answers", MARKED)
-        spans = _learned_of_marked(spans, conversation)
-        # the template marks answers only; where other messages are learned is looked for
-        sought = [
-            learned and not assistant
-            for learned, assistant in zip(conversation.learned, assistants, strict=True)
+    conversation.messages = _with_readable_arguments(render, conversation.messages)
+    text, marked_spans = _unmarked(render(conversation.messages))
+    probe = _Probe(conversation)
+    with contextlib.suppress(
+        WrongConversation
+    ):  # a template that parses what is said; only texts are compared
+        probe.rendered = _render(chat, tokenizer, probe.messages, probe.variables, ask=False)
+    unwritten = _unwritten(text, conversation, probe)
+
+    wanted = conversation.learned
+    spans: list[Span] = []
+    if MARKING.search(chat.template) is not None:
+        spans = _select_learned(marked_spans, conversation, probe)
+        # The template marks answers only, so the place of other learned messages is looked for.
+        wanted = [
+            learned and message["role"] != ASSISTANT
+            for message, learned in zip(conversation.messages, wanted, strict=True)
         ]
-        spans += _spans_by_prefix(
-            text, lambda *args, **options: _unmarked(render(*args, **options))[0], conversation, sought
-        )
-    else:
-        spans = _spans_by_prefix(text, render, conversation, conversation.learned)
-    spans = _joined(spans)
+    spans = _sort_spans(spans + _spans_by_prefix(text, render_plain, conversation.messages, wanted))
     if not any(start < stop for start, stop in spans):
         raise WrongConversation(f"{chat.path} writes none of its answers", MARKED)
-    notes = Counter({f"key {key}": count for key, count in conversation.unused.items()})
-    return text, spans, dict(notes + _unwritten(text, conversation))
+
+    notes = Counter({f"{UNUSED} {key}": count for key, count in conversation.report.unused.items()})
+    notes.update({f"{IGNORED} {key}": count for key, count in conversation.report.ignored.items()})
+    notes.update({f"{UNWRITTEN} {name}": count for name, count in unwritten.items()})
+    return text, spans, dict(notes)
 
 
 def _render(
-    chat: Chat, tokenizer: Tokenizer, conversation: Conversation, messages: list[dict[str, Any]], ask: bool
+    chat: Chat,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    ask: bool,
 ) -> str:
     """What the template writes for some messages; with `ask`, also the words that ask for an answer."""
-    variables = {"tools": None, "documents": None} | conversation.variables
+    variables = {"tools": None, "documents": None} | variables
     try:
         return _compiled(chat.template, chat.today).render(
             messages=messages, add_generation_prompt=ask, **variables, **tokenizer.chat_tokens
@@ -282,67 +304,131 @@ def _render(
         ) from None
 
 
-def _functions(conversation: Conversation) -> Iterator[dict[str, Any]]:
-    """The functions that assistants call, each with its name and arguments."""
-    for message in conversation.messages:
-        calls = message.get("tool_calls")
-        for called in calls if isinstance(calls, list) else []:
-            function = called.get("function", called) if isinstance(called, dict) else None
-            if isinstance(function, dict):
-                yield function
+def _with_readable_arguments(render: Render, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of calls as the template takes them: as text, or as objects.
 
-
-def _writes_escaped_arguments(text: str, conversation: Conversation) -> bool:
-    """Whether the template writes the arguments of calls as JSON of a text that is JSON already.
-
-    OpenAI stores arguments as text, and some templates take that; others expect an object, and would teach
-    the model to escape its quotes.
+    OpenAI stores arguments as text that is JSON. Some templates write that text; others expect an object, and
+    would fail, or teach the model to escape the quotes.
     """
-    arguments = [function.get("arguments") for function in _functions(conversation)]
-    return any(
-        isinstance(value, str) and value not in text and json.dumps(value, ensure_ascii=False) in text
-        for value in arguments
-    )
+    if not any(isinstance(f.get("arguments"), str) for m in messages for f in _functions(m)):
+        return messages
+    marker = f'{{"{PLACE}": 1}}'
+    try:
+        rendered = render([_with_functions(m, lambda f: f | {"arguments": marker}) for m in messages])
+    except WrongConversation:
+        rendered = ""
+    if f'{{"{PLACE}"' in rendered:
+        return messages
+    return [_with_functions(message, _parse_arguments) for message in messages]
 
 
-def _parse_arguments(conversation: Conversation) -> None:
-    """Turn the arguments of calls from text into objects."""
-    for function in _functions(conversation):
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                raise WrongConversation(
-                    "has arguments of a tool call that are not JSON", '{"name": "…", "arguments": {…}}'
-                ) from None
+def _functions(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions that a message calls, each with its name and arguments."""
+    return [call.get("function", call) for call in message.get("tool_calls", [])]
 
 
-def _unwritten(text: str, conversation: Conversation) -> Counter[str]:
-    """Count what the conversation says and the template does not write. Raises `WrongConversation`."""
+def _with_functions(
+    message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The message with each function that it calls changed."""
+    if "tool_calls" not in message:
+        return message
+    calls = [call | {"function": change(call["function"])} for call in message["tool_calls"]]
+    return message | {"tool_calls": calls}
+
+
+def _parse_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """The function with its arguments as an object."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        return function | {"arguments": read_json(arguments or "{}")}
+    except (ValueError, RecursionError):
+        right = '{"name": "…", "arguments": {…}}'
+        raise WrongConversation("has arguments of a tool call that are not JSON", right) from None
+
+
+class _Probe:
+    """The conversation with a marker in place of each text, to see which of them the template writes.
+
+    `names` gives for each marker what it stands for, and the index of its message (-1: of no message).
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.names: dict[str, tuple[str, int]] = {}
+        self.rendered: str | None = None  # None: the template does not take markers
+        self.messages = [self._message(i, message) for i, message in enumerate(conversation.messages)]
+        self.variables = dict(conversation.variables)
+        for key in ("tools", "documents"):
+            if key in self.variables:
+                self.variables[key] = [self._entry(key, entry) for entry in self.variables[key]]
+
+    def _marker(self, name: str, index: int) -> str:
+        marker = f"{PLACE}{len(self.names)}{PLACE}"
+        self.names[marker] = name, index
+        return marker
+
+    def _message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        def changed(function: dict[str, Any]) -> dict[str, Any]:
+            marked = function | {"name": self._marker("call", index)}
+            if function.get("arguments"):
+                marker = self._marker("call", index)
+                marked["arguments"] = (
+                    f'{{"{marker}": 1}}' if isinstance(function["arguments"], str) else {marker: marker}
+                )
+            return marked
+
+        texts = [key for key in TEXTS if isinstance(message.get(key), str) and message[key].strip()]
+        marked = message | {key: self._marker(key, index) for key in texts}
+        return _with_functions(marked, changed)
+
+    def _entry(self, key: str, entry: Any) -> Any:
+        """A tool with a marker as its name, or a document with markers as its texts."""
+        if isinstance(entry, str):
+            return self._marker(key, -1)
+        if not isinstance(entry, dict):
+            return entry
+        if isinstance(entry.get("function"), dict):
+            return entry | {"function": entry["function"] | {"name": self._marker(key, -1)}}
+        if "name" in entry:
+            return entry | {"name": self._marker(key, -1)}
+        return {k: self._marker(key, -1) if isinstance(v, str) else v for k, v in entry.items()}
+
+    def written(self) -> dict[tuple[str, int], list[bool]]:
+        """Whether the template writes each text; empty if it does not take markers."""
+        found: dict[tuple[str, int], list[bool]] = {}
+        for marker, name in self.names.items() if self.rendered is not None else ():
+            forms = marker, ascii(marker)[1:-1]  # JSON may escape what is not ASCII
+            found.setdefault(name, []).append(any(form in str(self.rendered) for form in forms))
+        return found
+
+
+def _unwritten(text: str, conversation: Conversation, probe: _Probe) -> Counter[str]:
+    """Count what the conversation says and the template does not write.
+
+    Raises `WrongConversation` if that is a call, or an answer that is to be learned.
+    """
+    written = probe.written()
     counts: Counter[str] = Counter()
-    for message in conversation.messages:
+    for index, message in enumerate(conversation.messages):
+        if not all(written.get(("call", index), [])):
+            wrong = f"has tool calls in message {index + 1} that the template does not write"
+            raise WrongConversation(wrong, "another --template")
+        is_written = all(written.get(("content", index), []))
+        if conversation.learned[index] and not is_written and "tool_calls" not in message:
+            wrong = f"has message {index + 1}, which is to be learned and which the template does not write"
+            raise WrongConversation(wrong, "another --template")
         for key in TEXTS:
             value = message.get(key)
-            if isinstance(value, str) and value.strip() not in text:
-                counts[f"unwritten {key} of the role {message['role']}"] += 1
-    for function in _functions(conversation):
-        if str(function.get("name")) not in text:
-            raise WrongConversation("has tool calls, which the template does not write", "another --template")
+            if not isinstance(value, str):
+                continue
+            if not all(written.get((key, index), [])) or value.strip() not in text:
+                counts[f"{key} of the role {message['role']}"] += 1
     for key in ("tools", "documents"):
-        entries = conversation.variables.get(key) or []
-        if entries and not any(_mentions(text, entry) for entry in entries):
-            counts[f"unwritten {key}"] += 1
+        if (key, -1) in written and not any(written[key, -1]):
+            counts[key] += 1
     return counts
-
-
-def _mentions(text: str, entry: Any) -> bool:
-    """Whether the text has the name of a tool, or some text of a document."""
-    if isinstance(entry, dict):
-        function = entry.get("function", entry)
-        values = [function["name"]] if isinstance(function, dict) and "name" in function else entry.values()
-    else:
-        values = [entry]
-    return any(isinstance(value, str) and value.strip() in text for value in values)
 
 
 def _unmarked(marked: str) -> tuple[str, list[Span]]:
@@ -363,29 +449,35 @@ def _unmarked(marked: str) -> tuple[str, list[Span]]:
     return text, spans
 
 
-def _learned_of_marked(spans: list[Span], conversation: Conversation) -> list[Span]:
+def _select_learned(spans: list[Span], conversation: Conversation, probe: _Probe) -> list[Span]:
     """The spans of the answers that are learned, of all that the template marks."""
-    learned = [
-        is_learned
-        for message, is_learned in zip(conversation.messages, conversation.learned, strict=True)
-        if message["role"] == ASSISTANT
-    ]
-    if all(learned):
+    if not any(start < stop for start, stop in spans):
+        raise WrongConversation("has answers, of which the template writes none", MARKED)
+    answers = [index for index, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+    if all(conversation.learned[index] for index in answers):
         return spans
-    if len(spans) != len(learned):
-        wrong = f"leaves out some of {len(learned)} answers, and the template marks {len(spans)}"
+    rendered, probe_spans = _unmarked(probe.rendered or "")
+    owners = [
+        {index for marker, (_, index) in probe.names.items() if marker in rendered[start:stop]}
+        for start, stop in probe_spans
+    ]
+    if len(owners) != len(spans) or any(len(indices) != 1 for indices in owners):
+        wrong = "leaves out some of its answers, and the template does not mark each on its own"
         raise WrongConversation(wrong, "a template that marks each answer once")
-    return [span for span, is_learned in zip(spans, learned, strict=True) if is_learned]
+    return [span for span, indices in zip(spans, owners, strict=True) if conversation.learned[min(indices)]]
 
 
-def _spans_by_prefix(text: str, render: Render, conversation: Conversation, sought: list[bool]) -> list[Span]:
-    """The spans of the sought messages: what each adds to the text of the messages before it.
+def _spans_by_prefix(
+    text: str, render: Render, messages: list[dict[str, Any]], wanted: list[bool]
+) -> list[Span]:
+    """The spans of the wanted messages: what each adds to the text of the messages before it.
 
     An answer begins after the words that ask for it, another message where its content does.
     """
-    messages, spans = conversation.messages, list[Span]()
-    for index in [index for index, is_sought in enumerate(sought) if is_sought]:
-        message = messages[index]
+    spans: list[Span] = []
+    for index, message in enumerate(messages):
+        if not wanted[index]:
+            continue
         is_answer = message["role"] == ASSISTANT
         before = render(messages[:index], ask=is_answer) if index or is_answer else ""
         after = render(messages[: index + 1])
@@ -394,7 +486,8 @@ def _spans_by_prefix(text: str, render: Render, conversation: Conversation, soug
                 f"is written otherwise up to message {index + 1} than as a whole, so the "
                 f"{'answer' if is_answer else 'message'} cannot be found"
             )
-            raise WrongConversation(wrong, MARKED)
+            right = MARKED if is_answer else "a template that writes each message after those before it"
+            raise WrongConversation(wrong, right)
         start = len(before) if is_answer else _content_start(text, render, messages[: index + 1])
         spans.append((start, len(after)))
     return spans
@@ -411,16 +504,16 @@ def _content_start(text: str, render: Render, messages: list[dict[str, Any]]) ->
     return start
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _sort_spans(spans: list[Span]) -> list[Span]:
     """The spans in the order of the text. Raises `WrongConversation` if two overlap."""
     spans = sorted(spans)
     if any(first[1] > second[0] for first, second in pairwise(spans)):
-        raise WrongConversation("is written with messages within each other", MARKED)
+        raise WrongConversation("has messages that overlap in the text", MARKED)
     return spans
 
 
 def _cut(spans: list[Span], length: int) -> Iterator[tuple[int, int, bool]]:
-    """The text in parts, and whether each is an answer; none is empty."""
+    """Yield (start, stop, learned) of the pieces between the edges of spans that are not empty."""
     edges = [0, *(edge for span in spans for edge in span), length]
     for i, (start, stop) in enumerate(pairwise(edges)):
         if start < stop:
@@ -436,12 +529,20 @@ def _compiled(template: str, today: str) -> Any:
     def fail(message: str) -> NoReturn:
         raise TemplateError(message)
 
+    def refuse_none(value: Any) -> Any:
+        if value is None:
+            raise TemplateError("it writes a value that is null as the word None")
+        return value
+
     def dumped(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         # jinja2's own writes "<" for HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        finalize=refuse_none,
     )
     environment.filters["tojson"] = dumped
     environment.globals |= {"raise_exception": fail, "strftime_now": date.fromisoformat(today).strftime}

@@ -32,12 +32,12 @@ from megacore.tools.output_files import made_folder
 from megacore.tools.prepare import sources
 from megacore.tools.prepare.chat import Chat, RenderedChat, chat_of, rendered_chat
 from megacore.tools.prepare.chat import encode as encode_chat
-from megacore.tools.prepare.conversations import LINE, WrongConversation
+from megacore.tools.prepare.conversations import LINE_FORM, WrongConversation
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.input_files import LeftOut
 from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
 from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
-from megacore.tools.prepare.split import Encoded, Split, refuse_empty, sidecar
+from megacore.tools.prepare.split import SPELLED_END, Encoded, Split, Tokenized, refuse_empty, sidecar
 from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
 from megacore.tools.text.special_tokens import BESIDE
 from megacore.tools.text.tokenizer import (
@@ -49,7 +49,6 @@ from megacore.tools.text.tokenizer import (
 )
 from megacore.tools.text.vocabulary import chosen_begin, describe
 
-SPELLED_END = "spelled end"  # the note that counts where a text spells the token that ends documents
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
 SAMPLE_BYTES = 8 << 20  # of text on which a tokenizer is trained
 
@@ -237,7 +236,7 @@ def show_conversations(
     loaded = load_tokenizer(tokenizer)
     chat = chat_of(loaded.name, template, ignored_keys)
     texts = Texts(inputs, 0.0, None)
-    refuse_texts(texts)
+    check_holds_conversations(texts)
     blocks = (block for number in range(len(texts)) for block in parts(texts[number], None))
     pieces = ((block, piece) for block in blocks for piece in read_block(block, None))
     for block, piece in islice(pieces, count):
@@ -307,7 +306,7 @@ def opened(
         )
     texts = Texts(inputs, valid_fraction, None if chat else text_key)
     if chat:
-        refuse_texts(texts)
+        check_holds_conversations(texts)
     outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [
         f"{prefixes[0]}{written}"
     ] * bool(written)
@@ -316,11 +315,11 @@ def opened(
     return texts
 
 
-def refuse_texts(texts: Texts) -> None:
+def check_holds_conversations(texts: Texts) -> None:
     """Raise `DataError` if an input is a text and so does not hold conversations."""
     for source in texts.sources:
         if source.one_document:
-            right = f"tables, or files whose names end with .jsonl or .json, with {LINE}"
+            right = f"tables, or files whose names end with .jsonl or .json, with {LINE_FORM}"
             raise DataError(source.path, "holds no conversations", right)
 
 
@@ -386,10 +385,6 @@ def encode_task(
     return sum(block.size for block in task), [train, valid]
 
 
-# tokens, which of them are learned (None: all), the bytes of their text, and what was not used
-Tokenized = tuple[np.ndarray, np.ndarray | None, int, dict[str, int]]
-
-
 def texts_of(
     tokenizer: Tokenizer, pieces: list[Piece], begin: tuple[int, ...], special_tokens: bool
 ) -> Iterator[tuple[Piece, Tokenized]]:
@@ -402,7 +397,11 @@ def texts_of(
     for piece in pieces:
         tokens = encode_piece(tokenizer, piece, special_tokens)
         size = len(piece.text.encode("utf-8"))
-        notes = {SPELLED_END: piece.text.count(tokenizer.end_text)} if counts_ends else {}
+        notes = (
+            {f"{SPELLED_END} {tokenizer.end_text}": piece.text.count(tokenizer.end_text)}
+            if counts_ends
+            else {}
+        )
         begins = not piece.before
         documents = [tokens]
         if special_tokens and end is not None:
@@ -418,7 +417,7 @@ def texts_of(
                 document = np.concatenate([np.array(begin, dtype=document.dtype), document])
             if is_last and piece.ends and end is not None:
                 document = np.append(document, end)
-            yield replace(piece, ends=piece.ends or not is_last), (document, None, size, notes)
+            yield replace(piece, ends=piece.ends or not is_last), Tokenized(document, None, size, notes)
             size, notes = 0, {}
 
 

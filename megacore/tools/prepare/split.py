@@ -4,13 +4,34 @@ what is said of them afterwards.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megacore.errors import ConfigError, DataError
 from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+
+# what a note counts: its key is one of these kinds, a space, and the name of a key or of a text
+UNUSED, IGNORED, UNWRITTEN, SPELLED_END = "unused", "ignored", "unwritten", "spelled-end"
+
+
+def notes_of(notes: Counter[str], kind: str) -> dict[str, int]:
+    """Return the notes of one kind: names, and how often each was met."""
+    return {
+        note.removeprefix(f"{kind} "): count
+        for note, count in sorted(notes.items())
+        if note.startswith(f"{kind} ")
+    }
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a document, or of a part of it."""
+
+    tokens: np.ndarray  # [tokens]
+    learned: np.ndarray | None  # bool, [tokens]; None: all
+    text_bytes: int
+    notes: dict[str, int]  # what was not used, and how often (`notes_of`)
 
 
 @dataclass
