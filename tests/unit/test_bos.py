@@ -186,12 +186,14 @@ def test_special_tokens_of_the_text_divide_documents(
     data = text.encode()
     (tmp_path / form).write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
     prefix = str(tmp_path / "out")
-    prepare([str(tmp_path / form)], prefix, tokenizer, special_tokens=True)
+    prepared = prepare([str(tmp_path / form)], prefix, tokenizer, special_tokens=True)
     documents = documents_of(prefix)
     assert all((ids[0], ids[-1], ids.count(BOS), ids.count(END)) == (BOS, END, 1, 1) for ids in documents)
     reader = load_tokenizer(tokenizer)
     plain = text.replace("<s>", "").split("</s>")
     assert [reader.decode(ids) for ids in documents] == plain
+    sidecar = prepared.splits[prefix]
+    assert sidecar.text_bytes == sidecar.spelled_bytes == sum(map(len, plain))
 
 
 def test_the_user_is_told_of_special_tokens_that_stay_text(

@@ -404,6 +404,11 @@ def texts_of(
         )
         begins = not piece.before
         documents = [tokens]
+        if special_tokens:
+            # Such a token is no text, so its letters are not among the bytes that are predicted.
+            size -= sum(
+                piece.text.count(text) * len(text.encode("utf-8")) for text in tokenizer.special_tokens
+            )
         if special_tokens and end is not None:
             documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)
             begins = begins or end in tokenizer.encode(piece.before, special_tokens)[-1:]

@@ -17,7 +17,8 @@ CONFIG, MAP, FAST, GENERATION = (
 )
 # Files of a model's folder that decide, next to the tokenizer's own file, which tokens a corpus gets.
 BESIDE = (CONFIG, MAP, FAST)
-# transformers' classes for sentencepiece models that put a BOS token unless their config says otherwise
+# transformers' classes for sentencepiece models that are trained with a BOS token: it is their default, so
+# their config need not name `add_bos_token`.
 BOS_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
