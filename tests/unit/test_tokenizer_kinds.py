@@ -474,6 +474,41 @@ def test_a_special_token_in_a_text(kind: Kind, special_tokens: bool) -> None:
     assert sidecar.bos is bool(begin)
 
 
+def test_an_added_letter_that_is_also_a_byte(tmp_path: Path) -> None:
+    """`tokenizers` gives the added token é the id of the byte that is written é, with which 鰀 begins."""
+    kind = added_tokens(tmp_path)
+    text = "é 鰀é鰀鰀éé, 龍é"
+    tokenizer = opened(str(kind.path), 0)
+    assert tokenizer.decode(kind.encode(text)) == text
+
+
+def test_added_spaces_are_spaces(tmp_path: Path) -> None:
+    """Gemma's file lists runs of ▁, which are pieces of its vocabulary, as added tokens."""
+    kind = llama2(tmp_path)
+    content = json.loads(kind.path.read_text())
+    added = content["added_tokens"][0] | {
+        "id": len(content["model"]["vocab"]),
+        "content": "▁▁",
+        "special": False,
+    }
+    content["model"]["vocab"]["▁▁"] = added["id"]
+    content["model"]["merges"].append(["▁", "▁"])
+    content["added_tokens"].append(added)
+    kind.path.write_text(json.dumps(content))
+    library = tokenizers.Tokenizer.from_file(str(kind.path))
+    ids = library.encode("the    cat", add_special_tokens=False).ids
+    tokenizer = JsonTokenizer(str(kind.path))
+    assert added["id"] in ids and tokenizer.decode(ids) == library.decode(ids) == "the    cat"
+    assert tokenizer.token_bytes(added["id"]) == b"  "
+
+
+@pytest.mark.parametrize("made", [gpt2, t5])
+def test_a_file_without_a_decoder(made: Callable[[Path], Kind], tmp_path: Path) -> None:
+    """The pre-tokenizer tells how text was prepared: pieces with Ġ or ▁ in them would be no text."""
+    kind = made(tmp_path)
+    assert differences(kind, rewritten(kind, decoder=None)) == []
+
+
 # --- planted faults -----------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,20 @@ class JsonTokenizer(Tokenizer):
     def _read_decoder(self, content: dict[str, Any]) -> None:
         """Prepare what `decode` and `token_bytes` need of the file's decoder."""
         decoder = content.get("decoder")
-        # A few files of byte-level encodings have no decoder; their bytes are written in the same characters.
+        # A few files have no decoder; then the text is written as it was prepared for the model.
         kinds = json.dumps(content.get("pre_tokenizer") if decoder is None else decoder)
         self._bytes = byte_characters() if '"ByteLevel"' in kinds else None
         self._byte_fallback = '"ByteFallback"' in kinds
         self._decoder = self._tokenizer.decoder
-        if self._decoder is None and self._bytes is not None:
-            from tokenizers.decoders import ByteLevel
+        if self._decoder is None:
+            from tokenizers import decoders
 
-            self._decoder = ByteLevel()
+            if self._bytes is not None:
+                self._decoder = decoders.ByteLevel()
+            elif '"Metaspace"' in kinds:
+                self._decoder = decoders.Metaspace()
+        if self._bytes is None:
+            self._written = {}  # other decoders leave added tokens as they are
         self._neighbours = len(self._join([MARK, MARK]))
         # CLIP's file has a byte-level decoder, which leaves the </w> that ends its words in the text.
         model = content.get("model")
@@ -131,13 +136,14 @@ class JsonTokenizer(Tokenizer):
         Special tokens have none. Other added tokens are what they are written as: a byte-level decoder would
         take their letters, such as ß, for bytes.
         """
+        tokens = [int(token) for token in ids if int(token) not in self._special]
         pieces = []
         added = []
-        for token in map(int, ids):
+        for token, following in zip_longest(tokens, tokens[1:]):
             piece = self._tokenizer.id_to_token(token)
-            if piece is None or token in self._special:
+            if piece is None:
                 continue
-            if token in self._written:
+            if token in self._written and not self._is_first_byte(piece, following):
                 added.append(self._written[token])
                 piece = MARK
             pieces.append(piece)
@@ -146,6 +152,17 @@ class JsonTokenizer(Tokenizer):
             text = text.replace(self._suffix, " ").removesuffix(" ")
         in_order = iter(added)
         return re.sub(MARK, lambda mark: next(in_order, mark[0]), text)
+
+    def _is_first_byte(self, piece: str, following: int | None) -> bool:
+        """Return whether an added token is the first byte of a character that the next token continues.
+
+        An added token of one letter, such as é, has the id of the byte that is written as that letter.
+        """
+        assert self._bytes is not None
+        if following is None or self._bytes.get(piece, b"") < b"\xc2" or following in self._written:
+            return False
+        letters = self._tokenizer.id_to_token(following) or " "
+        return b"\x80" <= self._bytes.get(letters[0], b"") < b"\xc0"
 
     def _join(self, pieces: list[str]) -> str:
         """Return the text of pieces of the vocabulary; without a decoder, with spaces between them."""
