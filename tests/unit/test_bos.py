@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import EvalSamples
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError, UserError
+from megacore.tools import library
 from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources, streams
@@ -145,7 +147,7 @@ def test_what_begins_documents(
         (["--bos", "sometimes"], "config error: --bos: invalid choice: 'sometimes'"),
         (
             ["--bos", "always", "--tokenizer", "bytes"],
-            "config error: --bos: neither bytes nor a file next to it",
+            "config error: --bos: no file of the tokenizer names a BOS token (auto or never)",
         ),
         (["--bos", "never", "--chat"], "config error: --bos: the chat template writes the special tokens"),
         (["--bos", "never", "--nanogpt"], "config error: --bos: nanoGPT's tokens are taken as they are"),
@@ -359,3 +361,25 @@ def test_a_generation_config_that_lists_no_ids(listed: Any, tokenizer: str) -> N
         DataError, match=r"generation_config\.json: eos_token_id: .* is not usable \(a token id"
     ):
         load_tokenizer(tokenizer)
+
+
+def test_the_library_generates_as_the_script_does(tokenizer: str, asked: list[Any]) -> None:
+    """A model that is being trained is asked as it will be asked later."""
+
+    class Stage:
+        """As much of a model as generating needs here."""
+
+        def eval(self) -> None: ...
+
+        def train(self) -> None: ...
+
+    raw = {"model": {"vocab_size": 258}, "data": {"tokenizer": tokenizer}}
+    engine = SimpleNamespace(settle=lambda: None)
+    step: Any = SimpleNamespace(
+        engine=engine, stages=[Stage()], mesh=None, config=resolve(raw, [], "test", 1).config
+    )
+    reader = load_tokenizer(tokenizer)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Decoder, "__init__", lambda self, stages, mesh: None)
+        assert library.generate(step, "hello") == "hello" + reader.decode([70, 71])
+    assert asked == [([BOS, *reader.encode("hello").tolist()], frozenset({END}))]

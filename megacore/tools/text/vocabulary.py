@@ -98,7 +98,7 @@ def chosen_begin(tokenizer: Tokenizer, choice: str, option: str = "--bos") -> tu
     if choice == "auto" or tokenizer.begin_of_document:
         return tokenizer.begin_of_document
     if tokenizer.bos is None:
-        wrong = f"neither {tokenizer.name} nor a file next to it names a BOS token"
+        wrong = "no file of the tokenizer names a BOS token"
         raise ConfigError(option, wrong, "auto or never" if option == "--bos" else "without it")
     return (tokenizer.bos,)
 
