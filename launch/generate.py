@@ -371,7 +371,8 @@ def run(argv: list[str], place: RankInfo) -> int:
             stream = TextStream(tokenizer, tokens)
             output.begin(prompt, seed)
             try:
-                for token in decoder.generate(tokens, args.tokens, sampler, tokenizer.generation_ends):
+                ends = tokenizer.generation_ends
+                for token in decoder.generate(tokens, args.tokens, sampler, ends, begin):
                     output.add(stream.push(token))
                     if output.over:
                         break

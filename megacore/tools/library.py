@@ -82,11 +82,12 @@ def generate(
     vocab = tokenizer.vocab_size
     for stage in step.stages:
         stage.eval()
-    prompt_tokens = encode_prompt(tokenizer, prompt, prompt_begin(tokenizer, "auto", step.config.data.train))
+    begin = prompt_begin(tokenizer, "auto", step.config.data.train)
+    prompt_tokens = encode_prompt(tokenizer, prompt, begin)
     decoder = Decoder(step.stages, step.mesh)
     sampler = Sampler(temperature, vocab, 1.0, seed, vocab)
     stream = TextStream(tokenizer, prompt_tokens)
-    generated = decoder.generate(prompt_tokens, tokens, sampler, tokenizer.generation_ends)
+    generated = decoder.generate(prompt_tokens, tokens, sampler, tokenizer.generation_ends, begin)
     text = "".join([stream.push(token) for token in generated]) + stream.end()
     for stage in step.stages:
         stage.train()

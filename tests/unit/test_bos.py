@@ -320,7 +320,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], frozenset[in
     """The prompts that the model is given, and the tokens that end its text of two letters."""
     calls = []
 
-    def generate(self: Decoder, prompt: list[int], count: int, sampler: Any, ends: Any = ()) -> Iterator[int]:
+    def generate(
+        self: Decoder, prompt: list[int], count: int, sampler: Any, ends: Any, begin: Any
+    ) -> Iterator[int]:
+        assert list(begin) == prompt[:1] * (prompt[0] == BOS)
         calls.append((prompt, frozenset(ends)))
         yield from (70, 71, END)
 

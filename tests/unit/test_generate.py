@@ -178,6 +178,36 @@ def test_a_long_prompt_is_seen_from_its_end() -> None:
     )
 
 
+def test_a_text_that_the_model_sees_the_end_of_begins_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that needs a BOS token needs it wherever it begins to read."""
+    decoder = decoder_of(config_of())
+    read: list[list[int]] = []
+    original = decoder.read
+
+    def recorded(tokens: list[int]) -> torch.Tensor | None:
+        read.append(list(tokens))
+        return original(tokens)
+
+    monkeypatch.setattr(decoder, "read", recorded)
+    greedy = Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)
+    prompt = [7, *(i % VOCAB_SIZE for i in range(2 * WINDOW))]
+    text = list(decoder.generate(prompt, WINDOW, greedy, begin=[7]))
+    windows = [tokens for tokens in read if len(tokens) > 1]
+    assert windows[0] == [7, *prompt[1 - WINDOW :]] and windows[1] == [
+        7,
+        *[*prompt, text[0]][1 - WINDOW // 2 :],
+    ]
+    assert all(tokens[0] == 7 and len(tokens) == WINDOW // 2 for tokens in windows[1:]) and len(windows) > 2
+
+
+@pytest.mark.parametrize(
+    ("count", "begin", "expected"),
+    [(5, [9], [1, 2, 3, 4]), (3, [9], [9, 3, 4]), (3, [], [2, 3, 4]), (1, [9], [4]), (3, [8, 9], [8, 9, 4])],
+)
+def test_last_tokens(count: int, begin: list[int], expected: list[int]) -> None:
+    assert decoding.last_tokens([1, 2, 3, 4], count, begin) == expected
+
+
 # --- which token --------------------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, 9.0])  # the last is beyond the vocabulary

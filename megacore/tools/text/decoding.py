@@ -45,17 +45,25 @@ class Decoder:
         ]
 
     def generate(
-        self, prompt: Sequence[int], count: int, sampler: Sampler, ends: Collection[int] = ()
+        self,
+        prompt: Sequence[int],
+        count: int,
+        sampler: Sampler,
+        ends: Collection[int] = (),
+        begin: Sequence[int] = (),
     ) -> Iterator[int]:
-        """Yield up to `count` tokens after `prompt`, the same on every rank, and stop after one of `ends`."""
+        """Yield up to `count` tokens after `prompt`, the same on every rank, and stop after one of `ends`.
+
+        Where the model reads only the last tokens of a text, it reads `begin` before them.
+        """
         assert prompt
         window, tokens = self.window, list(prompt)
-        unread = tokens[-window:]
+        unread = last_tokens(tokens, window, begin)
         self._forget()
         for _ in range(count):
             if self.caches[0].length + len(unread) > window:
                 self._forget()
-                unread = tokens[-max(1, window // 2) :]
+                unread = last_tokens(tokens, max(1, window // 2), begin)
             token = self._agree(self.read(unread), sampler)
             yield token
             if token in ends:
@@ -107,6 +115,13 @@ class Decoder:
             assert logits is not None
             chosen.fill_(sampler.choose(logits))
         return int(broadcast(chosen, self.mesh.world, chooser))
+
+
+def last_tokens(tokens: list[int], count: int, begin: Sequence[int]) -> list[int]:
+    """Return the last `count` tokens of a text; the first are `begin` if there is room for another token."""
+    if len(tokens) <= count or len(begin) >= count:
+        return tokens[-count:]
+    return [*begin, *tokens[len(begin) - count :]]
 
 
 def gather_vocabulary(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
