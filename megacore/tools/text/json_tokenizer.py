@@ -66,7 +66,7 @@ class JsonTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token: entry.content for token, entry in added.items() if entry.special}
         self._written = {token: entry.content for token, entry in added.items() if not entry.special}
-        self.special_tokens = tuple(self._special.values())
+        self.special_tokens = tuple(filter(None, self._special.values()))
         self.chat_tokens = named_tokens(path)
         around = read_post_processor(content.get("post_processor"))
 
