@@ -270,7 +270,7 @@ DAMAGED: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "a.jsonl.gz",
         lambda p: p.write_bytes(gzip.compress(NOISE[0].encode() * 20)),
-        "has a line of more than 10,000 bytes",
+        "line 1 has more than 10,000 bytes",
     ),
     (
         "a.txt.zst",
@@ -504,7 +504,7 @@ def test_an_endless_line_is_refused_early(name: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(streams, "MOST_LINE", 5000)
     monkeypatch.setattr(sources, "MOST_LINE", 5000)
     content = b'{"text": "' + b"x" * 100_000 + b'"}\n' + as_lines(["a"])
-    with pytest.raises(UserError, match="has a line of more than 5,000 bytes"):
+    with pytest.raises(UserError, match="line 1 has more than 5,000 bytes"):
         prepared(tmp_path, name, gzip.compress(content) if name.endswith("gz") else content)
 
 

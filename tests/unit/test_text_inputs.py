@@ -2,6 +2,7 @@
 much of the input it was.
 """
 
+import gzip
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ def run(folder: Path, *inputs: str, tokenizer: str = "bytes", more: tuple[str, .
         ("a.txt", "abc".encode("utf-16"), "is text in UTF-16", "iconv -f UTF-16"),
         ("a.zip", b"PK\3\4\0", "is a zip archive", "unzip"),
         ("a.json", b' [{"words": "a"}]', "is a JSON list", "jq -c '.[]'"),
+        ("a.json.gz", gzip.compress(b'[{"text": "a"}]', mtime=0), "is a JSON list", "gunzip -c"),
         ("a.json", b'["a"]', "is a JSON list", "jq -c '.[]'"),
         ("a.json", b'{"text": "a"}\n{"text": "b"}\n', "is JSON, an object a line", ".jsonl"),
         ("a.txt", b'{"text": "a"}\n\n{"text": "b"}', "is JSON, an object a line", ".jsonl"),

@@ -177,13 +177,16 @@ def kind_of(path: str, text_key: str | None, whole: bool = True) -> tuple[str, s
         if whole and b"\0" in head:
             return "binary", "UTF-8 text"
         text = head.removeprefix(BOM).lstrip()
-        if name.endswith(LINES) or not text.startswith((b"{", b"[")):
+        if name.lower().endswith(LINES):
             return None
-        if name.endswith(".json") and text.startswith(b"["):
-            return (
-                "a JSON list, not text, and not of objects with a text",
-                f"an object a line in a .jsonl file, as jq -c '.[]' {path} writes them, and --text-key",
-            )
+        if text_key is None and whole:
+            return "not conversations", f"JSON lines, under a name that ends with {LINES[0]}"
+        if not text.startswith((b"{", b"[")):
+            return None
+        if name.lower().endswith(".json") and text.startswith(b"["):
+            unpack = {"gzip": "gunzip -c", "Zstandard": "unzstd -c"}.get(form, "cat")
+            right = f"an object a line in a .jsonl file, as {unpack} {path} | jq -c '.[]' writes them"
+            return "a JSON list, and not one of objects with a text", right
         lines = [line for line in (head + file.read(RECORD_BYTES)).split(b"\n") if line.strip()][:2]
     if len(lines) == 2 and all(map(_is_object, lines)):
         return (

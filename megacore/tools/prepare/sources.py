@@ -294,7 +294,7 @@ def _read_lines(file: BinaryIO, block: TextBlock, text_key: str | None) -> Itera
     if block.stop < source.stop and not raw.endswith(b"\n"):
         rest = file.readline(MOST_LINE + 1)
         if len(rest) > MOST_LINE:
-            raise line_too_long(source.path)
+            raise line_too_long(source.path, line_number(source.path, start))
         raw += rest
     for line in raw.split(b"\n"):
         text = line.removeprefix(BOM) if start == 0 else line
@@ -318,7 +318,11 @@ def _read_texts(block: ReadBlock, text_key: str | None) -> Iterator[Piece]:
                     before=block.before,
                 )
         elif text:
-            drawn = _hash(text.encode("utf-8")[:HEAD_BYTES])
+            try:
+                drawn = _hash(text.encode("utf-8")[:HEAD_BYTES])
+            except UnicodeEncodeError as error:
+                wrong, right = _why(error, None, text_key)
+                raise DataError(source.path, f"{place(source, number)} {wrong}", right) from None
             yield Piece(text, drawn, drawn < source.valid_below, True, number)
 
 
@@ -365,7 +369,7 @@ def _source(path: str, below: int, text_key: str | None) -> Source:
     form = head_form(path)
     if not form and json_records(path, text_key) is not None:
         form = JSON
-    jsonl = bare(path, form).endswith(LINES) and form not in TABLES
+    jsonl = bare(path, form).lower().endswith(LINES) and form not in TABLES
     return Source(path, 0, os.stat(path).st_size, jsonl, below, form)
 
 

@@ -6,17 +6,20 @@ their documents to those that tokenize. Each part says how many bytes of its fil
 is counted.
 """
 
+import functools
 import gzip
 import json
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any, BinaryIO
 
 from megacore.errors import ConfigError, DataError, UserError
-from megacore.files import RepeatedKey, open_plain, read_json, read_text
+from megacore.files import open_plain, read_json, read_text
 from megacore.tools.text.encodings import needed
 
 GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, JSON, HUB = (
@@ -30,7 +33,7 @@ GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, JSON, HUB = (
 )
 PACKED, TABLES = (GZIP, ZSTD), (PARQUET, ARROW, ARROW_STREAM)
 BOM = b"\xef\xbb\xbf"  # a byte order mark in UTF-8, which some editors put at the beginning of a file
-# bytes 1 to 3 of a frame that decompressors skip; files of pzstd begin with one
+# bytes 1 to 3 of a skippable frame (byte 0 is 0x50 to 0x5F); files of pzstd begin with one
 SKIPPABLE = b"\x2a\x4d\x18"
 MAGIC = {
     b"\x1f\x8b": GZIP,
@@ -50,6 +53,7 @@ HUB_NAME = "hf:"  # followed by NAME[:CONFIG][:SPLIT]
 
 PART_BYTES = 128 << 10  # of text, about: as much as a block of a plain file
 PART_ROWS = 256  # of a table
+HUB_METADATA = "dataset_infos.json"  # in folders of the hub, next to the data
 MOST_LINE = 256 << 20  # bytes: more is no document, and would fill the memory
 # of unpacked to packed bytes, looked at from so many unpacked ones on
 MOST_RATIO, SUSPECT_BYTES = 500, 1 << 30
@@ -114,6 +118,7 @@ def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int
     """
     pending = list[bytes]()  # the beginning of a line, in chunks: joined once, when its end is found
     pending_bytes = taken = unpacked_bytes = 0
+    line_number = 1
     with unpacked(path, form) as (text, file):
         while chunk := text.read(PART_BYTES):
             unpacked_bytes += len(chunk)
@@ -129,8 +134,9 @@ def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int
                 pending, chunk = [], b"".join([*pending, chunk])
                 cut = len(chunk) - next((i for i in range(1, 4) if chunk[-i] & 0xC0 == 0xC0), 0)
             if not cut and pending_bytes + len(chunk) > MOST_LINE:
-                raise line_too_long(path)
+                raise line_too_long(path, line_number)
             if cut:
+                line_number += chunk.count(b"\n")
                 yield b"".join([*pending, chunk[:cut]]), file.tell() - taken
                 pending, pending_bytes, taken = [], 0, file.tell()
             pending.append(chunk[cut:])
@@ -138,35 +144,48 @@ def packed_parts(path: str, form: str, lines: bool) -> Iterator[tuple[bytes, int
         yield b"".join(pending), file.tell() - taken
 
 
-def line_too_long(path: str) -> DataError:
-    """The error for a line that is longer than a document can be."""
-    return DataError(path, f"has a line of more than {MOST_LINE:,} bytes", "a document a line")
+def line_too_long(path: str, number: int) -> DataError:
+    """The error for a line, counted from 1, that is longer than a document can be."""
+    return DataError(path, f"line {number} has more than {MOST_LINE:,} bytes", "a document a line")
 
 
 def json_records(path: str, key: str | None) -> list[dict[str, Any]] | None:
     """Return the objects of a .json file that is one object or a list of objects.
 
-    None if the file is text for this purpose: it is something else, or with a `key` its first object has no
-    text under it. Raises `DataError` for conversations in which a key is twice.
+    None if the file is to be read as text, or as JSON lines: with a `key`, if it is not JSON objects or the
+    first has no text under the key. Without one it holds conversations, and anything else raises `DataError`.
     """
-    if not path.endswith(".json"):
+    if not path.lower().endswith(".json") or os.path.basename(path) == HUB_METADATA:
         return None
     with open_plain(path) as file:
         head = file.read(PART_BYTES).removeprefix(BOM).lstrip()
-        if not head.startswith((b"{", b"[")) or os.fstat(file.fileno()).st_size > MOST_LINE:
-            return None
-    try:
-        value = read_json(read_text(path, MOST_LINE).removeprefix("\ufeff"))
-    except RepeatedKey as error:
-        if key is None:
-            raise DataError(path, f"has {error}", "each key once") from None
+        size = os.fstat(file.fileno()).st_size
+    if not head.startswith((b"{", b"[")):
         return None
-    except (ValueError, RecursionError):
+    if size > MOST_LINE:
+        if key is None:
+            right = "one object a line in a .jsonl file"
+            raise DataError(path, f"has {size:,} bytes, more than {MOST_LINE:,}, in one JSON value", right)
+        return None
+    try:
+        value = _json_value(path, os.stat(path).st_mtime_ns, size)
+    except (ValueError, RecursionError) as error:
+        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        if key is None and not is_lines:
+            raise DataError(path, f"is not JSON: {error}", "conversations in JSON") from None
         return None
     records = value if isinstance(value, list) else [value]
     if not records or not all(isinstance(record, dict) for record in records):
+        if key is None:
+            raise DataError(path, "is not a list of objects", "a list of conversations, or one conversation")
         return None
     return records if key is None or isinstance(records[0].get(key), str) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _json_value(path: str, changed: int, size: int) -> Any:
+    """The value of a JSON file of that size, last `changed` at that time: it is asked for several times."""
+    return read_json(read_text(path, MOST_LINE).removeprefix("\ufeff"))
 
 
 def json_parts(path: str, key: str | None) -> Iterator[tuple[list[str], int]]:
@@ -177,11 +196,13 @@ def json_parts(path: str, key: str | None) -> Iterator[tuple[list[str], int]]:
     if records is None:
         raise DataError(path, "has changed while it was read", "a file that does not change")
     size = os.path.getsize(path)
+    taken = 0
     for start in range(0, len(records), PART_ROWS):
         part = records[start : start + PART_ROWS]
         texts = [json.dumps(record) if key is None else record.get(key) for record in part]
-        yield checked_texts(path, texts, key, start), 0
-    yield [], size
+        done = size * (start + len(part)) // len(records)
+        yield checked_texts(path, texts, key, start), done - taken
+        taken = done
 
 
 def checked_texts(path: str, texts: list[Any], key: str | None, row: int) -> list[str]:
@@ -201,7 +222,7 @@ def table_parts(path: str, form: str, key: str | None) -> Iterator[tuple[list[st
         size = file.seek(0, 2)
         file.seek(0)
         schema, count, batches = _opened(path, form, file)
-        columns = schema.names if key is None else [_checked(path, schema, key)]
+        columns = _chat_columns(path, schema) if key is None else [_checked(path, schema, key)]
         row = taken = 0
         for batch in batches(columns):
             for start in range(0, batch.num_rows, PART_ROWS):
@@ -253,6 +274,14 @@ def _checked(path: str, schema: Any, key: str) -> str:
     return key
 
 
+def _chat_columns(path: str, schema: Any) -> list[str]:
+    """All columns: each is a key of the conversations. Raises `DataError` if two have one name."""
+    for name, count in Counter(schema.names).items():
+        if count > 1:
+            raise DataError(path, f"has {count} columns {name}", "each column once")
+    return list(schema.names)
+
+
 def _texts(path: str, part: Any, key: str | None, row: int) -> list[str]:
     """The texts of a part of a table that begins at a row."""
     if key is None:
@@ -261,8 +290,16 @@ def _texts(path: str, part: Any, key: str | None, row: int) -> list[str]:
 
 
 def _as_json(record: dict[str, Any]) -> str:
-    """A row as a line of JSON; what JSON does not have, such as a date, is written as text."""
-    return json.dumps(_filled(record), default=str)
+    """A row as a line of JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):  # how some writers of tables store text
+            return value.decode("utf-8")
+        if isinstance(value, Decimal):
+            return int(value) if value == int(value) else float(value)
+        return str(value)  # a date
+
+    return json.dumps(_filled(record), default=plain)
 
 
 def _filled(value: Any) -> Any:
