@@ -80,8 +80,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "nothing",
     )
     tokens = (
-        "the inputs are tokens, which --tokenizer has made: a folder with nanoGPT's train.bin, and perhaps "
-        "val.bin; or files of nanoGPT, llm.c, modded-nanogpt or numpy.save"
+        "the inputs are token files made with --tokenizer: a nanoGPT folder (train.bin, optionally val.bin), "
+        "or files of nanoGPT, llm.c, modded-nanogpt or numpy.save"
     )
     parser.add_argument("--nanogpt", action="store_true", help=tokens)
     parser.add_argument(

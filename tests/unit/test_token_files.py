@@ -97,6 +97,10 @@ def test_a_file_alone(folder: Path) -> None:
         (np.arange(300, dtype=">u2").tobytes(), SIZE, "as uint16 in the other byte order all are ids of"),
         (np.arange(70, dtype=">u4").tobytes(), SIZE, "as uint32 in the other byte order all are ids of"),
         (np.arange(70_000, dtype="<u4").tobytes(), 100_000, "as uint32 all are ids of"),
+        (b"Call me Ishmael. " * 100, SIZE, "train.bin: is text, and not tokens"),
+        (b"PK\3\4" + bytes(100), SIZE, "train.bin: is a zip archive"),
+        (llm_c([]), SIZE, "train.bin: has a header and no token"),
+        (saved(np.array([], np.uint16)), SIZE, "train.bin: has a header and no token"),
         (b"MMIDIDX\0\0\0", SIZE, "train.bin: is a corpus with an index already"),
         (None, SIZE, "train.bin: cannot be read: No such file"),
     ],
@@ -142,9 +146,14 @@ def test_every_type_and_header_gives_the_same_tokens(content: bytes, dtype: str 
 
 
 def test_shards_become_one_corpus(folder: Path) -> None:
+    for name in ("train.bin", "val.bin"):
+        (folder / name).unlink()
     for name in ("a.bin", "b.bin"):
         (folder / name).write_bytes(llm_c(IDS))
-    prefix = run(folder, "a.bin", "--input", str(folder / "a.bin"), str(folder / "b.bin"))
+    # each is read once, however often it is given
+    prefix = run(
+        folder, "a.bin", "--input", str(folder / "a.bin"), str(folder / "*.bin"), str(folder / "a.bin")
+    )
     corpus = IndexedTokens(prefix)
     assert corpus.read(0, corpus.num_tokens).tolist() == IDS * 2
 
@@ -185,3 +194,28 @@ def test_options_that_do_not_fit(folder: Path) -> None:
             ["--nanogpt", "--input", str(folder), "--output", f"{folder}/train", "--tokenizer", "bytes"]
         )
     assert (folder / "train.bin").stat().st_size == 2 * sum(map(len, DOCUMENTS))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+@pytest.mark.parametrize("count", [1, 3, 8, 15])
+def test_short_files_are_read_in_their_type(dtype: str, count: int, folder: Path) -> None:
+    """Eight tokens of uint32 were taken for uint16, and the advice was wrong."""
+    (folder / "a.bin").write_bytes(np.arange(3, 3 + count, dtype=dtype).tobytes())
+    corpus = IndexedTokens(run(folder, "a.bin", "--dtype", dtype))
+    assert corpus.read(0, corpus.num_tokens).tolist() == list(range(3, 3 + count))
+
+
+def test_zeros_at_the_beginning_are_no_other_type(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding there fits every type; the rest of the file does not."""
+    monkeypatch.setattr(token_files, "SAMPLE", 100)
+    tokens = [*[0] * 1000, *IDS * 9]
+    (folder / "a.bin").write_bytes(np.array(tokens, "<u2").tobytes())
+    corpus = IndexedTokens(run(folder, "a.bin"))
+    assert corpus.read(0, corpus.num_tokens).tolist() == tokens
+
+
+def test_tokens_that_are_characters(folder: Path) -> None:
+    """meta.pkl numbers them, and no tokenizer that is given here does."""
+    (folder / "meta.pkl").write_bytes(b"")
+    with pytest.raises(UserError, match=r"has a meta\.pkl, .*--tokenizer bytes"):
+        run(folder, "")
