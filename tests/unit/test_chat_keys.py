@@ -128,6 +128,27 @@ def test_unmask_learns_all_but_the_system_message(chat: Chat) -> None:
         ({"messages": talk(), "chat_template_kwargs": {"messages": []}}, "has a wrong chat_template_kwargs"),
         ({"messages": talk(), "tools": "one"}, "has tools that are not a list"),
         ({"messages": [talk()[0], talk(weight=0)[1]]}, "marks every answer as not learned"),
+        ({"messages": [talk(weight=1)[1] | {"role": "user"}, talk()[1]]}, "which is not an answer"),
+        ({"messages": talk(content=[{"type": "text", "text": "a", "weight": 0}])}, "has weight in a part"),
+        (
+            {"messages": talk(content=[{"type": "image_url"}])},
+            "has a part of the type 'image_url' in message 2",
+        ),
+        ({"messages": talk(**{"from": "human"})}, "has role and from in message 2, which differ"),
+        ({"messages": talk(value="six")}, "has content and value in message 2, which differ"),
+        ({"messages": talk(tool_calls="foo")}, "has tool_calls in message 2 without the name"),
+        ({"messages": talk(tool_calls=[{"name": "f", "parameters": {}}])}, "has parameters in tool_calls"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *talk()], "system": "b"},
+            "another in its messages",
+        ),
+        ({"prompt": talk()[:2], "completion": "b"}, "has a prompt that ends with an answer"),
+        ({"instruction": "a", "output": ""}, "has an empty answer, message 2"),
+        (
+            {"messages": talk(), "chat_template_kwargs": {"bos_token": "x"}},
+            "has a wrong chat_template_kwargs",
+        ),
+        ({"messages": talk(), "system": "s", "prompt": "x"}, "has the key prompt, which may change"),
         ({"prompt": "a", "answer": "b"}, "has no list of messages; its keys are prompt, answer"),
         ({"instruction": "a", "output": "b", "history": ["c"]}, "has a history that is not a list of pairs"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "has the unknown role 'narrator'"),
@@ -302,6 +323,116 @@ def test_columns_of_tables_are_keys_too(tmp_path: Path) -> None:
     words = ["--chat", "--input", str(tmp_path / "t.parquet"), "--output", str(tmp_path / "x")]
     script.run([*words, "--tokenizer", "bytes", "--template", str(tmp_path / "t.jinja"), "--workers", "1"])
     assert learned_bytes(IndexedTokens(str(tmp_path / "x"))) == b"a<|im_end|>\nb<|im_end|>\nb<|im_end|>\n"
+
+
+NOW = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+TIME = {"role": "assistant", "tool_calls": '[{"name": "now", "arguments": {"tz": "CET"}}]'}
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        (NOW, "now({})"),  # arguments that are empty, as text
+        (TIME, 'now({"tz": "CET"})'),  # calls that a table stores as JSON
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": '{"tz": "é"}'}}]},
+            'now({"tz": "é"})',
+        ),
+    ],
+)
+def test_arguments_are_never_escaped(call: Any, written: str, chatml: Chat) -> None:
+    """Even where the same text is in the question, or is a part of any text."""
+    question = {"role": "user", "content": 'call it with {"tz": "é"} or {}'}
+    assert learned(chatml, {"messages": [question, call]}) == [written]
+
+
+WITHOUT_CALLS = CHATML.replace("{% for c in m.tool_calls or [] %}", "{% for c in [] %}")
+ONE_CALL = CHATML.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+WRONG_KEY = CHATML.replace("c.function.arguments | tojson", "c.function.args")
+WITHOUT_TOOLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+CALLS = [{"role": "user", "content": "now?"}, NOW | {"tool_calls": [*NOW["tool_calls"], *NOW["tool_calls"]]}]
+CALLS[1]["tool_calls"][1] = {"function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("template", [WITHOUT_CALLS, ONE_CALL, WRONG_KEY])
+def test_calls_that_the_template_drops_are_an_error(template: str, tmp_path: Path) -> None:
+    """The model would learn to say nothing where it should call; the name is elsewhere in the text too."""
+    (tmp_path / "t.jinja").write_text(template)
+    with pytest.raises(
+        WrongConversation, match="has tool calls in message 2 that the template does not write"
+    ):
+        learned(chat_of("bytes", str(tmp_path / "t.jinja")), {"messages": CALLS})
+
+
+def test_a_short_text_that_the_template_drops_is_reported(tmp_path: Path, capsys: Any) -> None:
+    """The digit is in the answer as well, so looking it up in the text finds it."""
+    messages = [*talk()[:2], {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
+    run(tmp_path, [{"messages": messages}], template=WITHOUT_TOOLS)
+    assert "does not write content of the role tool as it is, 1 time" in capsys.readouterr().err
+
+
+def test_an_answer_that_the_template_drops_is_an_error(tmp_path: Path) -> None:
+    last_only = MARKED.replace(
+        "{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}"
+    )
+    (tmp_path / "t.jinja").write_text(
+        last_only.replace("{{ m.content }}<|im_end|>\n{% endif %}", "{% endif %}")
+    )
+    with pytest.raises(
+        WrongConversation, match="has message 2, which is to be learned and which the template"
+    ):
+        learned(chat_of("bytes", str(tmp_path / "t.jinja")), {"messages": talk()})
+
+
+def test_marked_spans_belong_to_their_messages(tmp_path: Path) -> None:
+    """As many spans as answers, and yet not one for each: the masked call has none, the answer two."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: "
+        "{% if m.reasoning_content %}"
+        "{% generation %}({{ m.reasoning_content }}){% endgeneration %}{% endif %}"
+        "{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'assistant' and m.content %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content or '' }}{% endif %}\n{% endfor %}"
+    )
+    (tmp_path / "t.jinja").write_text(template)
+    answer = {"role": "assistant", "content": "noon", "reasoning_content": "hm"}
+    messages = [talk()[0], NOW | {"weight": 0}, {"role": "tool", "content": "12:00"}, answer]
+    assert learned(chat_of("bytes", str(tmp_path / "t.jinja")), {"messages": messages}) == ["(hm)", "noon"]
+
+
+def test_a_null_is_not_written_as_a_word(tmp_path: Path) -> None:
+    """A call without a content would teach the model to say None before it."""
+    (tmp_path / "t.jinja").write_text(CHATML.replace("m.content or ''", "m.content"))
+    with pytest.raises(WrongConversation, match="writes a value that is null as the word None"):
+        learned(chat_of("bytes", str(tmp_path / "t.jinja")), {"messages": [talk()[0], NOW]})
+
+
+def test_data_cannot_move_the_mask(chat: Chat) -> None:
+    """The code points that mark answers, wherever they are and however they are spelled."""
+    for name in ("\ufdd0x\ufdd1", "\ufdd2"):
+        with pytest.raises(WrongConversation, match=r"holds U\+FDD0"):
+            learned(chat, {"messages": talk(), "tools": [{"name": name}]})
+    line = json.dumps({"messages": talk(name="\ufdd1")}, ensure_ascii=False)
+    with pytest.raises(WrongConversation, match=r"holds U\+FDD0"):
+        rendered_chat(chat, BytesTokenizer(), line)
+
+
+def test_unknown_keys_of_a_block_are_listed_at_once(tmp_path: Path) -> None:
+    """A start for each key of a large set would take a day."""
+    lines = [{"messages": talk(), "a": 1}, {"messages": talk(b=1)}, {"messages": talk(), "chosen": "x"}]
+    with pytest.raises(UserError, match=r"line 1 has the key a, .*\(--ignore-keys a,b,chosen, if"):
+        run(tmp_path, lines)
+    run(tmp_path, lines, "--ignore-keys", "a,b,chosen")
+
+
+def test_system_and_nemo_and_pairs(chatml: Chat) -> None:
+    nemo = {"mask": "User", "system": "S", "conversations": [{"from": "User", "value": "a"}]}
+    nemo["conversations"].append({"from": "Assistant", "value": "b"})
+    assert learned(chatml, nemo) == ["b"]
+    assert learned(chatml, {"query": "a", "response": "b", "history": []}) == ["b"]
+    merged = {"role": None, "content": None, "from": "gpt", "value": "b"}
+    assert learned(chatml, {"messages": [talk()[0], merged]}) == ["b"]
 
 
 @pytest.mark.parametrize("fault", ["weight", "unmask"])

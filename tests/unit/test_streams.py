@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -556,3 +557,60 @@ def test_conversations_in_one_json_file(tmp_path: Path) -> None:
 def test_json_that_would_lose_something(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=complaint):
         prepared(tmp_path, name, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'[{"messages": ]', "is not JSON: Expecting value"),
+        (b"[]", "is not a list of objects"),
+        (b'[{"messages": []}, null]', "is not a list of objects"),
+        (b'[{"messages": [], "messages": []}]', "the key messages twice in one object"),
+        (b"[" + b" " * 9000 + b"]", "has 9,002 bytes, more than 9,000, in one JSON value"),
+    ],
+)
+def test_conversations_in_json_that_cannot_be_read(
+    content: bytes, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them had one reason: a JSON list, not text."""
+    monkeypatch.setattr(streams, "MOST_LINE", 9000)
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    with pytest.raises(UserError) as caught:
+        prepared(tmp_path, "a.json", content, chat=True, template=str(tmp_path / "t.jinja"))
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_of_the_hub_is_read_without_its_readme(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    (tmp_path / "set/data").mkdir(parents=True)
+    (tmp_path / "set/README.md").write_text("# A set")
+    (tmp_path / "set/dataset_infos.json").write_text('{"default": {}}')
+    (tmp_path / "set/data/train.JSONL").write_bytes(as_lines(TALKS[:2], "messages"))
+    done = prepare(
+        [str(tmp_path / "set")], str(tmp_path / "x"), "bytes", chat=True, template=str(tmp_path / "t.jinja")
+    )
+    assert [Path(entry.path).name for entry in done.left_out] == ["README.md", "dataset_infos.json"]
+    assert done.splits[str(tmp_path / "x")].documents == 2
+
+
+def test_columns_of_bytes_and_decimals(tmp_path: Path) -> None:
+    """Some writers of Parquet store text as bytes: it was learned as b'…'."""
+    pa = pytest.importorskip("pyarrow", reason=EXTRA)
+    import pyarrow.parquet
+
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    template = str(tmp_path / "t.jinja")
+    columns = {"prompt": pa.array([b"two?"]), "completion": pa.array(["café".encode()])}
+    weight = pa.array([Decimal(1)])
+    pyarrow.parquet.write_table(pa.table(columns | {"weight": weight}), tmp_path / "a.parquet")
+    prepare([str(tmp_path / "a.parquet")], str(tmp_path / "x"), "bytes", chat=True, template=template)
+    assert Path(f"{tmp_path}/x.bin").read_bytes() == "two?;café;".encode()
+    twice = pa.Table.from_arrays([*columns.values(), weight], names=["prompt", "completion", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet: has 2 columns prompt"):
+        prepare([str(tmp_path / "b.parquet")], str(tmp_path / "x"), "bytes", chat=True, template=template)
+
+
+def test_half_a_surrogate_pair_in_a_json_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"row 1 holds half a surrogate pair"):
+        prepared(tmp_path, "a.json", b'[{"text": "\\ud800"}]')
