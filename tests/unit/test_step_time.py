@@ -4,6 +4,7 @@ No test needs a table of measurements: settings and devices are small and litera
 """
 
 import json
+import re
 from dataclasses import replace
 from math import ceil, log, sqrt
 from pathlib import Path
@@ -475,6 +476,17 @@ def test_an_exchange_leaves_a_machine_through_one_port() -> None:
     assert on().links.exchange(queries, 8) == pytest.approx(apart)
     assert context_terms("ulysses", ranks=8) == pytest.approx(2 * 2 * (apart + shared))
     assert on().links.exchange(queries, 1) == 0.0
+
+
+def test_a_devices_memory_is_what_a_process_can_have() -> None:
+    """A layout that fills the 80 GiB of a datasheet would end on an H100, of which a process gets 79.1."""
+    files = sorted((ROOT / "megacore/tools/planner/devices").glob("*.json"))
+    assert len(files) > 20
+    for path in files:
+        content = json.loads(path.read_text())
+        least = min(map(float, re.findall(r"\d+\.\d\d", content["memory_source"])))
+        assert least - 0.2 < content["memory_gib"] <= least, path.name
+    assert read_device("h100").memory_gib == 79.1 and read_device("mi300x").memory_gib == 191.6
 
 
 def test_known_devices_and_clusters_can_be_read(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class DeviceSpec:
 
     name: str
     peak_flops: Constants  # by precision: dense (datasheets often print twice that), fp32 without TF32
-    memory_gib: float | None = None
+    memory_gib: float | None = None  # what a process can have: the driver and ECC keep some of the card's
     memory_bytes_per_second: float | None = None
     multiprocessors: int | None = None  # among which a product's tiles are dealt out; None: no such grain
     power_watts: float | None = None
