@@ -64,7 +64,8 @@ class Parser(argparse.ArgumentParser):
         flag, colon, wrong = message.removeprefix("argument ").partition(": ")
         right = "see -h; a setting of the config is written section.key=value, such as train.steps=20"
         if message.startswith("unrecognized arguments"):
-            right = meant_option(message, self._option_string_actions) or right
+            takes_overrides = any(action.dest == "overrides" for action in self._actions)
+            right = meant_option(message, self._option_string_actions, takes_overrides) or right
         raise ConfigError(
             *((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right))
         )

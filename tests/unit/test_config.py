@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch import pretrain, supervise
+from launch import compare, pretrain, supervise
 from megacore.config import Config
 from megacore.config.parallel import CHUNKS
 from megacore.distributed.rank_info import RankInfo
@@ -90,6 +90,7 @@ def test_what_is_like_no_key_is_not_guessed(load_raw: Load, key: str) -> None:
         ("--n_layer=4", "model.num_layers=VALUE"),
         ("--per_device_train_batch_size", "train.micro_batch_size=VALUE"),
         ("--confg", "--config"),
+        ("--deepspeed-config", "--deepspeed_config"),
         ("--print_config", "--print-config"),
     ],
 )
@@ -97,6 +98,12 @@ def test_an_unknown_option_names_what_it_may_mean(option: str, meaning: str) -> 
     with pytest.raises(ConfigError) as error:
         pretrain.parse(["--config", "c.json", option])
     assert str(error.value).endswith(f"unrecognized arguments: {option} (did you mean {meaning}?)")
+
+
+def test_a_script_without_overrides_names_no_setting() -> None:
+    """`--lr` of a script that takes no settings means none."""
+    with pytest.raises(ConfigError, match=r"unrecognized arguments: --lr \(see -h; "):
+        compare.parse(["runs/a", "runs/b", "--lr"])
 
 
 def test_an_option_that_is_like_none_is_not_guessed() -> None:

@@ -440,16 +440,19 @@ def meant_key(key: str, known: Iterable[str]) -> str:
     return f"did you mean {here[similar]}?"
 
 
-def meant_option(message: str, options: Iterable[str]) -> str | None:
-    """Return what the first option of argparse's message about unknown arguments may mean, as a question."""
+def meant_option(message: str, options: Iterable[str], takes_overrides: bool) -> str | None:
+    """Return what the first option of argparse's message about unknown arguments may mean, as a question.
+
+    An option of the script that is like it comes before another trainer's word for a setting.
+    """
     option = OPTION.search(message)
     if option is None:
         return None
-    key = other_word(option[0])
-    if key is not None:
-        return f"did you mean {key}=VALUE?"
     similar = near(option[0], options)
-    return None if similar is None else f"did you mean {similar}?"
+    if similar is not None:
+        return f"did you mean {similar}?"
+    key = other_word(option[0]) if takes_overrides else None
+    return None if key is None else f"did you mean {key}=VALUE?"
 
 
 def table() -> str:
