@@ -4,12 +4,15 @@ than the user's accelerate config says, without a word.
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.tools.deepspeed.engine import check_machine
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import load
@@ -188,6 +191,18 @@ def test_auto_does_not_take_a_gpu_where_the_launcher_says_cpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="train.device=cpu, or a launch without --cpu"):
         pick_device(config, RankInfo())
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("stated", ["cuda", "xpu"])
+def test_deepspeeds_accelerator_is_the_runs_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: str
+) -> None:
+    """DeepSpeed would take another device than the model is on."""
+    config = load(write_config(tmp_path, "unused"), ["engine.kind=deepspeed", ZERO_2], 1).config
+    monkeypatch.setenv("DS_ACCELERATOR", stated)
+    with pytest.raises(ConfigError, match=f"^config error: environment: DS_ACCELERATOR={stated} contradicts"):
+        check_machine(config, torch.device("cpu"))
 
 
 def test_one_line_and_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

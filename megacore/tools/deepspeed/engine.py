@@ -355,6 +355,11 @@ def check_machine(config: Config, device: torch.device) -> None:
     """Raises `ConfigError` if this machine lacks something that the config needs."""
     if find_spec("deepspeed") is None:
         raise ConfigError("engine.kind", "DeepSpeed is not installed", "pip install deepspeed, or native")
+    stated = os.environ.get("DS_ACCELERATOR", device.type)
+    if stated != device.type:
+        wrong = f"DS_ACCELERATOR={stated} contradicts train.device, which is {device.type} here"
+        right = f"train.device={stated}, or DS_ACCELERATOR={device.type}"
+        raise ConfigError("environment", wrong, right)
     if config.train.precision == "fp16" and device.type == "cpu":
         raise ConfigError("train.precision", "DeepSpeed has no fp16 on CPUs", "bf16, or engine.kind=native")
     for builder in builders(settings := ds_settings(config), import_deepspeed(device)):
