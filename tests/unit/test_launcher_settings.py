@@ -138,7 +138,7 @@ CONTRADICTIONS = [
         "engine.kind=fsdp",
         "FSDP_SHARDING_STRATEGY=NO_SHARD has no equal in megacore",
     ),
-    (DEEPSPEED, "", 'engine.kind=deepspeed engine.config={"zero_optimization": {"stage": 2}}, or'),
+    (DEEPSPEED, "", 'engine.kind=deepspeed \'engine.config={"zero_optimization": {"stage": 2}}\', or'),
     (
         DEEPSPEED | {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
         f"engine.kind=deepspeed {ZERO_2}",

@@ -10,6 +10,7 @@ The variables and their defaults are those of accelerate's `utils/launch.py` (Ju
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -243,5 +244,5 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def written(key: str, value: Any) -> str:
-    """Return an override as it is typed."""
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    """Return an override as it is typed in a shell."""
+    return shlex.quote(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
