@@ -49,6 +49,13 @@ YARN = {
     "beta_fast": 2.0,
     "beta_slow": 0.125,
 }
+# Six pairs turn of phi3's heads, and four of llama's.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.4],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
+LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 GRANITE = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.25,
@@ -150,6 +157,31 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3, yarn": ("qwen3", LLAMA | {"head_dim": 16, "rope_scaling": YARN}),
     "phi3": ("phi3", LLAMA | {"hidden_size": 64, "partial_rotary_factor": 0.75, "pad_token_id": None}),
+    "phi3, longrope": (
+        "phi3",
+        LLAMA
+        | LONG
+        | {
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "pad_token_id": None,
+            "rope_scaling": LONGROPE,
+        },
+    ),
+    "llama, longrope": (
+        "llama",
+        LLAMA
+        | LONG
+        | {
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 2.5],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.25,
+            }
+        },
+    ),
     "smollm3": ("smollm3", LLAMA | {"no_rope_layer_interval": 2, "pad_token_id": None}),
     "gpt_neox": ("gpt_neox", NEOX),
     "gpt_neox, serial": ("gpt_neox", NEOX | SERIAL),

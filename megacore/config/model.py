@@ -62,7 +62,27 @@ class YarnRope(Section):
     truncate: bool = True
 
 
-RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(discriminator="type")]
+FactorOfPair = Annotated[tuple[Factor, ...], Field(min_length=1, max_length=4096)]
+
+
+class LongRope(Section):
+    """Divides each rotary frequency by a factor of its own, and sharpens scores (Ding et al. 2024, LongRoPE).
+
+    The factors are `short_factor` in a text of up to `original_max_position_embeddings` tokens, and
+    `long_factor` in a longer one. A text of another length would thus be another function of the same
+    weights. So here texts are at most that long, and the other factors are kept for an export.
+    Queries and keys are multiplied by `attention_factor`.
+    """
+
+    type: Literal["longrope"]
+    short_factor: FactorOfPair
+    long_factor: FactorOfPair
+    original_max_position_embeddings: Positions
+    max_position_embeddings: Positions = Field(description="of the whole model, with long_factor")
+    attention_factor: Factor = 1.0
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope | LongRope, Field(discriminator="type")]
 
 
 LastStep = Annotated[Count, Field(title="last step")]

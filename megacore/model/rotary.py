@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config.model import LinearRope, Llama3Rope, NtkRope, RopeScaling, YarnRope
+from megacore.config.model import LinearRope, Llama3Rope, LongRope, NtkRope, RopeScaling, YarnRope
 
 
 def rope_tables(
@@ -33,9 +33,9 @@ def rope_tables(
     turning = frequencies(int(head_size * share), theta, scaling)
     still = head_size // 2 - len(turning)
     angles = torch.outer(torch.from_numpy(positions).double(), F.pad(turning, (0, still))).repeat(1, 2)
-    # YaRN multiplies queries and keys by one factor, and their rotation is linear: so the tables can carry
-    # it.
-    factor = attention_factor(scaling) if isinstance(scaling, YarnRope) else 1.0
+    # YaRN and LongRoPE multiply queries and keys by one factor, and their rotation is linear: so the tables
+    # can carry it.
+    factor = attention_factor(scaling) if isinstance(scaling, YarnRope | LongRope) else 1.0
     factors = F.pad(torch.full_like(turning, factor), (0, still), value=1.0).repeat(2)
     return (factors * angles.cos()).to(device, dtype), (factors * angles.sin()).to(device, dtype)
 
@@ -59,6 +59,8 @@ def frequencies(head_size: int, theta: float, scaling: RopeScaling | None = None
             0.0, 1.0
         )
         return plain * (1.0 - divided + divided / scaling.factor)
+    if isinstance(scaling, LongRope):
+        return plain / torch.tensor(scaling.short_factor, dtype=torch.float64)
     return plain
 
 
@@ -86,8 +88,9 @@ def yarn_ramp(head_size: int, theta: float, scaling: YarnRope) -> tuple[float, f
     return start, end if end != start else end + 0.001  # a step, not a division by zero
 
 
-def attention_factor(scaling: YarnRope) -> float:
+def attention_factor(scaling: YarnRope | LongRope) -> float:
     """What queries and keys are multiplied by; scores grow by its square."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    assert isinstance(scaling, YarnRope)  # LongRoPE's is always stated
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

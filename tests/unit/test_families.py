@@ -3,13 +3,14 @@ new spelling; refusals by name.
 """
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from megacore.config import Config
-from megacore.config.model import ModelConfig
+from megacore.config.model import LongRope, ModelConfig
 from megacore.distributed.buffers import buffers_of
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.stage import whole_model
@@ -133,6 +134,10 @@ def test_transformers_reads_what_is_written(name: str) -> None:
     }
     if kind == "deepseek_v3":  # YaRN's factor, not two scales of which it is the ratio; features side by side
         passed_over |= {"rope_parameters", "rope_interleave"}
+    if (
+        name == "phi3, longrope"
+    ):  # the factor on queries and keys is stated, and else follows from two lengths
+        passed_over |= {"rope_parameters"}
     assert {key for key in theirs if theirs[key] != back[key]} <= passed_over
     assert str(back["dtype"]).removeprefix("torch.") == "float32" and back["bos_token_id"] is None
     sizes = {"head_dim": config.head_size, "n_inner": config.model.ffn_size}
@@ -160,6 +165,27 @@ def test_rotary_settings_of_transformers_4_and_5(scaling: dict[str, Any] | None)
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "rope", "more", "expected"),
+    [
+        ("phi3, longrope", {"rope_type": "su"}, {}, (16, math.sqrt(1 + math.log(4) / math.log(16)))),
+        ("phi3, longrope", {"rope_type": "yarn"}, {}, (16, math.sqrt(1 + math.log(4) / math.log(16)))),
+        ("phi3, longrope", {"factor": 2.0}, {}, (16, math.sqrt(1 + math.log(2) / math.log(16)))),
+        ("phi3, longrope", {}, {"max_position_embeddings": 16}, (16, 1.0)),
+        ("phi3, longrope", {"original_max_position_embeddings": 32}, {}, (32, math.sqrt(1 + 0.2))),
+        ("llama, longrope", {}, {}, (16, 1.25)),
+    ],
+)
+def test_lengths_of_longrope(
+    name: str, rope: dict[str, Any], more: dict[str, Any], expected: tuple[int, float]
+) -> None:
+    """Positions beyond the original length have other frequencies, so a model here has none of them."""
+    hf = settings(name)
+    model = config_of(read(hf | more | {"rope_scaling": hf["rope_scaling"] | rope})).model
+    assert model.max_positions == expected[0] and isinstance(model.rope_scaling, LongRope)
+    assert model.rope_scaling.attention_factor == pytest.approx(expected[1], rel=1e-12)
+
+
 def test_granite_divides_its_logits() -> None:
     model = read(settings("granite"))
     assert model["logit_scale"] == pytest.approx(1 / 3)
@@ -179,7 +205,13 @@ def test_granite_divides_its_logits() -> None:
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", {"attention_bias": 1}, "attention_bias"),
         ("llama", {"mlp_bias": "yes"}, "mlp_bias"),
-        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "has no short_factor"),
+        ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [0]}},
+            "long_factor is \\[0\\]",
+        ),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "factor"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -219,8 +251,8 @@ def test_granite_divides_its_logits() -> None:
         ("phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
         (
             "phi3",
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "rope_type",
+            {"rope_scaling": {"rope_type": "su", "short_factor": [1.0], "long_factor": 1.0}},
+            "long_factor is 1.0",
         ),
         ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),

@@ -19,6 +19,14 @@ from tests.peers import LLAMA
 
 HEAD, THETA, POSITIONS = 16, 10000.0, 64
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": POSITIONS}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.0, 1.5, 2.0, 2.0, 2.5, 3.0, 3.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+    "original_max_position_embeddings": POSITIONS,
+    "max_position_embeddings": 4 * POSITIONS,
+    "attention_factor": 1.2,
+}
 METHODS: list[dict[str, Any]] = [
     {"type": "linear", "factor": 3.0},
     {
@@ -191,6 +199,9 @@ def test_settings_of_peers() -> None:
         (YARN | {"beta_fast": 1.0}, {}, "model.rope_scaling", "a larger beta_fast"),
         (YARN, {"rope_theta": 1.0}, "model.rope_theta", "a base above 1"),
         (YARN, {"position": "learned"}, "model.rope_scaling", "null, or model.position=rope"),
+        (LONGROPE | {"short_factor": [1.0]}, {}, "model.rope_scaling", "8, one for each pair of features"),
+        (LONGROPE, {"rotary_share": 0.5}, "model.rope_scaling", "4, one for each pair of features"),
+        (LONGROPE, {"max_positions": POSITIONS + 1}, "model.max_positions", f"at most {POSITIONS}"),
     ],
 )
 def test_bad_settings(method: dict[str, Any], model: dict[str, Any], where: str, right: str) -> None:

@@ -23,9 +23,11 @@ from megacore.tools.interchange.settings import (
     heading,
     number,
     read_rope,
+    read_sizes,
     require,
     rotary_share,
     whole,
+    written_positions,
     written_scaling,
 )
 
@@ -34,8 +36,8 @@ def read_common(hf: dict[str, Any], eps: str, **settings: Any) -> dict[str, Any]
     """What both share; `eps` is the key of the norms' epsilon."""
     require(hf, "quantization_config", None, None)
     require(hf, "hidden_act", settings["activation"], *GPT2_ACTIVATIONS)
-    sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
     theta, scaling = read_rope(hf, partial="rotary_share" in settings)
+    sizes = read_sizes(hf, scaling)
     head_size = head_size_of(hf, "hidden_size", "num_attention_heads")
     own = {
         "head_size": head_size,
@@ -67,7 +69,8 @@ def write_common(config: Config, architecture: str, model_type: str, eps: str) -
         "pad_token_id": None,
         "attention_dropout": 0.0,
     }
-    return heading(config, architecture, model_type, LLAMA_SIZES) | own
+    sizes = heading(config, architecture, model_type, LLAMA_SIZES) | written_positions(config.model)
+    return sizes | own
 
 
 def read_neox(hf: dict[str, Any]) -> dict[str, Any]:

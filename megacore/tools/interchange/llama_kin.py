@@ -32,7 +32,12 @@ from megacore.tools.interchange.settings import (
 
 
 def read_phi3(hf: dict[str, Any]) -> dict[str, Any]:
-    """See `Family.read`."""
+    """See `Family.read`. It calls LongRoPE also "su" and "yarn", and has no YaRN."""
+    hf = {"original_max_position_embeddings": 4096} | hf
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = get(hf, key, None, dict) or {}
+        if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            hf[key] = rope | {"rope_type": "longrope"}
     share = rotary_share(hf, head_size_of(hf, "hidden_size", "num_attention_heads"))
     return read_llama_like(
         {"rms_norm_eps": 1e-5} | hf, rotary_share=share, window=whole(hf, "sliding_window", None)

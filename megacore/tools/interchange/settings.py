@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from megacore.config import Config
-from megacore.config.model import ModelConfig, NtkRope
+from megacore.config.model import LongRope, ModelConfig, NtkRope
 from megacore.errors import CheckpointError
 from megacore.model.rotary import stretched_base
 
@@ -165,9 +165,9 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
         raise CheckpointError(
             CONFIG, "layer_types has other layers than full_attention", "full attention in every layer"
         )
-    sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
-    head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
     theta, scaling = read_rope(hf, partial="rotary_share" in settings)
+    sizes = read_sizes(hf, scaling)
+    head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
     own = {
         "num_kv_heads": whole(hf, "num_key_value_heads", None) or sizes["num_heads"],
         "head_size": head_size,
@@ -198,16 +198,18 @@ def read_rope(hf: dict[str, Any], *, partial: bool = False) -> tuple[float, dict
     if not partial:
         require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    require(kind, "rope_type", None, "default", "linear", "llama3", "dynamic", "yarn")
+    require(kind, "rope_type", None, "default", "linear", "llama3", "dynamic", "yarn", "longrope")
     # "dynamic" changes the frequencies of texts that are longer than all positions only, which our models
     # refuse.
     if kind["rope_type"] in ("default", "dynamic"):
         return theta, None
+    # Where it is missing, transformers takes a value of the top level, or else all positions.
+    fallback = hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", REQUIRED))
+    if kind["rope_type"] == "longrope":
+        return theta, read_longrope(hf, rope, fallback)
     scaling = {"type": kind["rope_type"], "factor": number(rope, "factor")}
     if kind["rope_type"] == "linear":
         return theta, scaling
-    # Where it is missing, transformers takes a value of the top level, or else all positions.
-    fallback = hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", REQUIRED))
     scaling["original_max_position_embeddings"] = whole(rope, "original_max_position_embeddings", fallback)
     if kind["rope_type"] == "llama3":
         return theta, scaling | {key: number(rope, key) for key in ("low_freq_factor", "high_freq_factor")}
@@ -219,6 +221,42 @@ def read_rope(hf: dict[str, Any], *, partial: bool = False) -> tuple[float, dict
         "attention_factor": yarn_attention_factor(rope),
         "truncate": flag(rope, "truncate", True),
     }
+
+
+def read_longrope(hf: dict[str, Any], rope: dict[str, Any], original_default: Any) -> dict[str, Any]:
+    """Read LongRoPE, whose factor on queries and keys follows from the two lengths unless it is stated."""
+    longest = whole(hf, "max_position_embeddings")
+    original = whole(rope, "original_max_position_embeddings", original_default)
+    factors = {}
+    for key in ("short_factor", "long_factor"):
+        values = get(rope, key, REQUIRED, list)
+        if not all(isinstance(value, int | float) and value > 0 for value in values):
+            raise CheckpointError(CONFIG, f"{key} is {values}", "numbers above 0")
+        factors[key] = tuple(map(float, values))
+    attention_factor = number(rope, "attention_factor", None)
+    if attention_factor is None:
+        ratio = number(rope, "factor", None) or longest / original
+        attention_factor = 1.0
+        if ratio > 1 and original > 1:
+            attention_factor = math.sqrt(1 + math.log(ratio) / math.log(original))
+    return {
+        "type": "longrope",
+        **factors,
+        "original_max_position_embeddings": original,
+        "max_position_embeddings": longest,
+        "attention_factor": attention_factor,
+    }
+
+
+def read_sizes(hf: dict[str, Any], scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Read the sizes that all these families call alike.
+
+    Longer texts than LongRoPE's original length have other frequencies, so the model has no such positions.
+    """
+    sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
+    if scaling is not None and scaling["type"] == "longrope":
+        sizes["max_positions"] = min(sizes["max_positions"], scaling["original_max_position_embeddings"])
+    return sizes
 
 
 def rotary_share(hf: dict[str, Any], head_size: int) -> float:
@@ -262,17 +300,31 @@ def write_llama_like(config: Config, architecture: str, model_type: str, **setti
         "rope_theta": model.rope_theta,
         "rope_scaling": written_scaling(model),
     }
-    return heading(config, architecture, model_type, LLAMA_SIZES) | own | settings
+    sizes = heading(config, architecture, model_type, LLAMA_SIZES) | written_positions(model)
+    return sizes | own | settings
 
 
 def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """How rotary frequencies are stretched, as transformers 4 has it."""
+    """Return how rotary frequencies are stretched, as transformers 4 has it."""
     scaling = model.rope_scaling
-    return (
-        None
-        if scaling is None
-        else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True)
-    )
+    if scaling is None:
+        return None
+    own = scaling.model_dump(mode="json", exclude={"type", "max_position_embeddings"}, exclude_defaults=True)
+    if isinstance(scaling, LongRope):
+        own["attention_factor"] = scaling.attention_factor  # else it follows from the two lengths
+    return {"rope_type": scaling.type} | own
+
+
+def written_positions(model: ModelConfig) -> dict[str, Any]:
+    """Return the two lengths of a model with LongRoPE, for the top level of config.json."""
+    scaling = model.rope_scaling
+    if not isinstance(scaling, LongRope):
+        return {}
+    original = scaling.original_max_position_embeddings
+    positions = {"original_max_position_embeddings": original}
+    if model.max_positions == original:
+        positions["max_position_embeddings"] = scaling.max_position_embeddings
+    return positions
 
 
 def as_peers_have_it(config: Config) -> ModelConfig:

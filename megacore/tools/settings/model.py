@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import gcd
 
 from megacore.config.implied import heads_at
-from megacore.config.model import Llama3Rope, ModelConfig, YarnRope
+from megacore.config.model import Llama3Rope, LongRope, ModelConfig, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import Config, resolved
@@ -171,6 +171,20 @@ def check_windows(model: ModelConfig) -> None:
             )
 
 
+def check_longrope(config: Config, scaling: LongRope) -> None:
+    """Check that there is a factor for each pair that turns, and that no text needs the other factors."""
+    pairs = int(config.head_size * config.model.rotary_share) // 2
+    for name in ("short_factor", "long_factor"):
+        if (count := len(getattr(scaling, name))) != pairs:
+            raise ConfigError(
+                "model.rope_scaling", f"{name} has {count} numbers", f"{pairs}, one for each pair of features"
+            )
+    original = scaling.original_max_position_embeddings
+    if config.max_positions > original:
+        wrong = f"longrope has other frequencies for texts beyond {original} tokens, which no model here has"
+        raise ConfigError("model.max_positions", wrong, f"at most {original}")
+
+
 def check_tensor_ranks(config: Config) -> None:
     """Check that heads and the features of the feed-forward layer divide among the tensor ranks.
 
@@ -242,6 +256,8 @@ def check_positions(config: Config) -> None:
         raise ConfigError(
             "model.rope_theta", f"{model.rope_theta} has no ramp of frequencies for YaRN", "a base above 1"
         )
+    if isinstance(model.rope_scaling, LongRope):
+        check_longrope(config, model.rope_scaling)
     if config.max_positions < seq_len:
         raise ConfigError(
             "model.max_positions",

@@ -15,6 +15,7 @@ import numpy as np
 
 from megacore.config import Config
 from megacore.config.engine import Compression
+from megacore.config.model import LongRope
 from megacore.config.optim import OptimGroup
 from megacore.config.schema import MASK, resolved
 from megacore.config.source import SMALL, UNTOUCHED, source_of
@@ -320,6 +321,16 @@ def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any
             small[key] = min(every, 2)
     if model.rotary_share < 1:
         small["rotary_share"] = max(1, round(model.rotary_share * head_size / 2)) * 2 / head_size
+    if isinstance(model.rope_scaling, LongRope):  # which has a factor for each pair
+        pairs = int(head_size * small.get("rotary_share", 1.0)) // 2
+        factors = {
+            name: [values[pair * len(values) // pairs] for pair in range(pairs)]
+            for name, values in (
+                ("short_factor", model.rope_scaling.short_factor),
+                ("long_factor", model.rope_scaling.long_factor),
+            )
+        }
+        small["rope_scaling"] = model.rope_scaling.model_dump() | factors
     return small
 
 
