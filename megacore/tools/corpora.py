@@ -1,5 +1,6 @@
 """What is known of a corpus beside its tokens, and what is checked of it before a run reads it."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -11,10 +12,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from megacore.config import Config
 from megacore.config.schema import MASK
-from megacore.data.indexed import SCAN_BLOCK, SCAN_BYTES, IndexedTokens
+from megacore.data.indexed import PREPARE_AGAIN, SCAN_BLOCK, SCAN_BYTES, IndexedTokens
 from megacore.data.samples import SampleStream, training_stream
 from megacore.errors import DataError
-from megacore.files import read_plain
+from megacore.files import open_plain, read_json, read_text, write_whole
+
+DIGEST = "digest"  # a key of the file besides those of `Sidecar`
+DIGEST_BLOCK = 1 << 15
+DIGEST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -43,24 +48,24 @@ class Sidecar:
     spelled_bytes: int | None = None
 
     def save(self, prefix: str) -> None:
-        """Writes ``PREFIX.json`` under a temporary name and renames it."""
-        temporary = f"{prefix}.json.{os.getpid()}.tmp"
-        Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, f"{prefix}.json")
+        """Write ``PREFIX.json`` next to the files of the corpus, which have to be there."""
+        content = asdict(self) | {DIGEST: corpus_digest(prefix)}
+        write_whole(f"{prefix}.json", json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def load(cls, prefix: str) -> "Sidecar | None":
-        """Reads the sidecar of a corpus.
+        """Read the sidecar of a corpus.
 
-        None if there is none, or if it is older than ``PREFIX.bin`` and so describes other tokens.
+        None if there is none, or if it describes other tokens. The files' times do not matter, because a copy
+        of a folder has new ones.
         """
         path = Path(f"{prefix}.json")
         if not path.exists() or not os.path.exists(f"{prefix}.bin"):
             return None
-        if path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
-            return None
         try:
-            return TypeAdapter(cls).validate_json(read_plain(path))
+            text = read_text(path)
+            sidecar = TypeAdapter(cls).validate_json(text)
+            digest = read_json(text).get(DIGEST)
         except OSError as error:
             raise DataError(
                 str(path), f"cannot be read: {error.strerror}", "delete it, or prepare the corpus again"
@@ -69,6 +74,34 @@ class Sidecar:
             first = error.errors()[0]
             wrong = f"{'.'.join(map(str, first['loc'])) or 'whole file'}: {first['msg']}"
             raise DataError(str(path), wrong, "delete it, or prepare the corpus again") from None
+        except ValueError as error:
+            raise DataError(str(path), f"{error}", "delete it, or prepare the corpus again") from None
+        if digest is None:  # written by an earlier release
+            tokens = IndexedTokens(prefix)
+            is_current = (tokens.num_tokens, tokens.num_documents) == (sidecar.tokens, sidecar.documents)
+        else:
+            is_current = digest == corpus_digest(prefix)
+        return sidecar if is_current else None
+
+
+def corpus_digest(prefix: str) -> str:
+    """Return the SHA-256 of the sizes of a corpus's two files and of blocks that are evenly spread in them.
+
+    It reads 2 MiB at most of each file, because every run does so before it starts.
+    """
+    digest = hashlib.sha256()
+    for path in (f"{prefix}.bin", f"{prefix}.idx"):
+        try:
+            with open_plain(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                last_start = max(0, size - DIGEST_BLOCK)
+                for block in range(DIGEST_BLOCKS):
+                    file.seek(last_start * block // (DIGEST_BLOCKS - 1))
+                    digest.update(file.read(DIGEST_BLOCK))
+        except OSError as error:
+            raise DataError(path, f"cannot be read: {error.strerror}", PREPARE_AGAIN) from None
+    return digest.hexdigest()
 
 
 def checked_stream(config: Config, scan: bool = True) -> SampleStream:

@@ -1,8 +1,11 @@
 """Token files: Megatron's format in both directions, damage, and ids beyond the vocabulary."""
 
+import dataclasses
 import json
 import os
 import struct
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -173,13 +176,50 @@ def test_vocabulary_by_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_vocabulary_by_sidecar(tmp_path: Path) -> None:
-    """The sidecar is believed while it is of these tokens, and not when the .bin is newer."""
+    """The sidecar is believed while it is of these tokens, whatever the times of the files are."""
     tokens = corpus(tmp_path, np.array([1, 2, 3], dtype=np.uint16))
     sidecar(400).save(tokens.prefix)
-    with pytest.raises(DataError, match="token id 400"):
-        check_vocabulary(tokens, 300)
-    os.utime(f"{tokens.prefix}.json", ns=(0, 0))
-    check_vocabulary(tokens, 300)
+    for json_time in (0, time.time_ns() + 10**10):
+        os.utime(f"{tokens.prefix}.json", ns=(json_time, json_time))
+        with pytest.raises(DataError, match="token id 400"):
+            check_vocabulary(tokens, 300)
+    check_vocabulary(corpus(tmp_path, np.array([1, 2, 4], dtype=np.uint16)), 300)
+
+
+def test_a_copied_folder_has_its_sidecars(tmp_path: Path) -> None:
+    """`cp -r` gives the files new times, in any order."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    tokens = corpus(folder, np.arange(70_000, dtype=np.uint16) % 300)
+    known = dataclasses.replace(sidecar(299), tokens=70_000)
+    known.save(tokens.prefix)
+    subprocess.run(["cp", "-r", str(folder), str(tmp_path / "copy")], check=True)
+    (tmp_path / "copy/c.bin").touch()
+    assert Sidecar.load(f"{tmp_path}/copy/c") == known
+
+
+@pytest.mark.parametrize(
+    ("values", "is_current"),
+    [
+        (np.array([1, 2, 3]), True),
+        (np.array([1, 2]), False),  # another number of tokens
+        (np.array([3, 2, 1]), True),  # which an earlier release could not tell
+    ],
+)
+def test_sidecars_of_earlier_releases(tmp_path: Path, values: np.ndarray, is_current: bool) -> None:
+    """They have no digest, so the numbers of tokens and of documents decide."""
+    tokens = corpus(tmp_path, values.astype(np.uint16))
+    Path(f"{tokens.prefix}.json").write_text(json.dumps(dataclasses.asdict(sidecar(7))))
+    assert (Sidecar.load(tokens.prefix) is not None) is is_current
+
+
+@pytest.mark.parametrize("place", [0, 1_000_000, 4_000_000, 6_999_999])
+def test_a_sidecar_of_other_tokens_does_not_count(tmp_path: Path, place: int) -> None:
+    """A corpus that was prepared again, with as many tokens, differs in many places."""
+    values = np.zeros(7_000_000, dtype=np.uint8)
+    sidecar(0).save(corpus(tmp_path, values).prefix)
+    values[max(0, place - 100_000) : place + 100_000] = 1
+    assert Sidecar.load(corpus(tmp_path, values).prefix) is None
 
 
 def test_sidecar(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megacore.tools.corpora import Sidecar
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.settings.load import resolve
 from megacore.tools.text.vocabulary import vocabulary_warnings
@@ -16,7 +18,9 @@ def said(
 ) -> list[str]:
     """What is said of corpora with such tokenizers and numbers of tokens."""
     for name, (made_with, tokens) in corpora.items():
-        (folder / f"{name}.bin").touch()
+        with IndexedWriter(str(folder / name), np.uint8) as writer:
+            writer.write(np.zeros(9, dtype=np.uint8))
+            writer.end_document()
         Sidecar(9, 1, 3, made_with, tokens, 1.0, 9).save(str(folder / name))
     train = [[1.0, str(folder / name)] for name in [*corpora, "without a sidecar"]]
     raw = {"model": {"vocab_size": vocab_size}, "data": {"train": train, "tokenizer": tokenizer}}
