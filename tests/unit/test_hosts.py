@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,35 @@ def test_machines_that_do_not_answer_are_left_out(
     hostfile.write_text("localhost\n")
     with pytest.raises(ConfigError, match="slots"):
         read_hostfile(hostfile)
+
+
+@pytest.mark.parametrize(
+    ("line", "slots"),
+    [
+        ("node1 slots=4 max_slots=8", 4),
+        ("node1 slots=4 max-slots=8", 4),
+        ("node1\tslots=2  max_slots=2 # all of them", 2),
+        ("node1 slots=4 max_slots=3", "max_slots=3, below its slots=4"),
+        ("node1 max_slots=8", "has a line `node1 max_slots=8`"),
+        ("node1 max_slots=8 slots=4", "has a line"),  # the deepspeed launcher does not read it either
+        ("node1 slots=4 max_slots=many", "has a line"),
+        ("node1 slots=4 cores=8", "has a line"),
+    ],
+)
+def test_a_hostfile_of_open_mpi(line: str, slots: int | str, tmp_path: Path) -> None:
+    """Open MPI's limit is accepted and not used; the slots are what the deepspeed launcher reads too."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"{line}\nnode2 slots=1\n")
+    if isinstance(slots, str):
+        with pytest.raises(ConfigError, match=slots) as error:
+            read_hostfile(hostfile)
+        assert "\n" not in str(error.value)
+        return
+    assert read_hostfile(hostfile) == {"node1": slots, "node2": 1}
+    if find_spec("deepspeed") is not None:
+        from deepspeed.launcher.runner import fetch_hostfile
+
+        assert dict(fetch_hostfile(str(hostfile))) == {"node1": slots, "node2": 1}
 
 
 @pytest.mark.parametrize(

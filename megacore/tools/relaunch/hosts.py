@@ -19,6 +19,9 @@ FILTER = re.compile(r"(--include|--exclude|-i|-e)(=(.*))?")  # options of the de
 # goes into commands: nothing that ssh or a shell takes for more than a name
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")
 LINES = "lines such as `node1 slots=8`"  # of a hostfile
+# The deepspeed launcher reads up to the slots. Open MPI's hostfiles may also have a limit that only counts if
+# more processes than slots are wanted, which no run here does.
+LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,4})(?:\s+max[_-]slots=([0-9]{1,4}))?")
 KEPT = 0.75  # a layout that uses this part of the ranks is not changed for one that uses more
 
 
@@ -37,7 +40,7 @@ def hosts_in(text: str, option: str, source: str) -> dict[str, int]:
     """Slots by host in the text of a hostfile, which `source` has given. Raises `ConfigError`."""
     hosts: dict[str, int] = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
-        found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,4})", line)
+        found = LINE.fullmatch(line)
         if found is None:
             raise ConfigError(option, f"{source} has a line `{line:.200}`", LINES)
         if not HOST.fullmatch(found[1]):
@@ -51,6 +54,9 @@ def hosts_in(text: str, option: str, source: str) -> dict[str, int]:
             raise ConfigError(
                 option, f"{source} gives {found[1]} no slots", "slots=1 or more, or no line for it"
             )
+        if found[3] is not None and int(found[3]) < int(found[2]):
+            wrong = f"{source} gives {found[1]} max_slots={found[3]}, below its slots={found[2]}"
+            raise ConfigError(option, wrong, f"max_slots={found[2]} or more, or none")
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ConfigError(option, f"{source} names no host", LINES)
