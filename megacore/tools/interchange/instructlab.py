@@ -190,7 +190,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     """The section `train` of a ``config.yaml``. Raises `DataError`."""
     yaml = needed(path, "yaml")
     try:
-        found = yaml.safe_load(read_text(path))
+        found = yaml.load(read_text(path), Loader=unique_keys(yaml.SafeLoader))
     except OSError as error:
         raise DataError(path, f"cannot be read: {error.strerror}", RIGHT) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -199,6 +199,20 @@ def read_recipe(path: str) -> dict[str, Any]:
     if not isinstance(train, dict) or not all(isinstance(key, str) for key in train):
         raise DataError(path, "has no section train", RIGHT)
     return train
+
+
+def unique_keys(loader: type[Any]) -> type[Any]:
+    """Return a YAML loader that raises `ValueError` for a key that is there twice; PyYAML takes the last."""
+
+    class UniqueKeys(loader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for key in keys:
+                if isinstance(key, str) and keys.count(key) > 1:
+                    raise ValueError(f"the key {key} stands twice in one object")
+            return dict(super().construct_mapping(node, deep))
+
+    return UniqueKeys
 
 
 def converted(train: dict[str, Any], run: str, data: str) -> tuple[dict[str, Any], list[str], int]:

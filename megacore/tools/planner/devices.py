@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, ValidationError
 
 from megacore.errors import ConfigError
-from megacore.files import read_text
+from megacore.files import read_json, read_text
 from megacore.records import Record, complaint
 from megacore.tools.choices.devices import known_as
 
@@ -210,7 +210,9 @@ def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:
     what = "device" if kind is DeviceFile else "cluster"
     right = f"as in megacore/tools/planner/{what}s"
     try:
-        return kind.model_validate_json(read_text(path))
+        text = read_text(path)
+        read_json(text)  # which rejects a key that is there twice; pydantic takes the last
+        return kind.model_validate_json(text)
     except OSError as error:
         wrong = f"{path} is not known, and cannot be read as a file: {error.strerror}"
         raise ConfigError(option, wrong, f"one of {', '.join(known)}, or a JSON file") from None
@@ -223,3 +225,5 @@ def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:
             else f"{path} is no {what} file: {complaint(error)}"
         )
         raise ConfigError(option, wrong, right) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(option, f"{path} is not JSON: {error}", right) from None

@@ -17,7 +17,7 @@ from typing import Any
 from megacore.config.implied import ends_apart
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
-from megacore.files import read_text, write_json
+from megacore.files import read_json, read_text, write_json
 from megacore.pipeline.schedule import COMPUTE, Action, Op, Plan, lower
 from megacore.tools.schedules.validate import validate
 
@@ -53,7 +53,7 @@ def read_plan(path: str, ranks: int, microbatches: int) -> Plan:
     Raises `ConfigError` with rank, action and reason.
     """
     try:
-        content = json.loads(read_text(path))
+        content = read_json(read_text(path))
         plan = parse(content)
     except OSError as error:
         raise ConfigError("parallel.schedule", f"cannot read {path}: {error.strerror}", RIGHT) from None
