@@ -53,8 +53,11 @@ def read_plain(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """The text of a plain UTF-8 file. Raises `OSError` as `read_plain` does, or `UnicodeDecodeError`."""
-    return read_plain(path, most).decode("utf-8")
+    """Return the text of a plain UTF-8 file, without the byte order mark that some editors put before it.
+
+    Raises `OSError` as `read_plain` does, or `UnicodeDecodeError`.
+    """
+    return read_plain(path, most).decode("utf-8-sig")
 
 
 class RepeatedKey(ValueError):

@@ -149,19 +149,21 @@ def peer_logits(
     """The logits of transformers' model of `folder`, cut to `layers` blocks, and the name of its class."""
     opened = Folder(folder)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config_class = type(transformers.AutoConfig.for_model(opened.config.get("model_type")))
+        config = config_class.from_dict(opened.config)
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-        if opened.is_wrapped:
-            # transformers does not know the names of wrappers, and would draw random weights instead.
-            with torch.device("meta"):
-                model_class = type(transformers.AutoModelForCausalLM.from_config(config))
-            model = model_class.from_pretrained(None, config=config, state_dict=opened.tensors(), dtype=dtype)
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True
-            )
+        with torch.device("meta"):
+            model_class = type(transformers.AutoModelForCausalLM.from_config(config))
+        model = model_class.from_pretrained(
+            folder if opened.transformers_reads_it else None,
+            config=config,
+            state_dict=None if opened.transformers_reads_it else opened.tensors(),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+        )
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -2,6 +2,7 @@
 the ids of the model's training.
 """
 
+import codecs
 import random
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 from megacore.checkpoint.weights import SPECIAL_TOKENS
 from megacore.errors import CheckpointError, ConfigError
+from megacore.files import read_plain, read_text
 from megacore.tools.interchange.folder import CONFIG, WHOLE, read_json, refuse_foreign, write_json
 from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -50,7 +52,9 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
         except (OSError, UnicodeError) as error:
             raise CheckpointError(str(file), f"is no text: {error}", WHOLE) from error
     for file in found:
-        shutil.copyfile(file, target / file.name)
+        # transformers takes a byte order mark for a part of the text
+        content = read_plain(file).removeprefix(codecs.BOM_UTF8)
+        (target / file.name).write_bytes(content)
     return any(file.name != GENERATION for file in found)
 
 
@@ -76,7 +80,7 @@ def check_ids(file: Path) -> None:
 
 def check_merges(file: Path) -> None:
     """Refuses what is no list of pairs, one a line (its heading is `#version:` and a number)."""
-    pairs = [line.split(" ") for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    pairs = [line.split(" ") for line in read_text(file).split("\n") if line.strip()]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise CheckpointError(
             str(file), "is no list of merges", "two pieces a line, with a space between them"
@@ -85,7 +89,7 @@ def check_merges(file: Path) -> None:
 
 def check_template(file: Path) -> None:
     """Refuses what does not write out `messages`."""
-    if not re.search(r"\{[{%][^}]*\bmessages\b", file.read_text(encoding="utf-8")):
+    if not re.search(r"\{[{%][^}]*\bmessages\b", read_text(file)):
         raise CheckpointError(str(file), "is no template of a chat", "one that goes through `messages`")
 
 

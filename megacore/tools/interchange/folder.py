@@ -4,6 +4,7 @@ A folder that somebody else made may have links to any file of the user. Only fi
 read or copied.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -71,9 +72,14 @@ class Folder:
         return self._files[name].get_tensor(self._stored_names[name])
 
     @property
-    def is_wrapped(self) -> bool:
-        """Whether the names in the files have those of wrappers in them."""
-        return any(name != stored_name for name, stored_name in self._stored_names.items())
+    def transformers_reads_it(self) -> bool:
+        """Whether transformers finds the same model in the folder.
+
+        It does not know the names of wrappers, and reads no JSON with a byte order mark.
+        """
+        is_wrapped = any(name != stored_name for name, stored_name in self._stored_names.items())
+        files = self.path.glob("*.json")
+        return not is_wrapped and not any(file.read_bytes().startswith(codecs.BOM_UTF8) for file in files)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by their names without those of wrappers, mapped from the files."""
