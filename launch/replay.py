@@ -72,7 +72,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def changed_corpora(replay: "Replay", past: "Past") -> list[str]:
-    """The corpora whose files are newer than the checkpoint that the steps follow from."""
+    """Return the corpora whose files are newer than the checkpoint that the steps follow from.
+
+    They may be copies with the same content, so this only explains losses that differ.
+    """
     from megacore.checkpoint.manifest import MANIFEST
 
     saved = (past.base.path / MANIFEST).stat().st_mtime
@@ -303,7 +306,7 @@ def run(argv: list[str]) -> int:
             right = "the corpus as it was then; data.train=PREFIX if it is elsewhere"
             raise DataError(
                 changed[0],
-                f"was changed after {base.path.name} was saved, and steps behind it have other losses now",
+                f"was changed or copied after {base.path.name} was saved, and its steps have other losses",
                 right,
             )
         others = len(look.before)

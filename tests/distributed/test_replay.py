@@ -157,7 +157,7 @@ def test_a_record_that_is_other_is_said_first(pool: Any, bad_run: tuple[Path, in
         os.utime(file, (0, 0))
     [(status, said)] = pool.run(1, replayed, str(run), "--step", "23")
     assert status == 2
-    assert said.startswith("data error: ") and "was changed after step_00000020 was saved" in said
+    assert said.startswith("data error: ") and "was changed or copied after step_00000020 was saved" in said
 
 
 def test_a_run_that_went_back_is_replayed_with_the_samples_that_it_was_dealt(
