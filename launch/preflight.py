@@ -3,6 +3,7 @@ groups and links between them.
 """
 
 import argparse
+import codecs
 import json
 import socket
 import sys
@@ -17,6 +18,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.files import read_plain
 from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.preflight.facts import Question, facts
 from megacore.tools.preflight.host_report import (
@@ -101,6 +103,12 @@ def run(argv: list[str], place: RankInfo) -> int:
 def over_ssh(args: argparse.Namespace) -> int:
     """Looks at the hosts of a hostfile."""
     slots = chosen_hosts(read_hostfile(Path(args.hostfile)), "", args.exclude)
+    if read_plain(args.hostfile).startswith(codecs.BOM_UTF8):
+        print(
+            f"warning: {args.hostfile} begins with a byte order mark, which the deepspeed launcher takes for "
+            "a part of the first host's name (the file without it)",
+            file=sys.stderr,
+        )
     check_ranks(slots, args.config, args.overrides)
     world = sum(slots.values())
     config = load(args.config, args.overrides, world).config

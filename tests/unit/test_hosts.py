@@ -161,6 +161,18 @@ def test_a_hostfile_of_open_mpi(line: str, slots: int | str, tmp_path: Path) -> 
         assert dict(fetch_hostfile(str(hostfile))) == {"node1": slots, "node2": 1}
 
 
+def test_preflight_warns_of_a_mark_in_a_hostfile(tmp_path: Path) -> None:
+    """megacore reads over it, but the deepspeed launcher looks for a host with it in its name."""
+    hostfile = tmp_path / "hosts"
+    for mark, warned in ((b"", False), (b"\xef\xbb\xbf", True)):
+        hostfile.write_bytes(mark + b"node1 slots=2\n")
+        arguments = ["--hostfile", str(hostfile), "--config", "configs/gpt_tiny.json", "--dry-run"]
+        done = run_script("launch/preflight.py", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert ("begins with a byte order mark" in done.stderr) is warned
+        assert "node1" in done.stdout
+
+
 @pytest.mark.parametrize(
     "host", ["-oProxyCommand=touch${IFS}pwned", "-v", "node1;touch", "$(touch)", "user@node1", "node\u0661"]
 )
