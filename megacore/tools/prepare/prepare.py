@@ -184,7 +184,7 @@ def prepare(
             if written:
                 os.replace(name, f"{prefix}{written}")
                 name = f"{prefix}{written}"
-        # The sidecars come last, because a sidecar that is older than its .bin does not count.
+        # The sidecars come last, because each has a digest of its corpus.
         sidecars = {}
         for split in splits:
             described = sidecar(split, splits[0], name)
