@@ -76,17 +76,17 @@ def run(argv: list[str]) -> int:
 
 def ds_configs(folder: Path) -> list[Path]:
     """Return the JSON files that are ds_configs, and templates of such files."""
-    found = []
+    paths = []
     for path in sorted(folder.rglob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             if "ds_config" in path.name:
-                found.append(path)
+                paths.append(path)
             continue
         if isinstance(content, dict) and SIGNS & set(content):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def write_run(folder: Path) -> str:

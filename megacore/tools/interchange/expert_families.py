@@ -34,13 +34,13 @@ from megacore.tools.interchange.settings import (
 
 def read_qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    own = read_attention_bias(hf)
+    settings = read_attention_bias(hf)
     if flag(hf, "use_sliding_window", False):  # in all blocks
-        own["window"] = or_null(hf, "sliding_window", 4096, int)
+        settings["window"] = or_null(hf, "sliding_window", 4096, int)
     if any(places_of_experts(hf)):
-        own |= read_places(hf) | read_router(hf, 128, 8)
-        own["expert_ffn_size"] = whole(hf, "moe_intermediate_size", 768)
-    return read_llama_like({"num_key_value_heads": 4} | hf, qk_norm=True, **own)
+        settings |= read_places(hf) | read_router(hf, 128, 8)
+        settings["expert_ffn_size"] = whole(hf, "moe_intermediate_size", 768)
+    return read_llama_like({"num_key_value_heads": 4} | hf, qk_norm=True, **settings)
 
 
 def write_qwen3_moe(config: Config) -> dict[str, Any]:
@@ -152,21 +152,21 @@ def read_olmoe(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, "clip_qkv", None, None)
     # its norms are of the hidden size
     require(hf, "head_dim", None, None, head_size_of(hf, "hidden_size", "num_attention_heads"))
-    own = (
+    settings = (
         read_attention_bias(hf) | read_router(hf, 64, 8) | {"expert_ffn_size": whole(hf, "intermediate_size")}
     )
-    return read_llama_like({"rms_norm_eps": 1e-5} | hf, qk_norm=True, qk_norm_heads="all", **own)
+    return read_llama_like({"rms_norm_eps": 1e-5} | hf, qk_norm=True, qk_norm_heads="all", **settings)
 
 
 def write_olmoe(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    own = {
+    keys = {
         "intermediate_size": config.model.expert_ffn_size,
         "clip_qkv": None,
         "attention_bias": config.model.qkv_bias,
         "pad_token_id": None,
     }
-    written = write_llama_like(config, "OlmoeForCausalLM", "olmoe", **own, **write_router(config.model))
+    written = write_llama_like(config, "OlmoeForCausalLM", "olmoe", **keys, **write_router(config.model))
     del written["head_dim"]
     return written
 

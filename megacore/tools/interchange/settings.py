@@ -309,10 +309,12 @@ def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
     scaling = model.rope_scaling
     if scaling is None:
         return None
-    own = scaling.model_dump(mode="json", exclude={"type", "max_position_embeddings"}, exclude_defaults=True)
+    fields = scaling.model_dump(
+        mode="json", exclude={"type", "max_position_embeddings"}, exclude_defaults=True
+    )
     if isinstance(scaling, LongRope):
-        own["attention_factor"] = scaling.attention_factor  # else it follows from the two lengths
-    return {"rope_type": scaling.type} | own
+        fields["attention_factor"] = scaling.attention_factor  # else it follows from the two lengths
+    return {"rope_type": scaling.type} | fields
 
 
 def written_positions(model: ModelConfig) -> dict[str, Any]:
@@ -369,7 +371,7 @@ def read_layer_types(hf: dict[str, Any], default: list[str]) -> tuple[int | None
 def layer_types(count: int, window: int | None, every: int | None) -> list[str]:
     """Return the kinds of attention of the blocks as transformers calls them."""
     full = [window is None or (every is not None and (i + 1) % every == 0) for i in range(count)]
-    return ["full_attention" if own else "sliding_attention" for own in full]
+    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
 
 
 def read_biases(hf: dict[str, Any]) -> dict[str, Any]:

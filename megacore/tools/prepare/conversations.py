@@ -161,7 +161,7 @@ class Conversation:
 class Turns:
     """The turns of a line as they are in the data; those of the prompt are not learned."""
 
-    turns: list[Any]
+    messages: list[Any]
     prompt_length: int = 0
     first_number: int = 1  # of the first turn; 0 if that is the line's system message
 
@@ -176,20 +176,20 @@ def read_conversation(record: Any, ignored: Sequence[str] = ()) -> Conversation:
     report = KeyReport()
     record = _drop_ignored(record, ignored, report)
     keys = _stated_keys(record)
-    found = _pop_turns(keys, record)
+    turns = _pop_turns(keys, record)
     variables, learned_roles = _read_line_keys(keys, report)
 
     messages: list[dict[str, Any]] = []
     learned: list[bool] = []
-    for index, turn in enumerate(found.turns):
-        message, mark = _read_message(turn, found.first_number + index, ignored, report)
-        is_learned = index >= found.prompt_length and message["role"] in learned_roles
+    for index, turn in enumerate(turns.messages):
+        message, mark = _read_message(turn, turns.first_number + index, ignored, report)
+        is_learned = index >= turns.prompt_length and message["role"] in learned_roles
         messages.append(message)
         learned.append(is_learned if mark is None else mark)
 
     if report.unknown:
         raise UnknownKeys(report.unknown)
-    if found.first_number == 0 and any(message["role"] == "system" for message in messages[1:]):
+    if turns.first_number == 0 and any(message["role"] == "system" for message in messages[1:]):
         raise WrongConversation(
             "has a system message under system and another in its messages", "one of them"
         )
@@ -227,7 +227,7 @@ def _pop_turns(keys: dict[str, Any], record: dict[str, Any]) -> Turns:
         with_keys = f"; its keys are {names}" if names else ""
         raise WrongConversation(f"has no list of messages{with_keys}", f"{FORMS}; {LINE_FORM}")
     if "system" in keys:
-        found.turns = [{"role": "system", "content": keys.pop("system")}, *found.turns]
+        found.messages = [_turn("system", keys.pop("system")), *found.messages]
         found.first_number = 0
         found.prompt_length += 1
     return found

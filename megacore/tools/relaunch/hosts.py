@@ -40,24 +40,24 @@ def hosts_in(text: str, option: str, source: str) -> dict[str, int]:
     """Slots by host in the text of a hostfile, which `source` has given. Raises `ConfigError`."""
     hosts: dict[str, int] = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
-        found = LINE.fullmatch(line)
-        if found is None:
+        match = LINE.fullmatch(line)
+        if match is None:
             raise ConfigError(option, f"{source} has a line `{line:.200}`", LINES)
-        if not HOST.fullmatch(found[1]):
+        if not HOST.fullmatch(match[1]):
             right = "a name or an address of letters, digits and . _ : -, which does not begin with -"
-            raise ConfigError(option, f"{source} names the host `{found[1]:.200}`", right)
-        if found[1] in hosts:
+            raise ConfigError(option, f"{source} names the host `{match[1]:.200}`", right)
+        if match[1] in hosts:
             raise ConfigError(
-                option, f"{source} names {found[1]} twice", "a line for each host, with all of its slots"
+                option, f"{source} names {match[1]} twice", "a line for each host, with all of its slots"
             )
-        if int(found[2]) == 0:
+        if int(match[2]) == 0:
             raise ConfigError(
-                option, f"{source} gives {found[1]} no slots", "slots=1 or more, or no line for it"
+                option, f"{source} gives {match[1]} no slots", "slots=1 or more, or no line for it"
             )
-        if found[3] is not None and int(found[3]) < int(found[2]):
-            wrong = f"{source} gives {found[1]} max_slots={found[3]}, below its slots={found[2]}"
-            raise ConfigError(option, wrong, f"max_slots={found[2]} or more, or none")
-        hosts[found[1]] = int(found[2])
+        if match[3] is not None and int(match[3]) < int(match[2]):
+            wrong = f"{source} gives {match[1]} max_slots={match[3]}, below its slots={match[2]}"
+            raise ConfigError(option, wrong, f"max_slots={match[2]} or more, or none")
+        hosts[match[1]] = int(match[2])
     if not hosts:
         raise ConfigError(option, f"{source} names no host", LINES)
     return hosts

@@ -126,12 +126,16 @@ def check_launcher(config: Config, env: Mapping[str, str] = os.environ) -> None:
 
     The message names all of them, and the overrides with which the run does what they say.
     """
-    wrong = [said for said in statements(config, env) if value_of(config, said.key) not in said.values]
+    wrong = [
+        statement
+        for statement in statements(config, env)
+        if value_of(config, statement.key) not in statement.values
+    ]
     if not wrong:
         return
-    variables = ", ".join(f"{said.variable}={env[said.variable]}" for said in wrong)
-    ours = {said.key: written(said.key, value_of(config, said.key)) for said in wrong}
-    asked = {said.key: written(said.key, said.values[0]) for said in wrong}
+    variables = ", ".join(f"{statement.variable}={env[statement.variable]}" for statement in wrong)
+    ours = {statement.key: written(statement.key, value_of(config, statement.key)) for statement in wrong}
+    asked = {statement.key: written(statement.key, statement.values[0]) for statement in wrong}
     verb, settings = ("contradicts", "this setting") if len(wrong) == 1 else ("contradict", "these settings")
     raise ConfigError(
         "environment",

@@ -432,12 +432,12 @@ def meant_key(key: str, known: Iterable[str]) -> str:
         return f"did you mean {' or '.join(exact or same_name)}?"
     if other := other_word(key):
         return f"did you mean {other}?"
-    here = {other.partition(".")[2]: other for other in reversed(all_keys)}
-    here |= {other.partition(".")[2]: other for other in all_keys if other.startswith(f"{section}.")}
-    similar = near(name, here)
+    keys_by_name = {other.partition(".")[2]: other for other in reversed(all_keys)}
+    keys_by_name |= {other.partition(".")[2]: other for other in all_keys if other.startswith(f"{section}.")}
+    similar = near(name, keys_by_name)
     if similar is None:
         return "launch/pretrain.py --print-config shows all keys"
-    return f"did you mean {here[similar]}?"
+    return f"did you mean {keys_by_name[similar]}?"
 
 
 def meant_option(message: str, options: Iterable[str], takes_overrides: bool) -> str | None:
