@@ -32,11 +32,11 @@ def test_looking_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest
 
 def written_options(path: Path) -> set[str]:
     """The options of a script that name a file to write."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             values = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            names = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+            names = {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
             if values.get("metavar", "").startswith("'FILE"):
                 found |= names & WRITTEN
     return found

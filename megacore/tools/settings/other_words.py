@@ -26,7 +26,8 @@ class Row(NamedTuple):
 
 
 # Megatron-LM's flags are those of `megatron/training/arguments.py`, torchtitan's of `job_config.py`,
-# nanoGPT's of `train.py`, transformers' of `TrainingArguments` and of the configs of its models.
+# nanoGPT's of `train.py`, transformers' of `TrainingArguments`, of its models' configs and of its and TRL's
+# scripts.
 TABLE: dict[str, list[Row]] = {
     "model": [
         Row("model.num_layers", "--num-layers", "", "n_layer", "num_hidden_layers n_layer"),
@@ -61,7 +62,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "max_position_embeddings n_positions",
         ),
-        Row("model.bias", "--disable-bias-linear --add-bias-linear", "", "bias", "mlp_bias"),
+        Row("model.bias", "--disable-bias-linear", "", "bias", "mlp_bias"),
         Row("model.qkv_bias", "--add-qkv-bias", "", "", "attention_bias"),
         Row("model.qk_norm", "--qk-layernorm", "", "", ""),
         Row(
@@ -285,7 +286,7 @@ TABLE: dict[str, list[Row]] = {
         ),
         Row(
             "parallel.data",
-            "--data-parallel-size",
+            "",
             "--parallelism.data_parallel_replicate_degree",
             "",
             "",
@@ -360,6 +361,9 @@ SHORT = {
     "dp": "parallel.data",
     "cp": "parallel.context",
     "ep": "parallel.expert",
+    "data_parallel_size": "parallel.data",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
 }
 TRAINERS = {
     "megatron": "Megatron-LM",
