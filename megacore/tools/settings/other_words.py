@@ -172,7 +172,7 @@ TABLE: dict[str, list[Row]] = {
             "sequences of a step; the number of microbatches follows",
         ),
         Row("train.seq_len", "--seq-length", "--training.seq_len", "block_size", "max_seq_length"),
-        Row("train.steps", "--train-iters", "--training.steps", "max_iters", "max_steps"),
+        Row("train.steps", "--train-iters", "--training.steps", "max_iters", "max_steps num_train_epochs"),
         Row(
             "train.precision",
             "--bf16 --fp16",
@@ -226,7 +226,7 @@ TABLE: dict[str, list[Row]] = {
             "--lr-decay-iters --lr-wsd-decay-iters",
             "--lr_scheduler.decay_ratio",
             "lr_decay_iters",
-            "num_train_epochs",
+            "",
         ),
         Row(
             "optim.schedule",
