@@ -145,7 +145,7 @@ IMPORTS_TORCH = {
     "generate.py": ["--checkpoint", "nothing"],
     "verify.py": TINY,
 }
-WITHOUT_TORCH = {"figures", "heartbeats", "planner", "planner_against"}
+WITHOUT_TORCH = {"ds_configs", "figures", "heartbeats", "planner", "planner_against"}
 OTHERS = {"prepare.py", "compare.py", "instructlab.py"}  # which are asked otherwise
 IMPORTS = [  # compare.py imports nothing before it has read the runs
     *(
