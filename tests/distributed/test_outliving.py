@@ -37,7 +37,9 @@ ENDLESS = ("train.steps=1000000", "train.compile=false")  # a run so long would 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("outliving")
-    return training.write_config(folder, training.write_corpus(folder), train={"steps": 5})
+    corpus = training.write_corpus(folder)
+    # a warmup that ends, so that nothing is printed before the mesh
+    return training.write_config(folder, corpus, train={"steps": 5}, optim={"warmup_steps": 2})
 
 
 def _command(arguments: list[str], out: str, err: str, nohup: bool, report: str) -> None:

@@ -27,6 +27,7 @@ ROOMS = {
     "megacore/tools/planner/traffic.py": "what layers of these axes send",
     "launch/plan.py": "columns of predicted traffic, in a fixed order",
     "launch/samples.py": "layouts as its users write them",
+    "megacore/tools/settings/other_words.py": "short words that users may type for keys",
 }
 
 

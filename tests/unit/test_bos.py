@@ -150,9 +150,9 @@ def test_what_begins_documents(
             "config error: --bos: no file of the tokenizer names a BOS token (auto or never)",
         ),
         (["--bos", "never", "--chat"], "config error: --bos: the chat template writes the special tokens"),
-        (["--bos", "never", "--nanogpt"], "config error: --bos: nanoGPT's tokens are taken as they are"),
+        (["--bos", "never", "--nanogpt"], "config error: --bos: tokens are taken as they are"),
         (["--special-tokens", "--chat"], "config error: --special-tokens: the chat template writes"),
-        (["--special-tokens", "--nanogpt"], "config error: --special-tokens: nanoGPT's tokens are taken"),
+        (["--special-tokens", "--nanogpt"], "config error: --special-tokens: tokens are taken"),
         (
             ["--special-tokens", "--tokenizer", "bytes"],
             "config error: --special-tokens: bytes has no special",

@@ -123,10 +123,9 @@ LLAMA3 = (
     '{"type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,'
     '"original_max_position_embeddings":64}'
 )
-ROPE_SCALING = (
-    "{type: linear, factor} or {type: llama3, factor, low_freq_factor, high_freq_factor, "
-    "original_max_position_embeddings} or "
-    "{type: ntk, factor} or "
+ROPE_SCALING = "{type: linear or llama3 or longrope or ntk or yarn, …} or null"
+LINEAR = "{type: linear, factor} or null"
+YARN = (
     "{type: yarn, factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor, "
     "truncate} or null"
 )
@@ -163,11 +162,12 @@ ROPE_SCALING = (
         ("parallel.hang_seconds", "0", "a number at least 0.001 and at most 1e+08 or null"),
         *(
             ("model.rope_scaling", value, ROPE_SCALING)
-            for value in ("2", "[]", '{"factor": 2}', '{"type": "yarn", "factor": 2}')
+            for value in ("2", "[]", '{"factor": 2}', '{"type": "cubic", "factor": 2}')
         ),
-        ("model.rope_scaling", '{"type": "linear"}', ROPE_SCALING),
-        ("model.rope_scaling", '{"type": "linear", "factor": "2"}', ROPE_SCALING),
-        ("model.rope_scaling", '{"type": "linear", "factor": 2, "low_freq_factor": 1}', ROPE_SCALING),
+        ("model.rope_scaling", '{"type": "yarn", "factor": 2}', YARN),
+        ("model.rope_scaling", '{"type": "linear"}', LINEAR),
+        ("model.rope_scaling", '{"type": "linear", "factor": "2"}', LINEAR),
+        ("model.rope_scaling", '{"type": "linear", "factor": 2, "low_freq_factor": 1}', LINEAR),
         ("parallel.data", "every", "a whole number above 0 and at most 1,048,576 or auto"),
         ("data.train", '[["a", 1]]', "a string or a list of [weight, prefix] or null"),
         ("data.valid", "[]", "a string or a list of [weight, prefix] or null"),

@@ -156,14 +156,14 @@ def test_a_key_twice_in_json(name: str, tmp_path: Path) -> None:
     key = next(iter(json.loads(kind.text)))
     path = tmp_path / kind.name
     path.write_text("{" + f'"{key}": {json.dumps(json.loads(kind.text)[key])}, ' + kind.text.strip()[1:])
-    with pytest.raises(UserError, match=f"the key {key} stands twice") as error:
+    with pytest.raises(UserError, match=f"the key {key} twice in one object") as error:
         kind.read(path)
     assert "\n" not in str(error.value)
 
 
 def test_a_key_twice_in_a_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"version": 1, ' + plan_text(tmp_path).strip()[1:])
-    with pytest.raises(UserError, match=r"plan\.json is no plan: the key version stands twice"):
+    with pytest.raises(UserError, match=r"plan\.json is no plan: the key version twice in one object"):
         read_plan(str(tmp_path / "plan.json"), 2, 4)
 
 
@@ -177,5 +177,5 @@ def test_a_key_twice_in_a_plan(tmp_path: Path) -> None:
 )
 def test_a_key_twice_in_yaml(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"config\.yaml: is no YAML: the key \w+ stands twice"):
+    with pytest.raises(UserError, match=r"config\.yaml: is no YAML: the key \w+ twice in one object"):
         read_recipe(str(tmp_path / "config.yaml"))

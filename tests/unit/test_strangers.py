@@ -194,7 +194,7 @@ TEMPLATES: list[tuple[str, str]] = [
         "memory",
     ),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "time"),
-    ("{% generation %}{{ 'b' * 2_000_000 }}{% endgeneration %}", "bytes of"),
+    ("{% generation %}{{ messages[1].content * 2_000_000 }}{% endgeneration %}", "bytes of"),
     ("{{ " + "(" * 50_000, ""),
     ("{% if 1 %}" * 5_000, ""),
 ]

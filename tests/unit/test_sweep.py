@@ -520,7 +520,7 @@ def test_mistakes_are_one_line(refused: Refused, tree: Path, spec: Any, line: st
     [
         (("@nothing",), "config error: arguments: cannot read @nothing: No such file"),
         (("@deep.json",), "config error: arguments: @deep.json is no JSON"),
-        (("@twice.json",), "config error: arguments: @twice.json is no JSON: the key steps stands twice"),
+        (("@twice.json",), "config error: arguments: @twice.json is no JSON: the key steps twice"),
         (("@good.json", "--at-once", "0"), "config error: --at-once: '0' is no whole number"),
         (("@good.json", "--price", "-1"), "config error: --price: -1.0 is not usable (0 or more)"),
         (("@good.json", "--submit"), "config error: --submit: there is no job to submit (also --slurm)"),

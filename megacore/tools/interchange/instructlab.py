@@ -209,7 +209,7 @@ def unique_keys(loader: type[Any]) -> type[Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             for key in keys:
                 if isinstance(key, str) and keys.count(key) > 1:
-                    raise ValueError(f"the key {key} stands twice in one object")
+                    raise ValueError(f"the key {key} twice in one object")
             return dict(super().construct_mapping(node, deep))
 
     return UniqueKeys

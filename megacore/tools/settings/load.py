@@ -347,9 +347,8 @@ def validate(raw: dict[str, Any]) -> Config:
     if first["type"] == "extra_forbidden":
         if len(first["loc"]) == 1 and isinstance(first["input"], dict):  # an unknown section: its first key
             key = ".".join((key, *list(first["input"])[:1]))
-        raise ConfigError(
-            key, " ".join(["unknown key", *inner]), describe(key, schema) if inner else nearest(key, schema)
-        ) from None
+        right = describe(key, schema, value_in(raw, key)) if inner else nearest(key, schema)
+        raise ConfigError(key, " ".join(["unknown key", *inner]), right) from None
     if first["type"] in ("value_error", "assertion_error"):  # of a validator in a source
         raise ConfigError(
             key,
@@ -361,7 +360,14 @@ def validate(raw: dict[str, Any]) -> Config:
     part = ("weight ", "prefix ")[int(first["loc"][4])] if entry else ""
     value = json.dumps(first["input"])
     value = value if len(value) <= LONGEST else f"{value[:LONGEST]}…"
-    raise ConfigError(key, f"{part}{value} is not valid: {why}", describe(key, schema)) from None
+    right = describe(key, schema, value_in(raw, key))
+    raise ConfigError(key, f"{part}{value} is not valid: {why}", right) from None
+
+
+def value_in(raw: dict[str, Any], key: str) -> Any:
+    """The value that a raw config has for a key."""
+    section, _, name = key.partition(".")
+    return raw.get(section, {}).get(name)
 
 
 def nearest(key: str, schema: type[Config]) -> str:
@@ -369,12 +375,24 @@ def nearest(key: str, schema: type[Config]) -> str:
     return meant_key(key, flatten(schema().model_dump(by_alias=True)))
 
 
-def describe(key: str, config: type[Config]) -> str:
-    """The values that a key accepts, as text."""
+def describe(key: str, config: type[Config], given: Any = None) -> str:
+    """Return the values that a key accepts, as text; of a `given` object, those of its type."""
     section, _, name = key.partition(".")
     schema = schema_of(config, config.__pydantic_validator__)
     keys = referred(schema["properties"][section], schema)["properties"]
-    return accepted(keys[name], schema) if name in keys else "an object"
+    if name not in keys:
+        return "an object"
+    return accepted(_of_type(keys[name], given), schema)
+
+
+def _of_type(part: dict[str, Any], given: Any) -> dict[str, Any]:
+    """A part of the JSON schema without the types that a given object does not have."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    options = []
+    for option in part.get("anyOf", []):
+        reference = option.get("discriminator", {}).get("mapping", {}).get(kind)
+        options.append(option if reference is None else {"$ref": reference})
+    return part | {"anyOf": options} if options else part
 
 
 @lru_cache(maxsize=4)
@@ -388,6 +406,8 @@ def schema_of(config: type[Config], validator: object) -> dict[str, Any]:
 
 def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
     """A part of the JSON schema in words that a user knows."""
+    if "discriminator" in part:  # objects of several types: which one is meant is not known
+        return f"{{type: {' or '.join(part['discriminator']['mapping'])}, …}}"
     if options := part.get("anyOf") or part.get("oneOf"):
         return " or ".join(accepted(option, schema) for option in options)
     if "$ref" in part:
