@@ -56,8 +56,8 @@ class Sidecar:
     def load(cls, prefix: str) -> "Sidecar | None":
         """Read the sidecar of a corpus.
 
-        None if there is none, or if it describes other tokens. The files' times do not matter, because a copy
-        of a folder has new ones.
+        None if there is none, or if it is known to describe other tokens. The files' times do not matter,
+        because a copy of a folder has new ones.
         """
         path = Path(f"{prefix}.json")
         if not path.exists() or not os.path.exists(f"{prefix}.bin"):

@@ -508,3 +508,20 @@ def test_a_model_without_architectures_comes_in(theirs: Any, tmp_path: Path) -> 
     del settings["architectures"]
     (folder / "config.json").write_text(json.dumps(settings))
     take_in(folder, tmp_path / "run")
+
+
+def test_longrope_by_its_first_name_comes_in(theirs: Any, tmp_path: Path, capsys: Any) -> None:
+    """The first Phi-3 files call it su, which transformers 5 does not read: a traceback."""
+    folder = shutil.copytree(theirs("phi3, longrope")[0], tmp_path / "theirs")
+    settings = json.loads((folder / "config.json").read_text())
+    rope = settings.pop("rope_parameters")
+    settings["rope_theta"] = rope["rope_theta"]
+    settings["partial_rotary_factor"] = rope.get(
+        "partial_rotary_factor", settings.get("partial_rotary_factor")
+    )
+    lists = {key: rope[key] for key in ("short_factor", "long_factor")}
+    settings["rope_scaling"] = {"type": "su"} | lists
+    settings["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    take_in(folder, tmp_path / "run")
+    assert "differ from" in capsys.readouterr().out, "logits must be compared"

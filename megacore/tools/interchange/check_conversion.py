@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,14 @@ def own_logits(config: Config, reader: Reader, stored: torch.dtype | None, rows:
     return stage.logits(stage.hidden(rows)).view(*rows.shape, -1)
 
 
+def _in_current_words(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a folder as transformers 5 reads it: the first Phi-3 files call LongRoPE su."""
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("type") != "su":
+        return config
+    return config | {"rope_scaling": scaling | {"type": "longrope"}}
+
+
 @torch.no_grad()
 def peer_logits(
     transformers: ModuleType, folder: Path, layers: int, dtype: torch.dtype, rows: Tensor
@@ -150,7 +159,7 @@ def peer_logits(
     opened = Folder(folder)
     try:
         config_class = type(transformers.AutoConfig.for_model(opened.config.get("model_type")))
-        config = config_class.from_dict(opened.config)
+        config = config_class.from_dict(_in_current_words(opened.config))
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
@@ -164,7 +173,7 @@ def peer_logits(
             local_files_only=True,
             use_safetensors=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, LookupError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             str(folder), f"transformers cannot open it: {reason}", "nothing was kept"

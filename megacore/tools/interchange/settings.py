@@ -427,7 +427,8 @@ def read_qwen_windows(hf: dict[str, Any]) -> dict[str, Any]:
     kinds = get(hf, "layer_types", None, list)
     if kinds is None and 0 < first < count:
         wrong = f"max_window_layers is {first}, so only the last {count - first} blocks have a window"
-        raise CheckpointError(CONFIG, f"{wrong}, which no model here has", f"0, or all {count}")
+        right = f"a model with max_window_layers 0, or at least {count}; this one cannot be imported"
+        raise CheckpointError(CONFIG, f"{wrong}, which no model here has", right)
     kinds = kinds or layer_types(count, window=None if first >= count else 1, every=None)
     if set(kinds[:count]) == {"full_attention"}:
         return {}

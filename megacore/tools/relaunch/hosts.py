@@ -18,7 +18,7 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
 FILTER = re.compile(r"(--include|--exclude|-i|-e)(=(.*))?")  # options of the deepspeed launcher
 # goes into commands: nothing that ssh or a shell takes for more than a name
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")
-LINES = "lines such as `node1 slots=8`"  # of a hostfile
+LINES = "lines such as `node1 slots=8` or `node1 slots=8 max_slots=16`"  # of a hostfile
 # The deepspeed launcher reads up to the slots. Open MPI's hostfiles may also have a limit that only counts if
 # more processes than slots are wanted, which no run here does.
 LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,4})(?:\s+max[_-]slots=([0-9]{1,4}))?")
