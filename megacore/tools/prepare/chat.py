@@ -5,31 +5,23 @@ A template that marks answers with ``{% generation %}``, as transformers has it,
 With any other template an answer is what the text of the conversation up to it gains: from the text before
 it, which ends with the words that ask for an answer, to the text with it, its end-of-turn token included.
 Keys of the data can leave out an answer or add other messages (`tools.prepare.conversations`).
-
-Templates run in the sandbox of `tools.text.sandbox`, and there in Jinja's, which lets them reach nothing but
-what they are given.
 """
 
 import contextlib
-import functools
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
-from megacore.errors import ConfigError, DataError
-from megacore.files import read_json, read_text
+from megacore.errors import DataError
+from megacore.files import read_json
 from megacore.tools.prepare.conversations import (
     ASSISTANT,
     LINE_FORM,
@@ -40,21 +32,27 @@ from megacore.tools.prepare.conversations import (
 )
 from megacore.tools.prepare.sources import why_not_json
 from megacore.tools.prepare.split import IGNORED, UNUSED, UNWRITTEN, Tokenized
+from megacore.tools.prepare.template import (
+    BEGIN,
+    END,
+    MARKED,
+    MARKING,
+    PLACE,
+    TEMPLATE,
+    Span,
+    compile_template,
+    find_template,
+    read_template,
+    split_marks,
+)
 from megacore.tools.text.sandbox import Answer, Failure, call, one_line
 from megacore.tools.text.sandboxed import opened
 from megacore.tools.text.tokenizer import Tokenizer
 
-MARKING = re.compile(r"\{%[-+]?\s*generation\b")
-MARKED = "a template with {% generation %} … {% endgeneration %} around its answers"
-TEMPLATE = "a file with a Jinja template that goes through `messages`"
-# code points that stand for no character: around an answer in what a template writes, and in place of a text
-BEGIN, END, PLACE = "\ufdd0", "\ufdd1", "\ufdd2"
 # what a line must not hold, as JSON may write them
 MARKS = [form.encode() for mark in (BEGIN, END, PLACE) for form in (mark, ascii(mark)[1:-1])]
 # texts of a message that templates may leave out, which is reported
 TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "name")
-
-Span = tuple[int, int]
 
 
 class Render(Protocol):
@@ -77,28 +75,16 @@ class Chat:
     ignored: Sequence[str] = ()
 
 
-class Generation(Extension):
-    """The block ``{% generation %} … {% endgeneration %}``: puts `BEGIN` and `END` around what it writes."""
-
-    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The block's node."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return BEGIN + caller() + END
-
-
 def chat_of(tokenizer: str, template: str | None, ignored: Sequence[str] = ()) -> Chat:
     """The template in the file `template`, or the model's own, beside its tokenizer.
 
     Raises:
         ConfigError, DataError: there is none, or it cannot be read as one.
     """
-    text, path = (_read(Path(template)), template) if template is not None else _beside(Path(tokenizer))
+    if template is not None:
+        text, path = read_template(Path(template)), template
+    else:
+        text, path = find_template(Path(tokenizer))
     chat = Chat(text, path, str(date.today()), ignored)
     try:
         call(_tried, astuple(chat))
@@ -175,7 +161,7 @@ def _ask_encoded(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator
 def _tried(fields: list[Any]) -> Answer:
     chat = Chat(*fields)
     try:
-        _compiled(chat.template, chat.today)
+        compile_template(chat.template, chat.today)
     except TemplateError as error:
         raise DataError(chat.path, f"is no template: {one_line(error)}", TEMPLATE) from None
     return None, b""
@@ -183,7 +169,8 @@ def _tried(fields: list[Any]) -> Answer:
 
 def _encoded(fields: list[Any], name: str, serial: int, body: bytes) -> Answer:
     chat, tokenizer = Chat(*fields), opened(name, serial)
-    described, parts = list[tuple[int, int, dict[str, int]]](), list[bytes]()
+    described: list[tuple[int, int, dict[str, int]]] = []
+    parts: list[bytes] = []
     lines = body.split(b"\n")
     try:
         for number, line in enumerate(lines):
@@ -253,14 +240,13 @@ def _text_and_spans(chat: Chat, tokenizer: Tokenizer, line: bytes) -> tuple[str,
         return _render(chat, tokenizer, messages, conversation.variables, ask)
 
     def render_plain(messages: list[dict[str, Any]], ask: bool = False) -> str:
-        return _unmarked(render(messages, ask))[0]
+        return split_marks(render(messages, ask))[0]
 
     conversation.messages = _with_readable_arguments(render, conversation.messages)
-    text, marked_spans = _unmarked(render(conversation.messages))
+    text, marked_spans = split_marks(render(conversation.messages))
     probe = _Probe(conversation)
-    with contextlib.suppress(
-        WrongConversation
-    ):  # a template that parses what is said; only texts are compared
+    # A template may parse what is said, and fail on markers: then only texts are compared.
+    with contextlib.suppress(WrongConversation):
         probe.rendered = _render(chat, tokenizer, probe.messages, probe.variables, ask=False)
     unwritten = _unwritten(text, conversation, probe)
 
@@ -293,7 +279,7 @@ def _render(
     """What the template writes for some messages; with `ask`, also the words that ask for an answer."""
     variables = {"tools": None, "documents": None} | variables
     try:
-        return _compiled(chat.template, chat.today).render(
+        return compile_template(chat.template, chat.today).render(
             messages=messages, add_generation_prompt=ask, **variables, **tokenizer.chat_tokens
         )
     except MemoryError:
@@ -431,24 +417,6 @@ def _unwritten(text: str, conversation: Conversation, probe: _Probe) -> Counter[
     return counts
 
 
-def _unmarked(marked: str) -> tuple[str, list[Span]]:
-    """The text without marks, and the spans between them."""
-    text, spans, begun = "", list[Span](), -1
-    for part in re.split(f"([{BEGIN}{END}])", marked):
-        if (part == BEGIN and begun >= 0) or (part == END and begun < 0):
-            raise WrongConversation("has answers within answers, as the template marks them", MARKED)
-        if part == BEGIN:
-            begun = len(text)
-        elif part == END:
-            spans.append((begun, len(text)))
-            begun = -1
-        else:
-            text += part
-    if begun >= 0:
-        raise WrongConversation("has an answer without an end, as the template marks it", MARKED)
-    return text, spans
-
-
 def _select_learned(spans: list[Span], conversation: Conversation, probe: _Probe) -> list[Span]:
     """The spans of the answers that are learned, of all that the template marks."""
     if not any(start < stop for start, stop in spans):
@@ -456,7 +424,7 @@ def _select_learned(spans: list[Span], conversation: Conversation, probe: _Probe
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
     if all(conversation.learned[index] for index in answers):
         return spans
-    rendered, probe_spans = _unmarked(probe.rendered or "")
+    rendered, probe_spans = split_marks(probe.rendered or "")
     owners = [
         {index for marker, (_, index) in probe.names.items() if marker in rendered[start:stop]}
         for start, stop in probe_spans
@@ -518,66 +486,3 @@ def _cut(spans: list[Span], length: int) -> Iterator[tuple[int, int, bool]]:
     for i, (start, stop) in enumerate(pairwise(edges)):
         if start < stop:
             yield start, stop, i % 2 == 1
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled(template: str, today: str) -> Any:
-    """The template, with what transformers gives templates, in an environment
-    that lets them reach nothing else.
-    """
-
-    def fail(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def refuse_none(value: Any) -> Any:
-        if value is None:
-            raise TemplateError("it writes a value that is null as the word None")
-        return value
-
-    def dumped(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # jinja2's own writes "<" for HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, loopcontrols],
-        finalize=refuse_none,
-    )
-    environment.filters["tojson"] = dumped
-    environment.globals |= {"raise_exception": fail, "strftime_now": date.fromisoformat(today).strftime}
-    return environment.from_string(template)
-
-
-def _beside(tokenizer: Path) -> tuple[str, str]:
-    """The model's own template and the file that it is in: ``chat_template.jinja``, or an
-    entry of ``tokenizer_config.json``.
-    """
-    if (file := tokenizer.with_name("chat_template.jinja")).is_file():
-        return _read(file), str(file)
-    settings = tokenizer.with_name("tokenizer_config.json")
-    if settings.is_file():
-        try:
-            found = json.loads(_read(settings))
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it"
-            ) from None
-        template = found.get("chat_template") if isinstance(found, dict) else None
-        if isinstance(template, list):  # several, by name
-            named = {
-                entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
-            }
-            template = named.get("default")
-        if isinstance(template, str):
-            return template, str(settings)
-    raise ConfigError("--template", f"there is no chat template beside {tokenizer}", TEMPLATE)
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path)
-    except OSError as error:
-        raise DataError(str(path), f"cannot be read: {error.strerror}", TEMPLATE) from None
-    except UnicodeDecodeError:
-        raise DataError(str(path), "is not UTF-8", TEMPLATE) from None
