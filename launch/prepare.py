@@ -1,8 +1,8 @@
 """Turns text into token files for training: PREFIX.bin and .idx, and a tokenizer that is trained or fetched
 here as PREFIX.model or PREFIX.tokenizer.json.
 
-With --chat it reads conversations, and writes beside them which tokens are of answers and so are learned:
-PREFIX.mask.bin.
+With --chat it reads conversations, and also writes PREFIX.mask.bin, which marks the tokens of answers: only
+they are learned.
 """
 
 import argparse
@@ -29,9 +29,9 @@ EXAMPLE = (
     "sentencepiece:4096 --valid-fraction 0.05"
 )
 
-INPUTS = """text, JSON lines, .gz and .zst of both, Parquet, Arrow, folders of datasets.save_to_disk; folders
-and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face hub; python-stdlib is Python's
-own source"""
+INPUTS = """text, JSON lines, .gz and .zst of both, .json lists, Parquet, Arrow, folders of
+datasets.save_to_disk; folders and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face
+hub; python-stdlib is Python's own source"""
 MOST_WORKERS = 1024
 LEARNED_BRACKETS = ("⟦", "⟧")  # mark what is learned where there are no colours
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
@@ -53,7 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="F",
-        help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents "
+        help="also writes PREFIX_valid.*: the last part of a single text file, or that fraction of the documents "
         "of several",
     )
     parser.add_argument(
