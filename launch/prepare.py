@@ -53,8 +53,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="F",
-        help="also writes PREFIX_valid.*: the last part of a single text file, or that fraction of the documents "
-        "of several",
+        help="also writes PREFIX_valid.*: the last part of a single text file, or that fraction of "
+        "several documents",
     )
     parser.add_argument(
         "--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)"
