@@ -16,7 +16,7 @@ from megacore.errors import ConfigError
 from megacore.tools.settings.ds_keys import KNOWN, MONITORS, NULL_TOO, REFUSED, REMOVED, RIGHT
 from megacore.tools.settings.ds_settings import KEY, decided, ds_settings, read
 from megacore.tools.settings.from_ds_config import known_scheduler, section, taken_over
-from megacore.tools.settings.other_words import meant
+from megacore.tools.settings.other_words import near, other_word
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -152,9 +152,12 @@ def unknown(path: str, known: list[str]) -> ConfigError:
         return ConfigError(f"{KEY}: {path}", "is a short name", f"stage3_{name}")
     same_name = [f"{other}.{name}".lstrip(".") for other, names in KNOWN.items() if name in names.split()]
     if same_name:
-        right = f"did you mean {' or '.join(same_name)}?"
+        right = f"did you mean {' or '.join(same_name)} of the ds_config?"
+    elif key := other_word(name):
+        right = f"leave it out; the key of the run is {key}"
     else:
-        right = meant(name, known) or "leave it out"
+        similar = near(name, known)
+        right = "leave it out" if similar is None else f"did you mean {similar}?"
     return ConfigError(f"{KEY}: {path}", wrong, right)
 
 
