@@ -17,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES as OPTIMIZERS
 from megacore.tools.settings.load import Resolved, flatten, load, smallest_world
+from megacore.tools.settings.other_words import MEANINGS, suggested_override, words_of_rows
 from megacore.tools.settings.validation import warmup_warning
 from megacore.tools.stop_request import StopRequest
 from tests.training import write_config, write_corpus
@@ -117,6 +118,55 @@ def test_a_bare_word_of_another_trainer_names_the_override(load_raw: Load) -> No
         refusal(lambda: load_raw({}, "n_layer=4"))[1] == "is no override (did you mean model.num_layers=4?)"
     )
     assert "such as train.steps=20" in refusal(lambda: load_raw({}, "zzz=4"))[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "meaning"),
+    [
+        ("gradient_accumulation_steps=4", "train.global_batch_size: sequences of a step"),
+        ("attention_bias=true", "model.qkv_bias and model.output_bias"),
+        ("mlp_bias=true", "model.bias with model.qkv_bias=false model.output_bias=false"),
+        ("always_save_checkpoint=true", "checkpoint.every: steps"),
+        ("init_from=resume", "checkpoint.resume: auto, never or"),
+        ("num_train_epochs=3", "train.steps: a number of steps"),
+        ("bf16=true", "train.precision: fp32, bf16"),
+        ("dtype=bfloat16", "train.precision: fp32, bf16"),
+        ("warmup_ratio=0.1", "optim.warmup_steps: a number"),
+        ("gradient_checkpointing=true", "train.recompute: none"),
+        ("hidden_act=silu", "model.activation: such as swiglu"),
+        ("optim=adamw_torch", "optim.kind: such as adamw"),
+        ("report_to=wandb", "log.wandb: off, offline or online"),
+        ("disable_bias_linear=true", "model.bias: the opposite"),
+        ("num_experts=8", "model.num_experts=8"),
+        ("compile=True", "train.compile=true"),
+        ("save_total_limit=2", "checkpoint.keep=2"),
+        ("beta1=0.8", "optim.beta1=0.8"),
+        ("tp=2", "parallel.tensor=2"),
+    ],
+)
+def test_a_value_is_carried_over_only_where_it_means_the_same(
+    load_raw: Load, override: str, meaning: str
+) -> None:
+    """A suggestion that is typed as printed would be rejected, or would train something else."""
+    wrong = refusal(lambda: load_raw({}, override))[1]
+    assert wrong.startswith(f"is no override (did you mean {meaning}")
+
+
+def test_every_suggested_override_fits_its_key(load_raw: Load) -> None:
+    """A key of another type than the word would be rejected when the suggestion is typed."""
+    suggestions = {word: suggested_override(word, "VALUE") or "" for word in words_of_rows()}
+    carried = {text.removesuffix("=VALUE") for text in suggestions.values() if text.endswith("=VALUE")}
+    assert len(carried) > 40 and carried <= flatten(Config().model_dump(by_alias=True)).keys()
+    # Every entry explains a word of the table, and names one of its keys first.
+    for word, meaning in MEANINGS.items():
+        assert suggestions[word] == meaning
+        keys = {key for key, _ in words_of_rows()[word]}
+        assert re.findall(r"[a-z]+\.\w+", meaning)[0] in keys, word
+
+
+def test_a_key_for_both_betas(load_raw: Load) -> None:
+    """`optim.betas` is more than the one beta whose name is most like it."""
+    assert "(did you mean optim.beta1 and optim.beta2?)" in refusal(lambda: load_raw({}, "optim.betas=1"))[1]
 
 
 LLAMA3 = (

@@ -31,7 +31,7 @@ from megacore.records import LARGEST
 from megacore.section import MOST_RANKS
 from megacore.tools.settings.derive import derive
 from megacore.tools.settings.ds_config import check_ds_config, stated
-from megacore.tools.settings.other_words import meant_key, other_word
+from megacore.tools.settings.other_words import meant_key, suggested_override
 from megacore.tools.settings.validation import check, check_groups, check_paths, check_unused
 
 LONGEST = 200  # characters of a value in a message
@@ -286,8 +286,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Splits `section.key=value` into key and JSON value. A value that is not JSON is a string."""
     key, equals, value = text.partition("=")
     if not equals or key.count(".") != 1 or key.startswith("-"):
-        meaning = other_word(key) if equals else None
-        right = f"did you mean {meaning}={value}?" if meaning else "section.key=value, such as train.steps=20"
+        meaning = suggested_override(key, value) if equals else None
+        right = f"did you mean {meaning}?" if meaning else "section.key=value, such as train.steps=20"
         raise ConfigError(text, "is no override", right)
     try:
         return key, read_json(value)

@@ -15,7 +15,11 @@ OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 
 
 class Row(NamedTuple):
-    """One setting, or some that belong together. Each field but the note is words between spaces."""
+    """One setting, or some that belong together. Each field but the note is words between spaces.
+
+    `same`: a value of the other trainers' words is one of megacore's key, with the same unit and meaning.
+    Words of the row that have an entry in `MEANINGS` are excepted.
+    """
 
     keys: str
     megatron: str = ""
@@ -23,6 +27,7 @@ class Row(NamedTuple):
     nanogpt: str = ""
     transformers: str = ""
     note: str = ""
+    same: bool = False
 
 
 # Megatron-LM's flags are those of `megatron/training/arguments.py`, torchtitan's of `job_config.py`,
@@ -30,18 +35,21 @@ class Row(NamedTuple):
 # scripts.
 TABLE: dict[str, list[Row]] = {
     "model": [
-        Row("model.num_layers", "--num-layers", "", "n_layer", "num_hidden_layers n_layer"),
-        Row("model.hidden_size", "--hidden-size", "", "n_embd", "hidden_size n_embd"),
-        Row("model.num_heads", "--num-attention-heads", "", "n_head", "num_attention_heads n_head"),
+        Row("model.num_layers", "--num-layers", "", "n_layer", "num_hidden_layers n_layer", same=True),
+        Row("model.hidden_size", "--hidden-size", "", "n_embd", "hidden_size n_embd", same=True),
+        Row(
+            "model.num_heads", "--num-attention-heads", "", "n_head", "num_attention_heads n_head", same=True
+        ),
         Row(
             "model.num_kv_heads",
             "--num-query-groups --group-query-attention",
             "",
             "",
             "num_key_value_heads",
+            same=True,
         ),
-        Row("model.head_size", "--kv-channels", "", "", "head_dim"),
-        Row("model.ffn_size", "--ffn-hidden-size", "", "", "intermediate_size n_inner"),
+        Row("model.head_size", "--kv-channels", "", "", "head_dim", same=True),
+        Row("model.ffn_size", "--ffn-hidden-size", "", "", "intermediate_size n_inner", same=True),
         Row(
             "model.vocab_size",
             "--vocab-size --make-vocab-size-divisible-by",
@@ -49,21 +57,24 @@ TABLE: dict[str, list[Row]] = {
             "",
             "vocab_size",
             "which you pad yourself",
+            same=True,
         ),
         Row("model.norm", "--normalization", "", "", "", "`rmsnorm` or `layernorm`"),
-        Row("model.norm_eps", "--norm-epsilon", "", "", "rms_norm_eps layer_norm_epsilon"),
+        Row("model.norm_eps", "--norm-epsilon", "", "", "rms_norm_eps layer_norm_epsilon", same=True),
         Row("model.activation", "--swiglu", "", "", "hidden_act activation_function", "such as `swiglu`"),
         Row("model.position", "--position-embedding-type", "", "", "", "`rope` or `learned`"),
-        Row("model.rope_theta", "--rotary-base", "", "", "rope_theta"),
+        Row("model.rope_theta", "--rotary-base", "", "", "rope_theta", same=True),
         Row(
             "model.max_positions",
             "--max-position-embeddings",
             "",
             "",
             "max_position_embeddings n_positions",
+            same=True,
         ),
-        Row("model.bias", "--disable-bias-linear", "", "bias", "mlp_bias"),
-        Row("model.qkv_bias", "--add-qkv-bias", "", "", "attention_bias"),
+        Row("model.bias", "--disable-bias-linear", "", "bias", "mlp_bias", same=True),
+        Row("model.qkv_bias", "--add-qkv-bias", same=True),
+        Row("model.qkv_bias model.output_bias", "", "", "", "attention_bias", "both"),
         Row("model.qk_norm", "--qk-layernorm", "", "", ""),
         Row(
             "model.tie_embeddings",
@@ -71,6 +82,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "tie_word_embeddings",
+            same=True,
         ),
         Row(
             "model.dropout",
@@ -79,7 +91,7 @@ TABLE: dict[str, list[Row]] = {
             "dropout",
             "resid_pdrop attn_pdrop embd_pdrop",
         ),
-        Row("model.init_std", "--init-method-std", "", "", "initializer_range"),
+        Row("model.init_std", "--init-method-std", "", "", "initializer_range", same=True),
         Row(
             "model.attention",
             "--attention-backend --use-flash-attn",
@@ -96,8 +108,9 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "num_local_experts num_experts_per_tok",
+            same=True,
         ),
-        Row("model.expert_ffn_size", "--moe-ffn-hidden-size", "", "", "moe_intermediate_size"),
+        Row("model.expert_ffn_size", "--moe-ffn-hidden-size", "", "", "moe_intermediate_size", same=True),
         Row(
             "model.shared_experts",
             "--moe-shared-expert-intermediate-size",
@@ -105,6 +118,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "n_shared_experts",
             "their number; Megatron-LM states the features of all",
+            same=True,
         ),
         Row(
             "model.first_dense model.experts_every",
@@ -119,6 +133,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "scoring_func routed_scaling_factor",
+            same=True,
         ),
         Row(
             "model.expert_groups model.groups_per_token",
@@ -126,6 +141,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "n_group topk_group",
+            same=True,
         ),
         Row("model.capacity_factor", "--moe-expert-capacity-factor"),
         Row(
@@ -146,6 +162,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "kv_lora_rank q_lora_rank",
+            same=True,
         ),
         Row(
             "model.plain_size model.value_size",
@@ -153,6 +170,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "qk_nope_head_dim v_head_dim",
+            same=True,
         ),
     ],
     "batch and steps": [
@@ -162,6 +180,7 @@ TABLE: dict[str, list[Row]] = {
             "--training.local_batch_size --parallelism.pipeline_parallel_microbatch_size",
             "batch_size",
             "per_device_train_batch_size",
+            same=True,
         ),
         Row(
             "train.global_batch_size",
@@ -170,9 +189,17 @@ TABLE: dict[str, list[Row]] = {
             "gradient_accumulation_steps",
             "gradient_accumulation_steps",
             "sequences of a step; the number of microbatches follows",
+            same=True,
         ),
-        Row("train.seq_len", "--seq-length", "--training.seq_len", "block_size", "max_seq_length"),
-        Row("train.steps", "--train-iters", "--training.steps", "max_iters", "max_steps num_train_epochs"),
+        Row("train.seq_len", "--seq-length", "--training.seq_len", "block_size", "max_seq_length", same=True),
+        Row(
+            "train.steps",
+            "--train-iters",
+            "--training.steps",
+            "max_iters",
+            "max_steps num_train_epochs",
+            same=True,
+        ),
         Row(
             "train.precision",
             "--bf16 --fp16",
@@ -187,13 +214,27 @@ TABLE: dict[str, list[Row]] = {
             "",
             "gradient_checkpointing",
         ),
-        Row("train.compile", "", "--training.compile --compile.enable", "compile", "torch_compile"),
-        Row("train.seed", "--seed", "--training.seed", "seed", "seed"),
         Row(
-            "train.deterministic", "--deterministic-mode", "--training.deterministic", "", "full_determinism"
+            "train.compile", "", "--training.compile --compile.enable", "compile", "torch_compile", same=True
+        ),
+        Row("train.seed", "--seed", "--training.seed", "seed", "seed", same=True),
+        Row(
+            "train.deterministic",
+            "--deterministic-mode",
+            "--training.deterministic",
+            "",
+            "full_determinism",
+            same=True,
         ),
         Row("train.device", "", "", "device", "use_cpu"),
-        Row("train.eval_every", "--eval-interval", "--validation.freq", "eval_interval", "eval_steps"),
+        Row(
+            "train.eval_every",
+            "--eval-interval",
+            "--validation.freq",
+            "eval_interval",
+            "eval_steps",
+            same=True,
+        ),
         Row(
             "train.eval_batches",
             "--eval-iters",
@@ -205,7 +246,7 @@ TABLE: dict[str, list[Row]] = {
     ],
     "optimizer": [
         Row("optim.kind", "--optimizer", "--optimizer.name", "", "optim"),
-        Row("optim.lr", "--lr", "--optimizer.lr", "learning_rate", "learning_rate"),
+        Row("optim.lr", "--lr", "--optimizer.lr", "learning_rate", "learning_rate", same=True),
         Row(
             "optim.min_lr",
             "--min-lr",
@@ -213,6 +254,7 @@ TABLE: dict[str, list[Row]] = {
             "min_lr",
             "",
             "a rate; torchtitan's is a factor",
+            same=True,
         ),
         Row(
             "optim.warmup_steps",
@@ -220,6 +262,7 @@ TABLE: dict[str, list[Row]] = {
             "--lr_scheduler.warmup_steps",
             "warmup_iters",
             "warmup_steps warmup_ratio",
+            same=True,
         ),
         Row(
             "optim.decay_steps",
@@ -236,16 +279,23 @@ TABLE: dict[str, list[Row]] = {
             "lr_scheduler_type",
         ),
         Row(
-            "optim.weight_decay", "--weight-decay", "--optimizer.weight_decay", "weight_decay", "weight_decay"
+            "optim.weight_decay",
+            "--weight-decay",
+            "--optimizer.weight_decay",
+            "weight_decay",
+            "weight_decay",
+            same=True,
         ),
         Row(
-            "optim.beta1 optim.beta2 optim.eps",
-            "--adam-beta1 --adam-beta2 --adam-eps",
-            "--optimizer.beta1 --optimizer.beta2 --optimizer.eps",
+            "optim.beta1 optim.beta2",
+            "--adam-beta1 --adam-beta2",
+            "--optimizer.beta1 --optimizer.beta2",
             "beta1 beta2",
-            "adam_beta1 adam_beta2 adam_epsilon",
+            "adam_beta1 adam_beta2",
+            same=True,
         ),
-        Row("optim.grad_clip", "--clip-grad", "--training.max_norm", "grad_clip", "max_grad_norm"),
+        Row("optim.eps", "--adam-eps", "--optimizer.eps", "", "adam_epsilon", same=True),
+        Row("optim.grad_clip", "--clip-grad", "--training.max_norm", "grad_clip", "max_grad_norm", same=True),
     ],
     "layout": [
         Row(
@@ -254,27 +304,31 @@ TABLE: dict[str, list[Row]] = {
             "--parallelism.tensor_parallel_degree",
             "",
             "tp_size",
+            same=True,
         ),
-        Row("parallel.sequence", "--sequence-parallel"),
+        Row("parallel.sequence", "--sequence-parallel", same=True),
         Row(
             "parallel.pipeline",
             "--pipeline-model-parallel-size",
             "--parallelism.pipeline_parallel_degree",
+            same=True,
         ),
         Row("parallel.schedule", "", "--parallelism.pipeline_parallel_schedule"),
-        Row("parallel.chunks", "--num-virtual-stages-per-pipeline-rank"),
+        Row("parallel.chunks", "--num-virtual-stages-per-pipeline-rank", same=True),
         Row(
             "parallel.context",
             "--context-parallel-size",
             "--parallelism.context_parallel_degree",
             "",
             "cp_size",
+            same=True,
         ),
         Row("parallel.context_method", "--cp-comm-type", "--parallelism.context_parallel_rotate_method"),
         Row(
             "parallel.expert parallel.expert_tensor",
             "--expert-model-parallel-size --expert-tensor-parallel-size",
             "--parallelism.expert_parallel_degree --parallelism.expert_tensor_parallel_degree",
+            same=True,
         ),
         Row(
             "parallel.expert_halves",
@@ -292,7 +346,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "which follows from the ranks",
         ),
-        Row("engine.shard_optimizer", "--use-distributed-optimizer"),
+        Row("engine.shard_optimizer", "--use-distributed-optimizer", same=True),
         Row("engine.kind", "--use-torch-fsdp2", "", "", "fsdp deepspeed", "`fsdp` or `deepspeed`"),
         Row("engine.shard_size", "", "--parallelism.data_parallel_shard_degree"),
         Row(
@@ -330,17 +384,18 @@ TABLE: dict[str, list[Row]] = {
     ],
     "checkpoints and logs": [
         Row("log.dir", "--save --tensorboard-dir", "--job.dump_folder", "out_dir", "output_dir logging_dir"),
-        Row("checkpoint.every", "--save-interval", "--checkpoint.interval", "", "save_steps"),
         Row(
-            "checkpoint.keep checkpoint.keep_every",
-            "",
-            "--checkpoint.keep_latest_k",
-            "",
-            "save_total_limit",
+            "checkpoint.every",
+            "--save-interval",
+            "--checkpoint.interval",
+            "always_save_checkpoint",
+            "save_steps",
+            same=True,
         ),
-        Row("checkpoint.keep_every", "--save-retain-interval"),
-        Row("checkpoint.best", "", "", "always_save_checkpoint", "load_best_model_at_end"),
-        Row("checkpoint.async", "--async-save", "--checkpoint.async_mode"),
+        Row("checkpoint.keep", "", "--checkpoint.keep_latest_k", "", "save_total_limit", same=True),
+        Row("checkpoint.keep_every", "--save-retain-interval", same=True),
+        Row("checkpoint.best", "", "", "", "load_best_model_at_end"),
+        Row("checkpoint.async", "--async-save", "--checkpoint.async_mode", same=True),
         Row("checkpoint.resume", "--load", "--checkpoint.load_step", "init_from", "resume_from_checkpoint"),
         Row(
             "checkpoint.weights",
@@ -349,12 +404,64 @@ TABLE: dict[str, list[Row]] = {
             "",
             "model_name_or_path",
         ),
-        Row("log.every", "--log-interval", "--metrics.log_freq", "log_interval", "logging_steps"),
+        Row("log.every", "--log-interval", "--metrics.log_freq", "log_interval", "logging_steps", same=True),
         Row("log.tensorboard", "", "--metrics.enable_tensorboard"),
         Row("log.wandb", "--wandb-project", "--metrics.enable_wandb", "wandb_log", "report_to"),
     ],
 }
-# Short words of the field, which are in no table.
+# What a word stands for where its values are not those of a key, or more is to be known than the key.
+MEANINGS = {
+    # Megatron-LM's
+    "group_query_attention": "model.num_kv_heads: a number of heads",
+    "make_vocab_size_divisible_by": "model.vocab_size: pad it yourself",
+    "untie_embeddings_and_output_weights": "model.tie_embeddings: the opposite",
+    "disable_bias_linear": "model.bias: the opposite",
+    "moe_shared_expert_intermediate_size": "model.shared_experts: their number",
+    "recompute_activations": "train.recompute: none, selective or full",
+    "lr_warmup_fraction": "optim.warmup_steps: a number of steps",
+    "lr_wsd_decay_iters": "optim.decay_steps with optim.schedule=wsd",
+    "use_torch_fsdp2": "engine.kind=fsdp",
+    "torch_fsdp2_no_reshard_after_forward": "engine.reshard: the opposite",
+    "distributed_timeout_minutes": "parallel.timeout_seconds: seconds",
+    "load": "checkpoint.resume: auto, never or a checkpoint's path",
+    "wandb_project": "log.wandb: off, offline or online",
+    # torchtitan's
+    "lr_scheduler.min_lr_factor": "optim.min_lr: a rate, not a factor",
+    "lr_scheduler.decay_ratio": "optim.decay_steps: a number of steps",
+    "checkpoint.load_step": "checkpoint.resume: auto, never or a checkpoint's path",
+    # nanoGPT's
+    "dtype": "train.precision: fp32, bf16, fp16 or fp64",
+    "eval_iters": "train.eval_batches: batches of the global size",
+    "decay_lr": "optim.schedule: constant or cosine",
+    "always_save_checkpoint": "checkpoint.every: steps between checkpoints, whatever the loss",
+    "init_from": "checkpoint.resume: auto, never or a checkpoint's path",
+    "wandb_log": "log.wandb: off, offline or online",
+    # transformers'
+    "attention_bias": "model.qkv_bias and model.output_bias: it sets both",
+    "mlp_bias": "model.bias with model.qkv_bias=false model.output_bias=false: it is of the MLP alone",
+    "hidden_act": "model.activation: such as swiglu for silu",
+    "activation_function": "model.activation: such as gelu for gelu_new",
+    "num_train_epochs": "train.steps: a number of steps",
+    "bf16": "train.precision: fp32, bf16, fp16 or fp64",
+    "fp16": "train.precision: fp32, bf16, fp16 or fp64",
+    "torch_dtype": "train.precision: fp32, bf16, fp16 or fp64",
+    "gradient_checkpointing": "train.recompute: none, selective or full",
+    "use_cpu": "train.device: auto, cpu or cuda",
+    "optim": "optim.kind: such as adamw",
+    "warmup_ratio": "optim.warmup_steps: a number of steps",
+    "fsdp": "engine.kind=fsdp",
+    "packing": "data.packing: none or best_fit",
+    "load_best_model_at_end": "checkpoint.best: keeps the best one, and loads none",
+    "resume_from_checkpoint": "checkpoint.resume: auto, never or a checkpoint's path",
+    "report_to": "log.wandb: off, offline or online",
+    # of several
+    "gradient_accumulation_steps": "train.global_batch_size: sequences of a step, of all its microbatches "
+    "and data ranks",
+    "betas": "optim.beta1 and optim.beta2",
+}
+# What Python calls JSON's values: people type True.
+LITERALS = {"True": "true", "False": "false", "None": "null"}
+# Short words of the field, which are in no table. Their values are those of the key.
 SHORT = {
     "tp": "parallel.tensor",
     "pp": "parallel.pipeline",
@@ -384,43 +491,61 @@ def words() -> dict[str, tuple[str, ...]]:
 
     Where a row has as many words as keys they are pairs; else each word stands for all keys of the row.
     """
-    found = {word: [key] for word, key in SHORT.items()}
+    return {
+        word: tuple(dict.fromkeys(key for key, _ in entries)) for word, entries in words_of_rows().items()
+    }
+
+
+@cache
+def words_of_rows() -> dict[str, dict[tuple[str, bool], None]]:
+    """Return for each word its keys in the table's order, each with whether its row is marked `same`."""
+    entries = {word: {(key, True): None} for word, key in SHORT.items()}
+    entries["betas"] = {("optim.beta1", False): None, ("optim.beta2", False): None}
     for row in (row for rows in TABLE.values() for row in rows):
         keys = row.keys.split()
         for trainer in TRAINERS:
             theirs = getattr(row, trainer).split()
             for index, word in enumerate(theirs):
                 mine = [keys[index]] if len(theirs) == len(keys) else keys
-                known = found.setdefault(plain(word), [])
-                known += [key for key in mine if key not in known]
-    return {word: tuple(keys) for word, keys in found.items()}
+                entries.setdefault(plain(word), {}).update({(key, row.same): None for key in mine})
+    return entries
 
 
-def other_word(word: str) -> str | None:
-    """Return megacore's keys, joined by "or", for a word of another trainer; None if there are none.
+def known_word(word: str) -> str | None:
+    """Return another trainer's word as `words` has it; None if it is not one.
 
     `word` is an option, a key, or a key of megacore's form whose name is another trainer's, such as
     `model.n_embd`.
     """
     name = plain(word)
-    keys = words().get(name) or words().get(name.rpartition(".")[2])
-    return " or ".join(keys) if keys else None
+    return next((known for known in (name, name.rpartition(".")[2]) if known in words()), None)
+
+
+def other_word(word: str) -> str | None:
+    """Return what a word of another trainer stands for: megacore's keys, joined by "or", or its entry in
+    `MEANINGS`; None if it is not such a word.
+    """
+    name = known_word(word)
+    return None if name is None else MEANINGS.get(name) or " or ".join(words()[name])
+
+
+def suggested_override(word: str, value: str) -> str | None:
+    """Return what an override with another trainer's word stands for; None if it is not such a word.
+
+    The value is carried over only where it means the same for megacore's key.
+    """
+    name = known_word(word)
+    if name is None:
+        return None
+    entries = list(words_of_rows()[name])
+    if name in MEANINGS or len(entries) > 1 or not entries[0][1]:
+        return other_word(word)
+    return f"{entries[0][0]}={LITERALS.get(value, value)}"
 
 
 def near(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most like this one; None if none is like it."""
     return next(iter(difflib.get_close_matches(name, list(known), 1, SIMILAR)), None)
-
-
-def meant(name: str, known: Iterable[str]) -> str | None:
-    """Return what an unknown name may mean, as a question: megacore's key for another trainer's word, or the
-    known name that is most like it; None if there is neither.
-    """
-    key = other_word(name)
-    if key is not None:
-        return f"did you mean {key}?"
-    similar = near(name, known)
-    return None if similar is None else f"did you mean {similar}?"
 
 
 def meant_key(key: str, known: Iterable[str]) -> str:
@@ -430,10 +555,10 @@ def meant_key(key: str, known: Iterable[str]) -> str:
     """
     all_keys = list(known)
     section, _, name = key.partition(".")
-    exact = words().get(plain(key))
+    exact = other_word(key) if plain(key) in words() else None
     same_name = [other for other in all_keys if other.partition(".")[2] == name]
     if exact or same_name:
-        return f"did you mean {' or '.join(exact or same_name)}?"
+        return f"did you mean {exact or ' or '.join(same_name)}?"
     if other := other_word(key):
         return f"did you mean {other}?"
     keys_by_name = {other.partition(".")[2]: other for other in reversed(all_keys)}
@@ -455,8 +580,8 @@ def meant_option(message: str, options: Iterable[str], takes_overrides: bool) ->
     similar = near(option[0], options)
     if similar is not None:
         return f"did you mean {similar}?"
-    key = other_word(option[0]) if takes_overrides else None
-    return None if key is None else f"did you mean {key}=VALUE?"
+    override = suggested_override(option[0], "VALUE") if takes_overrides else None
+    return None if override is None else f"did you mean {override}?"
 
 
 def table() -> str:
