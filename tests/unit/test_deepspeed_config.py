@@ -169,6 +169,13 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     ),
     (zero(2) | {"gradient_clipping": 1.0}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
     (zero(2) | {"bf16": {"enabled": True}}, "", "bf16.enabled", 'contradicts train.precision "fp32"'),
+    (zero(1, legacy_stage1=True), "", "zero_optimization.legacy_stage1", "DeepSpeed 0.5.9 has removed"),
+    (
+        zero(3, pipeline_loading_checkpoint=True),
+        "",
+        "zero_optimization.pipeline_loading_checkpoint",
+        "is of loading DeepSpeed's own checkpoints",
+    ),
     (zero(2) | {"fp16": {"enabled": 1}}, "", "fp16.enabled", 'contradicts train.precision "fp32"'),
     (
         zero(2) | {"optimizer": ADAMW | {"type": "Lamb"}},

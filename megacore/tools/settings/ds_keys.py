@@ -116,9 +116,12 @@ REFUSED = {
         "is an old name",
         "pin_memory in offload_optimizer or offload_param",
     ),
-    "zero_optimization.legacy_stage1": ("DeepSpeed does nothing with it", "leave it out"),
+    "zero_optimization.legacy_stage1": ("is a stage 1 that DeepSpeed 0.5.9 has removed", "leave it out"),
     "zero_optimization.load_from_fp32_weights": ("is of DeepSpeed's own checkpoints", "leave it out"),
-    "zero_optimization.pipeline_loading_checkpoint": ("DeepSpeed does nothing with it", "leave it out"),
+    "zero_optimization.pipeline_loading_checkpoint": (
+        "is of loading DeepSpeed's own checkpoints",
+        "leave it out",
+    ),
     "zero_optimization.save_muon_momentum_buffer_in_memory": (
         "is of DeepSpeed's own Muon",
         "leave it out",
