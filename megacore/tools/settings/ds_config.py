@@ -220,7 +220,9 @@ def check_optimizer(given: dict[str, Any], config: Config, takes_rates: bool) ->
 
 def contradiction(path: str, given: Any, key: str, ours: Any) -> ConfigError:
     said = json.dumps(given)
-    right = '"auto", or leave it out' if "," in key else f'"auto" there, or {key}={said} here'
+    # Several keys take no single value, and enabled=false is no precision.
+    has_one_value = "," not in key and not isinstance(given, bool)
+    right = f'"auto" there, or {key}={said} here' if has_one_value else '"auto", or leave it out'
     return ConfigError(f"{KEY}: {path}", f"{said} contradicts {key} {json.dumps(ours)}", right)
 
 

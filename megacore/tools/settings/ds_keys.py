@@ -200,7 +200,7 @@ REFUSED |= {
 # What DeepSpeed takes as a key's value. It looks late, and says so with a traceback on every rank, or takes a
 # text for true.
 VALUES = {
-    "true or false": """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce
+    "true or false": """enabled contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce
         allgather_partitions overlap_comm
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
         stage3_gather_16bit_weights_on_model_save
@@ -214,7 +214,8 @@ VALUES = {
         disable_allgather disable_python_gc partition_activations cpu_checkpointing
         contiguous_memory_optimization
         synchronize_checkpoint_boundary profile cycle_momentum""",
-    "a whole number above 0": """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size
+    "a whole number above 0": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+        warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size
         number_checkpoints
         reduce_bucket_size steps_per_print block_size queue_depth intra_op_parallelism loss_scale_window
         hysteresis zero_hpz_partition_size""",
@@ -223,7 +224,8 @@ VALUES = {
         stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
         stage3_module_granularity_threshold
         buffer_count buffer_size max_in_cpu initial_scale_power min_loss_scale""",
-    "a number, 0 or more": """loss_scale gradient_predivide_factor warmup_min_lr warmup_max_lr
+    "a number, 0 or more": """gradient_clipping lr eps weight_decay loss_scale gradient_predivide_factor
+        warmup_min_lr warmup_max_lr
         warmup_min_ratio cos_min_ratio
         cycle_min_lr cycle_max_lr cycle_first_stair_count cycle_second_stair_count decay_step_size
         decay_lr_rate cycle_min_mom
