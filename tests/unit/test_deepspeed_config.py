@@ -19,8 +19,8 @@ from megacore.config.optim import OptimConfig
 from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
 from megacore.tools.settings import from_ds_config
-from megacore.tools.settings.ds_config import print_note
-from megacore.tools.settings.ds_keys import KNOWN, MONITORS, REFUSED, REMOVED
+from megacore.tools.settings.ds_config import print_note, walk
+from megacore.tools.settings.ds_keys import KNOWN, MONITORS, OFF, REFUSED, REMOVED, SWITCHES
 from megacore.tools.settings.ds_settings import ds_settings
 from megacore.tools.settings.load import flatten, load, parse_override
 from megacore.tools.verify.replay import rate
@@ -169,13 +169,6 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     ),
     (zero(2) | {"gradient_clipping": 1.0}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
     (zero(2) | {"bf16": {"enabled": True}}, "", "bf16.enabled", 'contradicts train.precision "fp32"'),
-    (zero(1, legacy_stage1=True), "", "zero_optimization.legacy_stage1", "DeepSpeed 0.5.9 has removed"),
-    (
-        zero(3, pipeline_loading_checkpoint=True),
-        "",
-        "zero_optimization.pipeline_loading_checkpoint",
-        "is of loading DeepSpeed's own checkpoints",
-    ),
     (zero(2) | {"fp16": {"enabled": 1}}, "", "fp16.enabled", "1 is not valid (true or false)"),
     (
         zero(2) | {"bf16": {"enabled": False}},
@@ -188,6 +181,22 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     (zero(2) | {"optimizer": {"params": {"lr": True}}}, "", "optimizer.params.lr", "(a number, 0 or more)"),
     (zero(2) | {"seed": 1}, "", "seed", "no such key (leave it out; the key of the run is train.seed)"),
     (zero(2) | {"lr": 1}, "", "lr", "(did you mean optimizer.params.lr of the ds_config?)"),
+    (zero(2, compute_grad_norm=False), "", "zero_optimization.compute_grad_norm", "needs the gradient norm"),
+    (zero(1, legacy_stage1=True), "", "zero_optimization.legacy_stage1", "DeepSpeed 0.5.9 has removed"),
+    (
+        zero(3, pipeline_loading_checkpoint=True),
+        "",
+        "zero_optimization.pipeline_loading_checkpoint",
+        "is of loading DeepSpeed's own checkpoints",
+    ),
+    (zero(2) | {"tensor_parallel": {"enabled": False}}, "", "tensor_parallel", "(parallel.tensor)"),
+    (zero(2) | {"tensor_parallel": {"autotp_size": 2}}, "", "tensor_parallel", "(parallel.tensor)"),
+    (zero(2) | {"compile": {"enabled": False}}, "", "compile", "replaces the model"),
+    (zero(2) | {"compile": {"deepcompile": True}}, "", "compile", "replaces the model"),
+    (zero(2) | {"datastates_ckpt": {"enabled": False}}, "", "datastates_ckpt", "DeepSpeed's own checkpoints"),
+    (zero(2) | {"gradient_allreduce_op": "sum"}, "", "gradient_allreduce_op", "DeepSpeed's mean"),
+    (zero(2) | {"sequence_parallel_size": 2}, "", "sequence_parallel_size", "parallel.sequence"),
+    (zero(2) | {"weight_quantization": {}}, "", "weight_quantization", "quantizes weights"),
     (
         zero(2) | {"optimizer": ADAMW | {"type": "Lamb"}},
         "",
@@ -497,12 +506,38 @@ def test_steps_per_print_is_no_contradiction(tmp_path: Path) -> None:
     assert print_note(load(str(silent), [], 4).config) is None
 
 
-def test_what_is_switched_off_passes(configure: Configure) -> None:
-    """A file may state that it does without something."""
-    off = {"enabled": False}
-    configure(
-        zero(2) | {"autotuning": off, "data_efficiency": off, "torch_autocast": off, "hybrid_engine": off}
-    )
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        *({name: {"enabled": False}} for name, (switch, _) in SWITCHES.items() if switch == "enabled"),
+        {"hybrid_engine": {"enabled": False, "max_out_tokens": 512}},
+        {"hybrid_engine": None},
+        {"compile": {}},
+        {"compile": {"deepcompile": False}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"checkpoint": {}},
+        {"dataloader_drop_last": False},
+        {"sequence_parallel_size": 1},
+        {"managed_gradient_accumulation": True},
+        {"gradient_allreduce_op": "mean"},
+        zero(2, compute_grad_norm=True),
+        zero(2, legacy_stage1=False),
+        zero(2, zero_quantized_weights="auto"),
+        zero(2, offload_optimizer={"device": "cpu", "ratio": 1.0}),
+    ],
+    ids=json.dumps,
+)
+def test_what_asks_for_nothing_passes_and_is_dropped(configure: Configure, nothing: dict[str, Any]) -> None:
+    """A file may state that it does without something. DeepSpeed raises for some of these statements, so it
+    gets none of them.
+    """
+    settings = ds_settings(configure(zero(2) | nothing))
+    assert not REFUSED.keys() & {path for path, _ in walk(settings)}
+
+
+def test_off_values_are_of_refused_keys() -> None:
+    """An entry under another name would be without effect."""
+    assert {*OFF, *SWITCHES} <= REFUSED.keys() and not OFF.keys() & SWITCHES.keys()
 
 
 def test_auto_states_nothing(tmp_path: Path) -> None:

@@ -13,8 +13,18 @@ from typing import Any
 
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
-from megacore.tools.settings.ds_keys import KNOWN, MONITORS, NULL_TOO, REFUSED, REMOVED, RIGHT
-from megacore.tools.settings.ds_settings import KEY, decided, ds_settings, read
+from megacore.tools.settings.ds_keys import (
+    KNOWN,
+    MONITORS,
+    NULL_TOO,
+    OFF,
+    ON_BY_DEFAULT,
+    REFUSED,
+    REMOVED,
+    RIGHT,
+    SWITCHES,
+)
+from megacore.tools.settings.ds_settings import KEY, decided, ds_settings, read, without_refused
 from megacore.tools.settings.from_ds_config import known_scheduler, section, taken_over
 from megacore.tools.settings.other_words import near, other_word
 
@@ -69,7 +79,7 @@ def stated(config: Config) -> dict[str, tuple[str, Any]]:
     check_kinds(settings)
     for path, value in walk(settings):
         check_key(path, value)
-    return taken_over(settings, config.optim.lr)
+    return taken_over(without_refused(settings), config.optim.lr)
 
 
 def print_note(config: Config) -> str | None:
@@ -124,9 +134,7 @@ def check_key(path: str, value: Any) -> None:
     if path in REMOVED:
         raise ConfigError(f"{KEY}: {path}", "DeepSpeed 0.19 has removed this key", REMOVED[path])
     if path in REFUSED:
-        is_off = isinstance(value, dict) and value.get("enabled") is False
-        harmless = (False, "auto", None) if section else ("auto", None)
-        if value not in harmless and not is_off:
+        if not is_off(path, value):
             raise ConfigError(f"{KEY}: {path}", *REFUSED[path])
         return
     if section in MONITORS and name not in MONITORS[section].split():
@@ -142,6 +150,18 @@ def check_key(path: str, value: Any) -> None:
     left = value == "auto" or (value is None and (not section or name in NULL_TOO))
     if right and not left and not fits(value, right):
         raise ConfigError(f"{KEY}: {path}", f"{json.dumps(value)} is not valid", right)
+
+
+def is_off(path: str, value: Any) -> bool:
+    """Whether the value of a refused key asks for nothing."""
+    if value is None or value == "auto":
+        return True
+    if path not in SWITCHES:
+        return any(same(value, harmless) for harmless in OFF.get(path, (False,)))
+    if value == {}:
+        return path not in ON_BY_DEFAULT
+    switch, off = SWITCHES[path]
+    return isinstance(value, dict) and any(same(value.get(switch), harmless) for harmless in off)
 
 
 def unknown(path: str, known: list[str]) -> ConfigError:

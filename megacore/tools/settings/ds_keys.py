@@ -4,6 +4,8 @@ removed, and which it reads that do not fit a run.
 They are those of the config classes of DeepSpeed 0.19.8; tests compare the two.
 """
 
+from typing import Any
+
 # Keys that are passed on to DeepSpeed, or taken over. At the top DeepSpeed ignores keys that it does not
 # know; in sections it fails with a traceback on every rank.
 KNOWN = {
@@ -80,8 +82,8 @@ REMOVED = {
     "zero_optimization.zeropp_loco_param": "leave it out",
 }
 
-# Keys that DeepSpeed reads and this engine does not pass on: why, and what to use instead. A value that
-# switches the feature off passes.
+# Keys that DeepSpeed reads and this engine does not pass on: why, and what to use instead. A value of `OFF`
+# asks for nothing, passes, and is dropped.
 REFUSED = {
     "allgather_size": (
         "DeepSpeed reads it only where zero_optimization is true, not an object",
@@ -148,7 +150,10 @@ REFUSED = {
     "torch_autocast": ("would round within the model again", "train.precision"),
     "compile": ("is DeepSpeed's own compiler, which replaces the model", "leave it out"),
     "data_efficiency": ("would reorder samples or drop tokens within layers", "leave it out"),
-    "managed_gradient_accumulation": ("scales gradients by the number of microbatches", "leave it out"),
+    "managed_gradient_accumulation": (
+        "false updates at each call of step(), and the run calls it for each microbatch",
+        "leave it out",
+    ),
     "gradient_allreduce_op": ("gradients are scaled for DeepSpeed's mean already", "leave it out"),
     "zero_optimization.compute_grad_norm": ("the log needs the gradient norm", "leave it out"),
     "zero_optimization.zenflow": (
@@ -196,6 +201,46 @@ REFUSED |= {
         "set_grad_none",
     )
 }
+
+# Values of the keys in `REFUSED` that ask for nothing; null and "auto" do so for any of them. Those of keys
+# without an entry are false.
+OFF: dict[str, tuple[Any, ...]] = {
+    "allgather_size": (),
+    "dataloader_drop_last": (False,),
+    "datastates_ckpt": (False,),  # DeepSpeed takes any object for a request, an empty one too
+    "seq_parallel_communication_data_type": ("fp32",),
+    "vocabulary_size": (),
+    "optimizer.params.max_grad_norm": (0,),
+    "optimizer.params.fp32_optimizer_states": (True,),
+    "optimizer.params.set_grad_none": (True, False),
+    "scheduler.params.last_batch_iteration": (-1,),
+    "data_types.buffer_dtype": (),
+    "data_types.keep_in_fp32_modules": (),
+    "data_types.param_dtype": (),
+    "zero_optimization.load_from_fp32_weights": (True, False),
+    "zero_optimization.compute_grad_norm": (True,),
+    "zero_optimization.zenflow": (),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": (0.8,),
+    "zero_optimization.offload_optimizer.ratio": (1.0,),
+    "checkpoint": ({},),
+    "pipeline": ({},),
+    "sequence_parallel_size": (1,),
+    "managed_gradient_accumulation": (True,),
+    "gradient_allreduce_op": ("mean",),
+}
+# Sections of `REFUSED` with a key that switches them, and its values that switch them off.
+SWITCHES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "autotuning": ("enabled", (False,)),
+    "bfloat16": ("enabled", (False,)),
+    "compile": ("deepcompile", (False,)),
+    "data_efficiency": ("enabled", (False,)),
+    "expert_parallel": ("enabled", (False,)),
+    "hybrid_engine": ("enabled", (False,)),
+    "tensor_parallel": ("autotp_size", (0, 1)),
+    "torch_autocast": ("enabled", (False,)),
+    "weight_quantization": ("enabled", (False,)),
+}
+ON_BY_DEFAULT = ("weight_quantization",)  # an empty section is a request
 
 # What DeepSpeed takes as a key's value. It looks late, and says so with a traceback on every rank, or takes a
 # text for true.

@@ -8,6 +8,7 @@ from typing import Any
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
+from megacore.tools.settings.ds_keys import REFUSED
 
 KEY = "engine.config"
 EXAMPLE = "configs/deepspeed/zero2.json"
@@ -20,7 +21,8 @@ def ds_settings(config: Config) -> dict[str, Any]:
     Every "auto", and every key that the run's config decides, is filled in. For sizes that are "auto" it
     takes the values of the Hugging Face trainer.
     """
-    settings = {name: value for name, value in read(config.engine.config).items() if name not in OWN}
+    complete = without_refused(read(config.engine.config))
+    settings = {name: value for name, value in complete.items() if name not in OWN}
     for path, (_, value) in decided(config).items():
         section, name = place_of(settings, path)
         section[name] = value
@@ -51,6 +53,18 @@ def ds_settings(config: Config) -> dict[str, Any]:
         if section.get(name, "auto") == "auto":
             section[name] = default
     return settings
+
+
+def without_refused(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a ds_config without the keys that are not passed on, which ask for nothing if they have passed.
+
+    DeepSpeed raises for some of them even so, such as {"enabled": false} in a section without that key.
+    """
+    return {
+        name: without_refused(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if f"{prefix}{name}" not in REFUSED
+    }
 
 
 def decided(config: Config) -> dict[str, tuple[str, Any]]:
