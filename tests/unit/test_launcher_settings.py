@@ -58,6 +58,7 @@ MESH = FSDP | {
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
 }
+SHIPPED = Path(__file__).resolve().parents[2] / "configs/deepspeed"
 ZERO_2 = 'engine.config={"zero_optimization":{"stage":2}}'
 Check = Callable[..., None]
 
@@ -119,7 +120,7 @@ CONTRADICTIONS = [
     (PLAIN | {"ACCELERATE_USE_CPU": "1"}, "train.device=cuda", "(train.device=cpu, or"),
     (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "", "(train.global_batch_size=32, or"),
     (PLAIN | {"ACCELERATE_GRADIENT_CLIPPING": "0.25"}, "", "(optim.grad_clip=0.25, or"),
-    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "x"}, "", "STEPS=x is not a number"),
+    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "x"}, "", "STEPS=x is not valid (a whole number, 1"),
     (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "engine.kind=fsdp", "(engine.cpu_offload=true, or"),
     (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "engine.kind=fsdp", "(train.recompute=full, or"),
     (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "engine.kind=fsdp", "(engine.reshard=false, or"),
@@ -144,7 +145,11 @@ CONTRADICTIONS = [
         f"engine.kind=deepspeed {ZERO_2}",
         '"offload_optimizer": {"device": "cpu"}',
     ),
-    (DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "", "engine.config=ds.json, or"),
+    (
+        DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": f"{SHIPPED}/zero2.json"},
+        "",
+        f"engine.config={SHIPPED}/zero2.json, or",
+    ),
     (
         MEGATRON | {"MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_PP_DEGREE": "2"},
         "",
@@ -156,6 +161,7 @@ CONTRADICTIONS = [
         "(parallel.sequence=true, or",
     ),
     (MEGATRON | {"MEGATRON_LM_NO_LOAD_OPTIM": "True"}, "", "NO_LOAD_OPTIM=True has no equal in megacore"),
+    (MEGATRON | {"MEGATRON_LM_EOD_MASK_LOSS": "true"}, "", "has no equal in megacore (false)"),
     (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "engine.kind=fsdp", "(parallel.tensor=2, or"),
     (MESH | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "engine.kind=fsdp", "(parallel.context=2, or"),
     (MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "engine.kind=fsdp", "(engine.shard_size=2, or"),
@@ -169,6 +175,44 @@ def test_a_contradiction_names_the_key(check: Check, env: dict[str, str], overri
         check(env, overrides)
     message = str(error.value)
     assert message.startswith("config error: environment: ") and says in message and "\n" not in message
+
+
+IMPOSSIBLE = [
+    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1.5"}, "STEPS=1.5 is not valid (a whole number, 1"),
+    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"}, "STEPS=0 is not valid (a whole number, 1"),
+    (PLAIN | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "9" * 400}, "9 is not valid (a whole number, 1"),
+    (PLAIN | {"ACCELERATE_GRADIENT_CLIPPING": "nan"}, "CLIPPING=nan is not valid (a number, 0 or more)"),
+    (PLAIN | {"ACCELERATE_GRADIENT_CLIPPING": "inf"}, "CLIPPING=inf is not valid (a number, 0 or more)"),
+    (MEGATRON | {"MEGATRON_LM_HIDDEN_DROPOUT": "1"}, "DROPOUT=1 is not valid (a number, 0 or more and below"),
+    (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "-1"}, "TP_SIZE=-1 is not valid (a whole number, 1 or more)"),
+    (
+        MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "x", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+        "DP_SHARD_SIZE=x is not valid (a whole number, 1 or more)",
+    ),
+    (
+        FSDP | {"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "two"},
+        "LOCAL_WORLD_SIZE=two is not valid (a whole number, 1 or more)",
+    ),
+    (DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "4"}, "STAGE=4 is not valid (0, 1, 2 or 3)"),
+    (DEEPSPEED | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "disk"}, "(none or cpu or nvme;"),
+    (DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "no.json"}, "no.json: cannot read no.json: No such"),
+]
+
+
+@pytest.mark.parametrize(("env", "says"), IMPOSSIBLE)
+def test_an_impossible_value_is_not_advised(check: Check, env: dict[str, str], says: str) -> None:
+    """An override with it would be rejected, and a traceback on every rank is no message."""
+    with pytest.raises(ConfigError) as error:
+        check(env, "engine.kind=fsdp")
+    message = str(error.value)
+    assert message.startswith("config error: environment: the launcher's ") and "\n" not in message
+    assert says in message
+
+
+def test_an_unstated_size_is_one(check: Check) -> None:
+    """accelerate writes None for an option that was not given."""
+    sizes = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "None", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4"}
+    check(MESH | sizes, "engine.kind=fsdp")
 
 
 def test_a_ds_config_of_accelerate_is_the_runs(check: Check, tmp_path: Path) -> None:

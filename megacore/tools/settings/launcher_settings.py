@@ -9,15 +9,17 @@ The variables and their defaults are those of accelerate's `utils/launch.py` (Ju
 """
 
 import json
+import math
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
-from megacore.tools.settings.ds_settings import read
+from megacore.records import LARGEST
+from megacore.tools.settings.ds_settings import EXAMPLE, read
 
 # What accelerate takes for a flag's value.
 TRUE = ("true", "1", "yes", "y", "on", "t")
@@ -35,17 +37,34 @@ def flag(on: Any, off: Any = NOTHING) -> dict[str, Any]:
     return dict.fromkeys(TRUE, on) | dict.fromkeys(FALSE, off)
 
 
-def size(text: str) -> Any:
-    """Return the number of ranks that a variable states; 1 is the launcher's default."""
-    return NOTHING if float(text) == 1 else int(text)
+class Number(NamedTuple):
+    """The numbers that a variable may be: `right` says which in words; `default` asks for nothing."""
+
+    right: str
+    least: float
+    most: float = sys.float_info.max
+    is_whole: bool = True
+    default: float | None = None
+
+    def parse(self, env: Mapping[str, str], name: str) -> Any:
+        """Return a variable's number, or `NOTHING` for the default. Raises `ConfigError`."""
+        text = env[name].strip()
+        try:
+            number = int(text) if self.is_whole else float(text)
+        except ValueError:
+            number = math.nan
+        if not self.least <= number <= self.most:
+            raise ConfigError("environment", f"the launcher's {name}={env[name]} is not valid", self.right)
+        return NOTHING if number == self.default else number
 
 
-def clip(text: str) -> Any:
-    """Return the norm at which Megatron-LM clips; 1.0 is the launcher's default."""
-    return NOTHING if float(text) == 1 else float(text)
-
-
+COUNT = Number("a whole number, 1 or more", 1, LARGEST)
+SIZE = COUNT._replace(default=1)  # of a group of ranks
+STAGE = Number("0, 1, 2 or 3", 0, 3)
+NORM = Number("a number, 0 or more", 0, is_whole=False)
+DROPOUT = Number("a number, 0 or more and below 1", 0, math.nextafter(1, 0), is_whole=False)
 UNSUPPORTED = dict.fromkeys(FALSE, NOTHING)  # the words of a flag that has no equal in megacore
+NO_KEY = ""  # megacore has no key for such a setting
 MACHINE = object()  # engine.shard_size is the number of ranks on a machine
 SHARDING = {
     "full_shard": NOTHING,
@@ -55,17 +74,18 @@ SHARDING = {
     "hybrid_shard": MACHINE,
     "4": MACHINE,
 }
+DEVICES = {device: device for device in ("none", "cpu", "nvme")}
 # For each switch (None: always) its variables: megacore's key, and the launcher's words with the value of
-# that key, or a function of the text. A tuple holds all values that agree; the first one is suggested.
-VARIABLES: dict[str | None, dict[str, tuple[str, Mapping[str, Any] | Callable[[str], Any]]]] = {
+# that key, or the numbers that it may be. A tuple holds all values that agree; the first one is suggested.
+VARIABLES: dict[str | None, dict[str, tuple[str, Mapping[str, Any] | Number]]] = {
     None: {
         "ACCELERATE_USE_FSDP": ("engine.kind", flag("fsdp")),
         "ACCELERATE_USE_DEEPSPEED": ("engine.kind", flag("deepspeed")),
         "ACCELERATE_MIXED_PRECISION": ("train.precision", {"no": NOTHING, "bf16": "bf16", "fp16": "fp16"}),
         "ACCELERATE_DYNAMO_BACKEND": ("train.compile", {"no": NOTHING, "inductor": True}),
         "ACCELERATE_USE_CPU": ("train.device", flag(("cpu", "auto"))),
-        "ACCELERATE_GRADIENT_CLIPPING": ("optim.grad_clip", float),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (MICROBATCHES, int),
+        "ACCELERATE_GRADIENT_CLIPPING": ("optim.grad_clip", NORM),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (MICROBATCHES, COUNT),
     },
     "ACCELERATE_USE_FSDP": {
         "FSDP_OFFLOAD_PARAMS": ("engine.cpu_offload", flag(True)),
@@ -74,33 +94,33 @@ VARIABLES: dict[str | None, dict[str, tuple[str, Mapping[str, Any] | Callable[[s
         "FSDP_RESHARD_AFTER_FORWARD": ("engine.reshard", flag(NOTHING, False)),  # of FSDP 2
     },
     "ACCELERATE_USE_MEGATRON_LM": {
-        "MEGATRON_LM_TP_DEGREE": ("parallel.tensor", size),
-        "MEGATRON_LM_PP_DEGREE": ("parallel.pipeline", size),
-        "MEGATRON_LM_CONTEXT_PARALLEL_SIZE": ("parallel.context", size),
-        "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": ("parallel.expert", size),
-        "MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE": ("parallel.expert_tensor", size),
-        "MEGATRON_LM_NUM_MICRO_BATCHES": (MICROBATCHES, int),
+        "MEGATRON_LM_TP_DEGREE": ("parallel.tensor", SIZE),
+        "MEGATRON_LM_PP_DEGREE": ("parallel.pipeline", SIZE),
+        "MEGATRON_LM_CONTEXT_PARALLEL_SIZE": ("parallel.context", SIZE),
+        "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": ("parallel.expert", SIZE),
+        "MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE": ("parallel.expert_tensor", SIZE),
+        "MEGATRON_LM_NUM_MICRO_BATCHES": (MICROBATCHES, COUNT),
         "MEGATRON_LM_SEQUENCE_PARALLELISM": ("parallel.sequence", flag(True, False)),
         "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER": ("engine.shard_optimizer", flag(True, False)),
         "MEGATRON_LM_USE_CUSTOM_FSDP": ("engine.kind", flag("fsdp")),
         "MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD": ("engine.cpu_offload", flag(True)),
         "MEGATRON_LM_RECOMPUTE_ACTIVATIONS": ("train.recompute", flag(("selective", "full"))),
         "MEGATRON_LM_RECOMPUTE_GRANULARITY": ("train.recompute", {"selective": "selective", "full": "full"}),
-        "MEGATRON_LM_GRADIENT_CLIPPING": ("optim.grad_clip", clip),
-        "MEGATRON_LM_HIDDEN_DROPOUT": ("model.dropout", float),
-        "MEGATRON_LM_ATTENTION_DROPOUT": ("model.dropout", float),
+        "MEGATRON_LM_GRADIENT_CLIPPING": ("optim.grad_clip", NORM._replace(default=1)),
+        "MEGATRON_LM_HIDDEN_DROPOUT": ("model.dropout", DROPOUT),
+        "MEGATRON_LM_ATTENTION_DROPOUT": ("model.dropout", DROPOUT),
         "MEGATRON_LM_USE_ROTARY_POSITION_EMBEDDINGS": ("model.position", flag("rope")),
         "MEGATRON_LM_NO_LOAD_OPTIM": ("checkpoint.weights", UNSUPPORTED),
         "MEGATRON_LM_NO_SAVE_OPTIM": ("checkpoint.last", UNSUPPORTED),
-        "MEGATRON_LM_EOD_MASK_LOSS": ("data.document_mask", UNSUPPORTED),
+        "MEGATRON_LM_EOD_MASK_LOSS": (NO_KEY, UNSUPPORTED),
         "MEGATRON_LM_USE_PRECISION_AWARE_OPTIMIZER": ("train.precision", UNSUPPORTED),
     },
     "ACCELERATE_USE_PARALLELISM_CONFIG": {
-        "PARALLELISM_CONFIG_TP_SIZE": ("parallel.tensor", size),
-        "PARALLELISM_CONFIG_CP_SIZE": ("parallel.context", size),
-        "PARALLELISM_CONFIG_SP_SIZE": ("parallel.context", size),
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": (COPIES, size),
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("engine.shard_size", size),
+        "PARALLELISM_CONFIG_TP_SIZE": ("parallel.tensor", SIZE),
+        "PARALLELISM_CONFIG_CP_SIZE": ("parallel.context", SIZE),
+        "PARALLELISM_CONFIG_SP_SIZE": ("parallel.context", SIZE),
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": (COPIES, SIZE),
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("engine.shard_size", SIZE),
     },
 }
 # The FSDP version that does not read a variable; accelerate sets both, one of them to its default.
@@ -163,10 +183,10 @@ def statements(config: Config, env: Mapping[str, str]) -> Iterator[Statement]:
                 value *= config.train.micro_batch_size * config.data_size
             elif value is MACHINE:
                 key = "engine.shard_size"
-                value = int(env.get("LOCAL_WORLD_SIZE", "1"))
+                value = read_count(env, "LOCAL_WORLD_SIZE")
             elif key == COPIES:
                 key = "parallel.data"
-                value *= int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+                value *= read_count(env, "PARALLELISM_CONFIG_DP_SHARD_SIZE")
             yield Statement(name, key, value if isinstance(value, tuple) else (value,))
     if is_on(env, "ACCELERATE_USE_DEEPSPEED"):
         yield from deepspeed_statements(config, env)
@@ -177,19 +197,21 @@ def deepspeed_statements(config: Config, env: Mapping[str, str]) -> Iterator[Sta
     is_deepspeed = config.engine.kind == "deepspeed" and config.engine.config is not None
     ours = read(config.engine.config) if is_deepspeed else {}
     if is_stated(env, DS_FILE):
-        theirs = None
-        with suppress(ConfigError):  # a file that cannot be read is not the run's either
+        try:
             theirs = read(env[DS_FILE])
+        except ConfigError as error:
+            wrong = f"the launcher's {DS_FILE}={env[DS_FILE]}: {error.wrong}"
+            raise ConfigError("environment", wrong, f"a JSON file such as {EXAMPLE}") from None
         if not is_deepspeed or ours != theirs:
             yield Statement(DS_FILE, "engine.config", (env[DS_FILE],))
         return
     zero = ours.get("zero_optimization") or {}
     asked: dict[str, Any] = {}
     if is_stated(env, ZERO_STAGE):
-        asked["stage"] = meaning(env, ZERO_STAGE, "engine.config", int)
+        asked["stage"] = STAGE.parse(env, ZERO_STAGE)
     for name, section in OFFLOADS.items():
         if is_stated(env, name):
-            asked[section] = {"device": env[name].lower()}
+            asked[section] = {"device": meaning(env, name, "engine.config", DEVICES)}
     differs = zero.get("stage", 0) != asked.get("stage", zero.get("stage", 0)) or any(
         (zero.get(section) or {}).get("device", "none") != asked[section]["device"]
         for section in OFFLOADS.values()
@@ -217,21 +239,22 @@ def is_on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "").strip().lower() in TRUE
 
 
-def meaning(
-    env: Mapping[str, str], name: str, key: str, words: Mapping[str, Any] | Callable[[str], Any]
-) -> Any:
+def read_count(env: Mapping[str, str], name: str) -> int:
+    """Return the number of ranks that a variable states, or 1. Raises `ConfigError`."""
+    return int(COUNT.parse(env, name)) if is_stated(env, name) else 1
+
+
+def meaning(env: Mapping[str, str], name: str, key: str, words: Mapping[str, Any] | Number) -> Any:
     """Return the value of megacore's key that a variable asks for, or `NOTHING`. Raises `ConfigError`."""
+    if isinstance(words, Number):
+        return words.parse(env, name)
     text = env[name].strip().lower()
-    if callable(words):
-        try:
-            return words(text)
-        except (ValueError, OverflowError):
-            raise ConfigError("environment", f"{name}={env[name]} is not a number", f"see {key}") from None
     if text not in words:
         aliases = (*TRUE[1:], *FALSE[1:], "2", "4")
         known = " or ".join(word for word in words if word not in aliases)
         wrong = f"the launcher's {name}={env[name]} has no equal in megacore"
-        raise ConfigError("environment", wrong, f"{known}; the run's own key is {key}")
+        right = known if key == NO_KEY else f"{known}; the run's own key is {key}"
+        raise ConfigError("environment", wrong, right)
     return words[text]
 
 
