@@ -29,6 +29,8 @@ PLAIN = {
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
 }
+INDUCTOR = PLAIN | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+COMPILED = "train.compile=true"
 # What it sets for a config file with FSDP 2 and no more.
 FSDP = PLAIN | {
     "ACCELERATE_USE_FSDP": "true",
@@ -79,6 +81,11 @@ def check(tmp_path: Path) -> Check:
         (PLAIN | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "train.precision=bf16"),
         (PLAIN | {"ACCELERATE_USE_CPU": "True"}, ""),
         (PLAIN | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "train.compile=true"),
+        # How to compile states nothing where nothing is compiled.
+        (PLAIN | {"ACCELERATE_DYNAMO_MODE": "max-autotune"}, ""),
+        (INDUCTOR, COMPILED),
+        (MEGATRON | {"MEGATRON_LM_RECOMPUTE_METHOD": "None"}, ""),
+        (MEGATRON | {"MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS": "False"}, ""),
         (FSDP, "engine.kind=fsdp"),
         (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "engine.kind=fsdp engine.reshard=false"),
         (FSDP | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "engine.kind=fsdp"),
@@ -161,6 +168,31 @@ CONTRADICTIONS = [
         "(parallel.sequence=true, or",
     ),
     (MEGATRON | {"MEGATRON_LM_NO_LOAD_OPTIM": "True"}, "", "NO_LOAD_OPTIM=True has no equal in megacore"),
+    (INDUCTOR | {"ACCELERATE_DYNAMO_MODE": "max-autotune"}, COMPILED, "MODE=max-autotune has no equal"),
+    (INDUCTOR | {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, COMPILED, "USE_FULLGRAPH=True has no equal"),
+    (INDUCTOR | {"ACCELERATE_DYNAMO_USE_DYNAMIC": "True"}, COMPILED, "(false; the run's own key is train"),
+    (
+        INDUCTOR | {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"},
+        COMPILED,
+        "REGIONAL_COMPILATION=True",
+    ),
+    (
+        MEGATRON | {"MEGATRON_LM_RECOMPUTE_METHOD": "block"},
+        "",
+        "(leave it unset; the run's own key is train.r",
+    ),
+    (MEGATRON | {"MEGATRON_LM_RECOMPUTE_NUM_LAYERS": "2"}, "", "RECOMPUTE_NUM_LAYERS=2 has no equal"),
+    (MEGATRON | {"MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS": "2"}, "", "in megacore (leave it unset)"),
+    (
+        MEGATRON | {"MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32": "True"},
+        "",
+        "=True has no equal in megacore (false)",
+    ),
+    (
+        MEGATRON | {"MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS": "True"},
+        "",
+        "=True has no equal in megacore (false)",
+    ),
     (MEGATRON | {"MEGATRON_LM_EOD_MASK_LOSS": "true"}, "", "has no equal in megacore (false)"),
     (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "engine.kind=fsdp", "(parallel.tensor=2, or"),
     (MESH | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "engine.kind=fsdp", "(parallel.context=2, or"),

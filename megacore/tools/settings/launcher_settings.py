@@ -87,6 +87,12 @@ VARIABLES: dict[str | None, dict[str, tuple[str, Mapping[str, Any] | Number]]] =
         "ACCELERATE_GRADIENT_CLIPPING": ("optim.grad_clip", NORM),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (MICROBATCHES, COUNT),
     },
+    "ACCELERATE_DYNAMO_BACKEND": {
+        "ACCELERATE_DYNAMO_MODE": ("train.compile", {"default": NOTHING}),
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": ("train.compile", UNSUPPORTED),
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": ("train.compile", UNSUPPORTED),
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("train.compile", UNSUPPORTED),
+    },
     "ACCELERATE_USE_FSDP": {
         "FSDP_OFFLOAD_PARAMS": ("engine.cpu_offload", flag(True)),
         "FSDP_ACTIVATION_CHECKPOINTING": ("train.recompute", flag("full")),
@@ -106,6 +112,11 @@ VARIABLES: dict[str | None, dict[str, tuple[str, Mapping[str, Any] | Number]]] =
         "MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD": ("engine.cpu_offload", flag(True)),
         "MEGATRON_LM_RECOMPUTE_ACTIVATIONS": ("train.recompute", flag(("selective", "full"))),
         "MEGATRON_LM_RECOMPUTE_GRANULARITY": ("train.recompute", {"selective": "selective", "full": "full"}),
+        "MEGATRON_LM_RECOMPUTE_METHOD": ("train.recompute", {}),
+        "MEGATRON_LM_RECOMPUTE_NUM_LAYERS": ("train.recompute", {}),
+        "MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS": (NO_KEY, {}),
+        "MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32": (NO_KEY, UNSUPPORTED),
+        "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS": (NO_KEY, UNSUPPORTED),
         "MEGATRON_LM_GRADIENT_CLIPPING": ("optim.grad_clip", NORM._replace(default=1)),
         "MEGATRON_LM_HIDDEN_DROPOUT": ("model.dropout", DROPOUT),
         "MEGATRON_LM_ATTENTION_DROPOUT": ("model.dropout", DROPOUT),
@@ -235,8 +246,8 @@ def is_stated(env: Mapping[str, str], name: str) -> bool:
 
 
 def is_on(env: Mapping[str, str], name: str) -> bool:
-    """Whether a flag is set and true."""
-    return env.get(name, "").strip().lower() in TRUE
+    """Whether a flag is set and true, or the backend of torch.compile is one that a run has."""
+    return env.get(name, "").strip().lower() in (*TRUE, "inductor")
 
 
 def read_count(env: Mapping[str, str], name: str) -> int:
@@ -251,7 +262,7 @@ def meaning(env: Mapping[str, str], name: str, key: str, words: Mapping[str, Any
     text = env[name].strip().lower()
     if text not in words:
         aliases = (*TRUE[1:], *FALSE[1:], "2", "4")
-        known = " or ".join(word for word in words if word not in aliases)
+        known = " or ".join(word for word in words if word not in aliases) or "leave it unset"
         wrong = f"the launcher's {name}={env[name]} has no equal in megacore"
         right = known if key == NO_KEY else f"{known}; the run's own key is {key}"
         raise ConfigError("environment", wrong, right)
