@@ -304,6 +304,22 @@ def test_a_prompt_begins_as_the_run_s_documents(tokenizer: str, tmp_path: Path) 
     assert encode_prompt(reader, "", (BOS,)) == [BOS] and encode_prompt(reader, "ab", ()) == ids
 
 
+@pytest.mark.parametrize(("bos", "begin"), [("never", ()), ("auto", (BOS,))])
+@pytest.mark.parametrize("has_sidecar", [True, False])
+def test_a_prompt_begins_as_documents_of_an_earlier_version(
+    bos: str, begin: tuple[int, ...], has_sidecar: bool, tokenizer: str, tmp_path: Path
+) -> None:
+    """No record tells of BOS tokens there, but the documents themselves do."""
+    (tmp_path / "a.txt").write_text("text " * 20)
+    prefix = str(tmp_path / "out")
+    prepare([str(tmp_path / "a.txt")], prefix, tokenizer, bos=bos)
+    if has_sidecar:
+        without_record(prefix)
+    else:
+        Path(f"{prefix}.json").unlink()
+    assert prompt_begin(load_tokenizer(tokenizer), "auto", prefix) == begin
+
+
 @pytest.fixture
 def run_folder(tokenizer: str, tmp_path: Path) -> Path:
     """A checkpoint of random weights with that tokenizer."""

@@ -73,14 +73,31 @@ def bos_warnings(prefixes: list[str], name: str | None) -> list[str]:
         tokenizer = load_tokenizer(str(name))
         begin = tokenizer.begin_of_document
         for prefix in undecided if begin else ():
-            tokens = IndexedTokens(prefix)
-            first = tokens.read(0, min(len(begin), tokens.num_tokens))
-            if tuple(first.tolist()) != begin:
+            if begin_with_bos(prefix, tokenizer) is False:
                 lines.append(
                     f"WARNING: documents of {prefix} do not begin with {describe(tokenizer, begin)}, which "
                     f"{name} puts before a text (prepare the corpus again; --bos never keeps it so)"
                 )
     return lines
+
+
+def begin_with_bos(prefix: str, tokenizer: Tokenizer) -> bool | None:
+    """Return whether the documents of a corpus begin with the tokenizer's BOS token.
+
+    The sidecar tells. Corpora of earlier versions and of other programs have no such record and are judged by
+    their first token. None if the corpus cannot be read, if another tokenizer prepared it, or if there is no
+    BOS token to look for.
+    """
+    begin = bos_tokens(tokenizer)
+    with contextlib.suppress(DataError):
+        sidecar = Sidecar.load(prefix)
+        if sidecar is not None and sidecar.bos is not None:
+            return sidecar.bos if sidecar.vocab_size == tokenizer.vocab_size else None
+        if begin:
+            tokens = IndexedTokens(prefix)
+            first = tokens.read(0, min(len(begin), tokens.num_tokens))
+            return tuple(first.tolist()) == begin
+    return None
 
 
 def describe(tokenizer: Tokenizer, begin: tuple[int, ...]) -> str:
@@ -91,28 +108,36 @@ def describe(tokenizer: Tokenizer, begin: tuple[int, ...]) -> str:
     return f"token {begin[0]} {text}".strip()
 
 
+def bos_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that begin a text that has a BOS token; none if the tokenizer has no such token."""
+    if tokenizer.begin_of_document or tokenizer.bos is None:
+        return tokenizer.begin_of_document
+    return (tokenizer.bos,)
+
+
 def chosen_begin(tokenizer: Tokenizer, choice: str, option: str = "--bos") -> tuple[int, ...]:
     """Return the tokens that begin a text for a value of ``--bos``. Raises `ConfigError` without a token."""
     if choice == "never":
         return ()
-    if choice == "auto" or tokenizer.begin_of_document:
+    if choice == "auto":
         return tokenizer.begin_of_document
-    if tokenizer.bos is None:
+    begin = bos_tokens(tokenizer)
+    if not begin:
         wrong = "no file of the tokenizer names a BOS token"
         raise ConfigError(option, wrong, "auto or never" if option == "--bos" else "without it")
-    return (tokenizer.bos,)
+    return begin
 
 
 def prompt_begin(tokenizer: Tokenizer, choice: str, train: Spec | None) -> tuple[int, ...]:
     """Return the tokens that begin a prompt: with ``auto`` as the documents that the model was trained on.
 
-    Where no sidecar of the training data tells, the tokenizer decides, as for an imported model.
+    Where the training data do not tell, the tokenizer decides, as for an imported model.
     """
     if choice == "auto":
         for prefix in prefixes_of(train):
-            known = Sidecar.load(prefix)
-            if known is not None and known.bos is not None and known.vocab_size == tokenizer.vocab_size:
-                return chosen_begin(tokenizer, "always" if known.bos else "never")
+            is_begun = begin_with_bos(prefix, tokenizer)
+            if is_begun is not None:
+                return bos_tokens(tokenizer) if is_begun else ()
     return chosen_begin(tokenizer, choice)
 
 
