@@ -317,7 +317,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     import torch
 
     from megacore import checkpoint
-    from megacore.checkpoint.weights import check_weights
+    from megacore.checkpoint.weights import DOCUMENTS_BOS, check_weights
     from megacore.distributed.init import joined, own_mistakes
     from megacore.engine.choose import build_stages
     from megacore.tools.checkpoint_weights import choose_weights, load_weights, sections_to_run
@@ -339,7 +339,11 @@ def run(argv: list[str], place: RankInfo) -> int:
         check_weights(reader, config)
         tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
         prompts = prompts_of(args) if place.rank == 0 else []
-        begin = prompt_begin(tokenizer, args.bos, sections["data"].get("train"))
+        recorded_bos = reader.state.get(DOCUMENTS_BOS)
+        train = sections["data"].get("train")
+        begin, assumed = prompt_begin(tokenizer, args.bos, train, recorded_bos)
+        if assumed is not None and place.rank == 0:
+            print(assumed, file=sys.stderr)
         encoded = [encode_prompt(tokenizer, prompt, begin) for prompt in prompts]
         if not all(encoded):
             raise ConfigError("--prompt", "has no tokens", "at least one character")

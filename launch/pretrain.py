@@ -99,6 +99,7 @@ def train(
     config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None
 ) -> int:
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
+    from megacore.checkpoint.weights import DOCUMENTS_BOS
     from megacore.distributed.init import joined, own_mistakes
     from megacore.tools.choices.bubble import bubble_warning
     from megacore.tools.choices.check_engine import check_engine
@@ -115,7 +116,7 @@ def train(
     from megacore.tools.monitoring.first_step import FirstStep
     from megacore.tools.retention import set_aside
     from megacore.tools.settings.validation import warmup_warning
-    from megacore.tools.text.vocabulary import vocabulary_warnings
+    from megacore.tools.text.vocabulary import corpora_begin_with_bos, prefixes_of, vocabulary_warnings
 
     with own_mistakes():
         device = take_device(config, place)
@@ -148,6 +149,9 @@ def train(
         if place.rank == 0:
             StandardStream.go_on = "training"
         trainer = trainer_of(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
+        if place.rank == 0:  # whose state is saved
+            prefixes = prefixes_of(config.data.train)
+            trainer.passed_on[DOCUMENTS_BOS] = corpora_begin_with_bos(prefixes, config.data.tokenizer)
         mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
         if place.rank == 0:
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)

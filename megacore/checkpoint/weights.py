@@ -14,6 +14,9 @@ WEIGHTS = "model/"  # the prefix of weights' names in a checkpoint; optimizer mo
 # The key in a checkpoint's state for what an imported model's files say of special tokens. Training passes it
 # on to each of its checkpoints, so that an export can write it back.
 SPECIAL_TOKENS = "special_tokens"
+# The key in a checkpoint's state for whether the documents of the training data begin with a BOS token.
+# Prompts can thus begin in the same way, wherever the corpus is by then. None: unknown, or corpora differ.
+DOCUMENTS_BOS = "documents_begin_with_bos"
 AVERAGES = f"{AVERAGE}/"  # of those that evaluate in their place, where a run keeps averages
 
 

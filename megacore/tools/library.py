@@ -82,7 +82,7 @@ def generate(
     vocab = tokenizer.vocab_size
     for stage in step.stages:
         stage.eval()
-    begin = prompt_begin(tokenizer, "auto", step.config.data.train)
+    begin, _ = prompt_begin(tokenizer, "auto", step.config.data.train)
     prompt_tokens = encode_prompt(tokenizer, prompt, begin)
     decoder = Decoder(step.stages, step.mesh)
     sampler = Sampler(temperature, vocab, 1.0, seed, vocab)

@@ -90,7 +90,8 @@ class Trainer:
         self.recorded = dict[str, Any]()  # sections of the config that it was written with
         self.residuals = list[str]()  # what became of those of its gradients, in up to one line
         self.origin: Path | None = None  # the checkpoint that gave the first weights
-        # state of the checkpoint that training began from, which training does not use itself
+        # entries of each checkpoint's state that training does not use itself: from the checkpoint that it
+        # began from, and from the script that trains
         self.passed_on = dict[str, Any]()
         self.opening: Sequence[str] = ()  # what whoever starts the run has to say of it
         self.asked: Callable[[], bool] = lambda: False  # whether somebody has asked this rank to stop
@@ -310,7 +311,7 @@ class Trainer:
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         if SPECIAL_TOKENS in reader.state:
-            self.passed_on = {SPECIAL_TOKENS: reader.state[SPECIAL_TOKENS]}
+            self.passed_on[SPECIAL_TOKENS] = reader.state[SPECIAL_TOKENS]
         tensors = self.engine.tensors()
         new = {
             key: piece

@@ -26,6 +26,7 @@ from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.tools.text.vocabulary import encode_prompt, prompt_begin, vocabulary_warnings
 from tests import training
+from tests.commands import run_script
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -289,15 +290,17 @@ def test_a_prompt_begins_as_the_run_s_documents(tokenizer: str, tmp_path: Path) 
     (tmp_path / "a.txt").write_text("text " * 20)
     prefix = str(tmp_path / "out")
     reader = load_tokenizer(tokenizer)
-    assert prompt_begin(reader, "auto", None) == prompt_begin(reader, "auto", "nowhere") == (BOS,)
+    assert prompt_begin(reader, "auto", None) == ((BOS,), None)
     prepare([str(tmp_path / "a.txt")], prefix, tokenizer, bos="never")
-    assert prompt_begin(reader, "auto", prefix) == prompt_begin(reader, "auto", [(1.0, prefix)]) == ()
-    assert prompt_begin(reader, "always", prefix) == (BOS,)
+    assert prompt_begin(reader, "auto", prefix) == prompt_begin(reader, "auto", [(1.0, prefix)]) == ((), None)
+    assert prompt_begin(reader, "always", prefix) == ((BOS,), None)
     prepare([str(tmp_path / "a.txt")], prefix, tokenizer)
-    assert prompt_begin(reader, "auto", prefix) == (BOS,) and prompt_begin(reader, "never", prefix) == ()
+    assert prompt_begin(reader, "auto", prefix) == ((BOS,), None)
+    assert prompt_begin(reader, "never", prefix) == ((), None)
     plain = load_tokenizer(byte_tokenizer(tmp_path / "plain", begins=False))
     prepare([str(tmp_path / "a.txt")], prefix, plain.name, bos="always")
-    assert prompt_begin(plain, "auto", prefix) == (BOS,) and prompt_begin(plain, "auto", None) == ()
+    assert prompt_begin(plain, "auto", prefix) == ((BOS,), None)
+    assert prompt_begin(plain, "auto", None) == ((), None)
 
     ids = reader.encode("ab").tolist()
     assert encode_prompt(reader, "ab", (BOS,)) == encode_prompt(reader, "<s>ab", (BOS,)) == [BOS, *ids]
@@ -317,7 +320,54 @@ def test_a_prompt_begins_as_documents_of_an_earlier_version(
         without_record(prefix)
     else:
         Path(f"{prefix}.json").unlink()
-    assert prompt_begin(load_tokenizer(tokenizer), "auto", prefix) == begin
+    assert prompt_begin(load_tokenizer(tokenizer), "auto", prefix) == (begin, None)
+
+
+def test_a_prompt_begins_as_the_checkpoint_records(tokenizer: str, tmp_path: Path) -> None:
+    """The corpus may be elsewhere by then; without a record the user is told what is assumed."""
+    (tmp_path / "a.txt").write_text("text " * 20)
+    reader = load_tokenizer(tokenizer)
+    assert prompt_begin(reader, "auto", "nowhere", False) == ((), None)
+    assert prompt_begin(reader, "auto", "nowhere", True) == ((BOS,), None)
+    assert prompt_begin(reader, "never", "nowhere", True) == ((), None)
+    plain = load_tokenizer(byte_tokenizer(tmp_path / "plain", begins=False))
+    assert prompt_begin(plain, "auto", "nowhere", True) == ((BOS,), None)
+    for prefix, choice in (("without", "never"), ("with", "always")):
+        prepare([str(tmp_path / "a.txt")], str(tmp_path / prefix), tokenizer, bos=choice)
+    blend = [(1.0, str(tmp_path / "without")), (1.0, str(tmp_path / "with"))]
+    for train in ("nowhere", blend):
+        begin, line = prompt_begin(reader, "auto", train)
+        assert begin == (BOS,) and line is not None and "the prompt begins with it" in line
+        begin, line = prompt_begin(plain, "auto", train)
+        assert begin == () and line is not None and "the prompt does not begin with it" in line
+    assert prompt_begin(load_tokenizer("bytes"), "auto", "nowhere") == ((), None)
+
+
+@pytest.mark.parametrize(("choice", "begin"), [("never", []), ("always", [BOS])])
+def test_a_run_keeps_how_its_documents_begin(
+    choice: str, begin: list[int], tokenizer: str, asked: list[Any], tmp_path: Path, capsys: Any
+) -> None:
+    """In every checkpoint, also of a run that was resumed; so the corpus may be moved."""
+    (tmp_path / "a.txt").write_text("text " * 200)
+    prefix = str(tmp_path / "data/out")
+    prepare([str(tmp_path / "a.txt")], prefix, tokenizer, bos=choice)
+    train = {"seq_len": 8, "device": "cpu", "global_batch_size": 1, "micro_batch_size": 1}
+    raw = {
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 258},
+        "train": train,
+        "data": {"train": prefix, "tokenizer": tokenizer},
+        "log": {"dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    for steps in (1, 2):
+        config = str(tmp_path / "config.json")
+        done = run_script("launch/pretrain.py", "--config", config, f"train.steps={steps}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "data").rename(tmp_path / "moved")
+    words = ["--checkpoint", str(tmp_path / "run"), "--prompt", "hello", "--device", "cpu"]
+    assert generate_script.run(words, RankInfo()) == 0
+    assert asked[0][0] == [*begin, *load_tokenizer(tokenizer).encode("hello").tolist()]
+    assert "WARNING" not in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megacore.checkpoint import Layout, Reader, locate
 from megacore.checkpoint.read import FREE_MODEL_KEYS
-from megacore.checkpoint.weights import SPECIAL_TOKENS, WEIGHTS, check_weights, recorded_sections, weights_of
+from megacore.checkpoint.weights import (
+    DOCUMENTS_BOS,
+    SPECIAL_TOKENS,
+    WEIGHTS,
+    check_weights,
+    recorded_sections,
+    weights_of,
+)
 from megacore.config import Config
 from megacore.config.experts import ExpertSettings
 from megacore.distributed.shard import Shard, shard_of
@@ -101,8 +108,9 @@ def upcycle(
             "config": settings,
             "weights_of": origin,
         }
-        if SPECIAL_TOKENS in reader.state:
-            state[SPECIAL_TOKENS] = reader.state[SPECIAL_TOKENS]
+        for key in (SPECIAL_TOKENS, DOCUMENTS_BOS):
+            if key in reader.state:
+                state[key] = reader.state[key]
 
         def tensors() -> Iterator[Tensor]:
             for name, shard in shards.items():

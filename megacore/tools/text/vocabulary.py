@@ -59,45 +59,68 @@ def bos_warnings(prefixes: list[str], name: str | None) -> list[str]:
     A corpus whose sidecar tells whether documents begin with it was prepared so on purpose. The others, which
     older versions or other programs wrote, are judged by their first token; only they need the tokenizer.
     """
-    undecided = []
-    for prefix in prefixes:
-        known = Sidecar.load(prefix)
-        if known is None or known.bos is None:
-            undecided.append(prefix)
-    if not undecided or name in (None, "bytes"):
+    undecided = without_record(prefixes)
+    tokenizer = judging_tokenizer(prefixes, name)
+    if tokenizer is None or not tokenizer.begin_of_document:
         return []
+    begin = describe(tokenizer, tokenizer.begin_of_document)
+    return [
+        f"WARNING: documents of {prefix} do not begin with {begin}, which {name} puts before a text (prepare "
+        "the corpus again; --bos never keeps it so)"
+        for prefix in undecided
+        if begins_with_bos(prefix, tokenizer) is False
+    ]
 
-    lines = []
-    # Training needs neither the tokenizer nor the package that reads it, so no such error ends a run here.
+
+def without_record(prefixes: list[str]) -> list[str]:
+    """Return the corpora whose sidecars do not tell whether documents begin with a BOS token."""
+    sidecars = {prefix: Sidecar.load(prefix) for prefix in prefixes}
+    return [prefix for prefix, sidecar in sidecars.items() if sidecar is None or sidecar.bos is None]
+
+
+def judging_tokenizer(prefixes: list[str], name: str | None) -> Tokenizer | None:
+    """Return the tokenizer called `name` if one of the corpora can only be judged by its first token.
+
+    None also if it cannot be read: training needs neither the tokenizer nor the package that reads it, so no
+    such error ends a run.
+    """
+    if name in (None, "bytes") or not without_record(prefixes):
+        return None
     with contextlib.suppress(DataError):
-        tokenizer = load_tokenizer(str(name))
-        begin = tokenizer.begin_of_document
-        for prefix in undecided if begin else ():
-            if begin_with_bos(prefix, tokenizer) is False:
-                lines.append(
-                    f"WARNING: documents of {prefix} do not begin with {describe(tokenizer, begin)}, which "
-                    f"{name} puts before a text (prepare the corpus again; --bos never keeps it so)"
-                )
-    return lines
+        return load_tokenizer(str(name))
+    return None
 
 
-def begin_with_bos(prefix: str, tokenizer: Tokenizer) -> bool | None:
+def begins_with_bos(prefix: str, tokenizer: Tokenizer | None) -> bool | None:
     """Return whether the documents of a corpus begin with the tokenizer's BOS token.
 
     The sidecar tells. Corpora of earlier versions and of other programs have no such record and are judged by
     their first token. None if the corpus cannot be read, if another tokenizer prepared it, or if there is no
-    BOS token to look for.
+    BOS token to look for. Without a `tokenizer` only the sidecar is read.
     """
-    begin = bos_tokens(tokenizer)
+    begin = () if tokenizer is None else bos_tokens(tokenizer)
     with contextlib.suppress(DataError):
         sidecar = Sidecar.load(prefix)
         if sidecar is not None and sidecar.bos is not None:
-            return sidecar.bos if sidecar.vocab_size == tokenizer.vocab_size else None
+            is_other = tokenizer is not None and sidecar.vocab_size != tokenizer.vocab_size
+            return None if is_other else sidecar.bos
         if begin:
             tokens = IndexedTokens(prefix)
             first = tokens.read(0, min(len(begin), tokens.num_tokens))
             return tuple(first.tolist()) == begin
     return None
+
+
+def corpora_begin_with_bos(prefixes: list[str], name: str | None) -> bool | None:
+    """Return whether the documents of all corpora begin with a BOS token; None: unknown or mixed."""
+    tokenizer = judging_tokenizer(prefixes, name)
+    return common([begins_with_bos(prefix, tokenizer) for prefix in prefixes])
+
+
+def common(answers: list[bool | None]) -> bool | None:
+    """Return the answer that all agree on who have one, or None."""
+    known = set(answers) - {None}
+    return known.pop() if len(known) == 1 else None
 
 
 def describe(tokenizer: Tokenizer, begin: tuple[int, ...]) -> str:
@@ -128,17 +151,33 @@ def chosen_begin(tokenizer: Tokenizer, choice: str, option: str = "--bos") -> tu
     return begin
 
 
-def prompt_begin(tokenizer: Tokenizer, choice: str, train: Spec | None) -> tuple[int, ...]:
+def prompt_begin(
+    tokenizer: Tokenizer, choice: str, train: Spec | None, recorded: object = None
+) -> tuple[tuple[int, ...], str | None]:
     """Return the tokens that begin a prompt: with ``auto`` as the documents that the model was trained on.
 
-    Where the training data do not tell, the tokenizer decides, as for an imported model.
+    `recorded` is what the checkpoint has for `DOCUMENTS_BOS`; otherwise the corpora `train` tell, if they are
+    still there. If not, the tokenizer decides, as for an imported model. Also returns a line for the user if
+    there were training data and this is only assumed.
     """
-    if choice == "auto":
-        for prefix in prefixes_of(train):
-            is_begun = begin_with_bos(prefix, tokenizer)
-            if is_begun is not None:
-                return bos_tokens(tokenizer) if is_begun else ()
-    return chosen_begin(tokenizer, choice)
+    if choice != "auto" or not bos_tokens(tokenizer):
+        return chosen_begin(tokenizer, choice), None
+    prefixes = prefixes_of(train)
+    is_begun = recorded if isinstance(recorded, bool) else None
+    if is_begun is None:
+        is_begun = common([begins_with_bos(prefix, tokenizer) for prefix in prefixes])
+    if is_begun is not None:
+        return bos_tokens(tokenizer) if is_begun else (), None
+    begin = tokenizer.begin_of_document
+    if not prefixes:
+        return begin, None
+    does = "begins" if begin else "does not begin"
+    line = (
+        f"WARNING: neither the checkpoint nor {', '.join(prefixes)} tells whether the documents of the run "
+        f"begin with {describe(tokenizer, bos_tokens(tokenizer))}: the prompt {does} with it, as a text of "
+        f"{tokenizer.name} (--bos always or --bos never decides otherwise)"
+    )
+    return begin, line
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, begin: tuple[int, ...]) -> list[int]:
