@@ -243,7 +243,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     import torch
 
     from megacore import checkpoint
-    from megacore.checkpoint.weights import check_weights
+    from megacore.checkpoint.weights import DOCUMENTS_BOS, check_weights
     from megacore.data.samples import EvalSamples
     from megacore.distributed.init import joined, own_mistakes
     from megacore.engine.choose import build_stages
@@ -255,7 +255,12 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.inputs import check_measurable
     from megacore.tools.machine.device import take_device
-    from megacore.tools.text.vocabulary import bos_warnings
+    from megacore.tools.text.vocabulary import (
+        bos_warnings,
+        corpora_begin_with_bos,
+        mixed_bos_warnings,
+        prefixes_of,
+    )
     from megacore.train.evaluation import evaluate
 
     with own_mistakes():
@@ -276,7 +281,14 @@ def run(argv: list[str], place: RankInfo) -> int:
         check_corpora(samples.corpora, config.model.vocab_size, scan=place.local_rank == 0)
         sizes = text_sizes(config, samples)
         if place.rank == 0:
-            for line in bos_warnings([tokens.prefix for tokens in samples.corpora], config.data.tokenizer):
+            prefixes = [tokens.prefix for tokens in samples.corpora]
+            tokenizer = config.data.tokenizer
+            has_bos = reader.state.get(DOCUMENTS_BOS)
+            if has_bos is None:  # an older checkpoint
+                has_bos = corpora_begin_with_bos(prefixes_of(sections["data"].get("train")), tokenizer)
+            lines = bos_warnings(prefixes, tokenizer)
+            lines += mixed_bos_warnings(prefixes, tokenizer, args.checkpoint, has_bos)
+            for line in lines:
                 print(line, file=sys.stderr)
         device = take_device(config, place)
     with joined(config, place, device, Guardians(config, place, device)) as mesh:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch import evaluate as evaluate_script
 from launch import generate as generate_script
 from launch import prepare as prepare_script
 from megacore.data.indexed import IndexedTokens
@@ -280,6 +281,59 @@ def test_a_corpus_without_bos_tokens_is_reported(
     lines = vocabulary_warnings(resolve(raw, [], "test", 1).config)
     expected = f"WARNING: documents of {prefix} do not begin with token 0 <s>, which {tokenizer} puts before"
     assert [line.startswith(expected) for line in lines] == [True] * warned
+
+
+@pytest.fixture
+def two_corpora(tokenizer: str, tmp_path: Path) -> tuple[str, str]:
+    """A corpus with BOS tokens, and one without."""
+    (tmp_path / "a.txt").write_text("text " * 20)
+    with_bos, without = str(tmp_path / "with"), str(tmp_path / "without")
+    prepare([str(tmp_path / "a.txt")], with_bos, tokenizer)
+    prepare([str(tmp_path / "a.txt")], without, tokenizer, bos="never")
+    return with_bos, without
+
+
+@pytest.mark.parametrize("has_records", [True, False])
+def test_corpora_that_begin_differently_are_reported(
+    has_records: bool, two_corpora: tuple[str, str], tokenizer: str
+) -> None:
+    """In one line that names both, whether they are blended or one is for validation."""
+    with_bos, without = two_corpora
+    if not has_records:
+        without_record(with_bos)
+        without_record(without)
+    expected = f"WARNING: documents of {with_bos} begin with a BOS token, and those of {without} do not"
+    for data in (
+        {"train": [[1, without], [2, with_bos]]},
+        {"train": without, "valid": with_bos},
+        {"train": with_bos, "valid": with_bos},
+    ):
+        raw = {"model": {"vocab_size": 258}, "data": data | {"tokenizer": tokenizer}}
+        lines = vocabulary_warnings(resolve(raw, [], "test", 1).config)
+        is_mixed = without in str(data)
+        assert [line.startswith(expected) for line in lines if "begin with a BOS" in line] == [
+            True
+        ] * is_mixed
+
+
+def test_evaluating_reports_a_corpus_that_begins_unlike_the_run_s(
+    two_corpora: tuple[str, str], tokenizer: str, tmp_path: Path, capsys: Any
+) -> None:
+    with_bos, without = two_corpora
+    raw = {
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 258},
+        "train": {"seq_len": 8, "device": "cpu"},
+        "data": {"tokenizer": tokenizer, "train": without},
+    }
+    training.write_weights(tmp_path / "run", resolve(raw, [], "test", 1).config)
+    for data in (with_bos, without):
+        words = ["--checkpoint", str(tmp_path / "run"), "--data", data, "train.device=cpu"]
+        assert evaluate_script.run(words, RankInfo()) == 0
+        line = (
+            f"WARNING: documents of {with_bos} begin with a BOS token, and those of the training data of "
+            f"{tmp_path / 'run'} do not"
+        )
+        assert (line in capsys.readouterr().err) == (data == with_bos)
 
 
 # --- prompts ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def vocabulary_warnings(config: Config) -> list[str]:
     prefixes = prefixes_of(config.data.train)
     known = {prefix: found for prefix in prefixes if (found := Sidecar.load(prefix)) is not None}
     said = bos_warnings(prefixes, config.data.tokenizer)
+    said += mixed_bos_warnings([*prefixes, *prefixes_of(config.data.valid)], config.data.tokenizer)
     if not known:
         return said
     prefix, largest = max(known.items(), key=lambda item: item[1].vocab_size)
@@ -74,8 +75,14 @@ def bos_warnings(prefixes: list[str], name: str | None) -> list[str]:
 
 def without_record(prefixes: list[str]) -> list[str]:
     """Return the corpora whose sidecars do not tell whether documents begin with a BOS token."""
-    sidecars = {prefix: Sidecar.load(prefix) for prefix in prefixes}
-    return [prefix for prefix, sidecar in sidecars.items() if sidecar is None or sidecar.bos is None]
+    undecided = []
+    for prefix in prefixes:
+        sidecar = None
+        with contextlib.suppress(DataError):  # which is reported where the corpus is read
+            sidecar = Sidecar.load(prefix)
+        if sidecar is None or sidecar.bos is None:
+            undecided.append(prefix)
+    return undecided
 
 
 def judging_tokenizer(prefixes: list[str], name: str | None) -> Tokenizer | None:
@@ -115,6 +122,28 @@ def corpora_begin_with_bos(prefixes: list[str], name: str | None) -> bool | None
     """Return whether the documents of all corpora begin with a BOS token; None: unknown or mixed."""
     tokenizer = judging_tokenizer(prefixes, name)
     return common([begins_with_bos(prefix, tokenizer) for prefix in prefixes])
+
+
+def mixed_bos_warnings(
+    prefixes: list[str], name: str | None, run: str = "", has_bos: object = None
+) -> list[str]:
+    """Return a line if documents of some corpora begin with a BOS token and those of others do not.
+
+    The corpora are also compared with a `run`, if it is named; `has_bos` tells whether the documents that it
+    was trained on begin with the token.
+    """
+    tokenizer = judging_tokenizer(prefixes, name)
+    answers: dict[str, object] = {prefix: begins_with_bos(prefix, tokenizer) for prefix in prefixes}
+    if run:
+        answers[f"the training data of {run}"] = has_bos
+    begun = [corpus for corpus, answer in answers.items() if answer is True]
+    plain = [corpus for corpus, answer in answers.items() if answer is False]
+    if not begun or not plain:
+        return []
+    return [
+        f"WARNING: documents of {', '.join(begun)} begin with a BOS token, and those of {', '.join(plain)} "
+        "do not (prepare them with the same --bos)"
+    ]
 
 
 def common(answers: list[bool | None]) -> bool | None:
