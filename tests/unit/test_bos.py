@@ -200,6 +200,57 @@ def test_special_tokens_of_the_text_divide_documents(
     assert sidecar.text_bytes == sidecar.spelled_bytes == sum(map(len, plain))
 
 
+def spelled_tokenizer(folder: Path, end: str) -> str:
+    """A tokenizer.json with a token for each byte, and `end` to end a document."""
+    folder.mkdir()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {piece: i for i, piece in enumerate(["<s>", end, *alphabet])}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    fast.add_special_tokens(["<s>", end])
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("end", "story"),
+    [
+        ("<|end_of_text|>", "一行の文章"),
+        ("<|end_of_text|>", ""),
+        ("<|end of text|>", "told in words"),
+        ("end of text", "11, "),
+        ("｜文｜", "一行の文章"),
+        ("abcab", "ab"),  # spellings that seem to overlap
+    ],
+)
+@pytest.mark.parametrize(("form", "fraction"), [("a.txt", 0.0), ("a.txt", 0.3), ("a.txt.gz", 0.0)])
+def test_no_cut_divides_a_special_token(
+    form: str, fraction: float, end: str, story: str, tmp_path: Path
+) -> None:
+    """Also in one line of text without spaces, and where the validation part begins."""
+    name = spelled_tokenizer(tmp_path / "model", end)
+    for shift in range(0, 40, 3):
+        text = "." * shift + end.join(story + "." * (number % 3) for number in range(300)) + end
+        data = text.encode()
+        (tmp_path / form).write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
+        prepared = prepare(
+            [str(tmp_path / form)],
+            str(tmp_path / "out"),
+            name,
+            special_tokens=True,
+            valid_fraction=fraction,
+            bos="never",
+        )
+        tokens = [token for prefix in prepared.splits for ids in documents_of(prefix) for token in ids]
+        expected = load_tokenizer(name).encode(text, special_tokens=True).tolist()
+        if fraction and tokens.count(END) == expected.count(END) + 1:
+            continue  # the training part ends within a document
+        assert tokens == expected
+
+
 def test_the_user_is_told_of_special_tokens_that_stay_text(
     tokenizer: str, tmp_path: Path, capsys: Any
 ) -> None:

@@ -151,6 +151,8 @@ def prepare(
                 loaded = load_tokenizer(name)
                 check_special_tokens(loaded, bos, special_tokens)
             begin = chosen_begin(loaded, bos)
+            if special_tokens:
+                texts.keep_whole(loaded.special_tokens)
             vocab_size = loaded.vocab_size
             # before the work: a tokenizer that cannot write its tokens is an error
             token_bytes = [0 if chat else len(loaded.token_bytes(token)) for token in range(vocab_size)]

@@ -61,6 +61,7 @@ class Source:
     jsonl: bool
     valid_below: int
     form: str = ""  # of `streams`; empty: a plain file
+    spellings: tuple[str, ...] = ()  # of special tokens, within which a text is not cut
 
     @property
     def one_document(self) -> bool:
@@ -145,15 +146,27 @@ class Texts:
         self.num_bytes = sum(s.stop - s.start for s in self.sources)
         if self.num_bytes == 0 and not any(source.form for source in self.sources):
             raise DataError(", ".join(inputs), "the text is empty", "at least one character")
-        self._first = [
-            0,
-            *accumulate(1 if s.form else -(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources),
-        ]
+        self._number_blocks()
+
+    def _number_blocks(self) -> None:
+        blocks = (1 if s.form else -(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)
+        self._first = [0, *accumulate(blocks)]
 
     @property
     def in_files(self) -> bool:
         """Whether all of it lies in files, and not on the hub."""
         return all(source.form != HUB for source in self.sources)
+
+    def keep_whole(self, spellings: tuple[str, ...]) -> None:
+        """Cut texts from now on, also for validation, only where that divides no special token."""
+        self.sources = [replace(source, spellings=spellings) for source in self.sources]
+        if len(self.sources) == 2 and self.sources[0].stop == self.sources[1].start > 0:
+            train, valid = self.sources  # of one file
+            whole = replace(train, stop=valid.stop)
+            with open(train.path, "rb") as file:
+                middle = _outside_spellings(file, train.stop, train.stop - CUT_WINDOW, whole)
+            self.sources = [replace(train, stop=middle), replace(valid, start=middle)]
+        self._number_blocks()
 
     def divide(self, text_key: str | None) -> None:
         """Moves the bound between training and validation, if all documents are on one
@@ -232,14 +245,17 @@ def _text_parts(source: Source) -> Iterator[ReadBlock]:
     """Yield a compressed text in parts, which are cut as `_cut` cuts a plain one; the last ends the text."""
     with unpacked(source.path, source.form) as (text, _):
         drawn = _hash(text.read(HEAD_BYTES))
-    rest, before = b"", ""
+    rest, before, read_bytes = b"", "", 0
     for raw, size in packed_parts(source.path, source.form, lines=False):
         whole = rest + raw
-        stop = _last_cut(whole)
-        yield ReadBlock(source, size, [whole[:stop]], drawn=drawn, ends=False, before=before)
-        before = _last_characters(whole[:stop]) or before
+        read_bytes += size
+        stop = _last_outside(whole, _last_cut(whole), source.spellings)
+        if stop:
+            yield ReadBlock(source, read_bytes, [whole[:stop]], drawn=drawn, ends=False, before=before)
+            before = _last_characters(whole[:stop])
+            read_bytes = 0
         rest = whole[stop:]
-    yield ReadBlock(source, 0, [rest], drawn=drawn, before=before)
+    yield ReadBlock(source, read_bytes, [rest], drawn=drawn, before=before)
 
 
 def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[Piece]:
@@ -253,7 +269,10 @@ def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[P
             if source.jsonl:
                 yield from _read_lines(file, block, text_key)
                 return
-            start, stop = _cut(file, block.start, source), _cut(file, block.stop, source)
+            start, stop = (
+                _outside_spellings(file, _cut(file, offset, source), offset - CUT_WINDOW, source)
+                for offset in (block.start, block.stop)
+            )
             file.seek(start)
             raw = file.read(stop - start)
             if start == 0:
@@ -408,6 +427,42 @@ def _cut(file: BinaryIO, offset: int, source: Source) -> int:
         letters = text[: words.start() + 1].encode("utf-8", errors="surrogateescape")
         return min(character + len(letters), source.stop)
     return min(offset - 1 + newline if newline else character, source.stop)
+
+
+def _outside_spellings(file: BinaryIO, cut: int, least: int, source: Source) -> int:
+    """Return the last position up to `cut`, and from `least` on, that is within no special token.
+
+    A block's neighbour is not cut beyond `least`, so cuts keep their order whatever the text is.
+    """
+    if not source.spellings or cut in (source.start, source.stop):
+        return cut
+    least = max(least, source.start)
+    longest = max(len(spelling.encode("utf-8")) for spelling in source.spellings)
+    file.seek(least)
+    text = file.read(min(cut + longest, source.stop) - least)
+    return least + _last_outside(text, cut - least, source.spellings)
+
+
+def _last_outside(text: bytes, cut: int, spellings: tuple[str, ...]) -> int:
+    """Return the last position of a text up to `cut` that is within no spelling of a special token.
+
+    What the end of the text leaves of a spelling counts as one, because the text may continue.
+    """
+    encoded = [spelling.encode("utf-8") for spelling in spellings]
+    longest = max(map(len, encoded), default=0)
+    first_bytes = {spelling[0] for spelling in encoded if spelling}  # of few places, so the search is short
+    is_divided = True
+    while is_divided:
+        is_divided = False
+        for start in range(max(0, cut - longest + 1), cut):
+            if text[start] in first_bytes and any(
+                len(spelling) > cut - start and spelling.startswith(text[start : start + len(spelling)])
+                for spelling in encoded
+            ):
+                cut = start  # which may be within another spelling
+                is_divided = True
+                break
+    return cut
 
 
 def _last_cut(raw: bytes) -> int:
