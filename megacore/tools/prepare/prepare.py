@@ -42,6 +42,7 @@ from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
 from megacore.tools.text.special_tokens import BESIDE
 from megacore.tools.text.tokenizer import (
     TRAINED,
+    UNJOINED,
     Tokenizer,
     load_tokenizer,
     train_sentencepiece,
@@ -395,37 +396,43 @@ def texts_of(
     A piece in which a special token ends a document (`special_tokens`) is given as several.
     """
     end = tokenizer.end_of_document
+    is_divided = special_tokens and end is not None
     counts_ends = not special_tokens and tokenizer.end_text in tokenizer.special_tokens
     for piece in pieces:
         tokens = encode_piece(tokenizer, piece, special_tokens)
         size = len(piece.text.encode("utf-8"))
-        notes = (
-            {f"{SPELLED_END} {tokenizer.end_text}": piece.text.count(tokenizer.end_text)}
-            if counts_ends
-            else {}
-        )
-        begins = not piece.before
-        documents = [tokens]
+        notes = {}
+        if counts_ends:
+            notes[f"{SPELLED_END} {tokenizer.end_text}"] = piece.text.count(tokenizer.end_text)
         if special_tokens:
             # Such a token is no text, so its letters are not among the bytes that are predicted.
             size -= sum(
                 piece.text.count(text) * len(text.encode("utf-8")) for text in tokenizer.special_tokens
             )
-        if special_tokens and end is not None:
-            documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)
-            begins = begins or end in tokenizer.encode(piece.before, special_tokens)[-1:]
 
-        for number, document in enumerate(documents):
-            begins_here = begins or number > 0
-            is_last = number == len(documents) - 1
-            if is_last and begins_here and not document.size and (number > 0 or piece.ends):
-                break  # nothing follows the token that ended the last document
-            if begins_here and tuple(document[: len(begin)].tolist()) != begin:
+        is_new = not piece.before
+        if is_divided and not is_new:
+            is_new = end in tokenizer.encode(piece.before, special_tokens)[-1:]
+        if is_new and piece.ends and not tokens.size:
+            continue  # nothing follows the token that ended the last document
+        for document in split_at_end(tokens, end) if is_divided else [tokens]:
+            has_end = is_divided and end in document[-1:]
+            if is_new and tuple(document[: len(begin)].tolist()) != begin:
                 document = np.concatenate([np.array(begin, dtype=document.dtype), document])
-            if is_last and piece.ends and end is not None:
+            if piece.ends and not has_end and end is not None:
                 document = np.append(document, end)
-            yield replace(piece, ends=piece.ends or not is_last), Tokenized(document, None, size, notes)
-            size, notes = 0, {}
+            yield replace(piece, ends=piece.ends or has_end), Tokenized(document, None, size, notes)
+            is_new, size, notes = True, 0, {}
+
+
+def split_at_end(tokens: np.ndarray, end: int | None) -> list[np.ndarray]:
+    """Return the tokens of each document in ``[tokens]``, in which every `end` token ends one.
+
+    Only the last document may lack that token. There is none after a final `end`.
+    """
+    documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)
+    has_rest = documents[-1].size > 0 or len(documents) == 1
+    return documents if has_rest else documents[:-1]
 
 
 def encode_piece(tokenizer: Tokenizer, piece: Piece, special_tokens: bool) -> np.ndarray:
@@ -433,7 +440,7 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, special_tokens: bool) -> np
 
     Where a token of the whole would span the cut, the piece follows a character that does not join it.
     """
-    before = [piece.before, "\n", "0"] if piece.before else []
+    before = [piece.before, "\n", UNJOINED] if piece.before else []
     return tokenizer.encode_after(before, piece.text, special_tokens)
 
 

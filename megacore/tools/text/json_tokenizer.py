@@ -12,7 +12,7 @@ import numpy as np
 from megacore.errors import DataError
 from megacore.files import read_text
 from megacore.tools.text.special_tokens import all_ends, named_tokens, read_post_processor, stated_bos
-from megacore.tools.text.tokenizer import Tokenizer
+from megacore.tools.text.tokenizer import UNJOINED, Tokenizer
 
 MOST_TOKENS = 10**7
 # end tokens of documents, in known models
@@ -121,7 +121,7 @@ class JsonTokenizer(Tokenizer):
             # The vocabulary of some models, such as T5's, has special tokens as words, too.
             starts = [match.start() + 1 for match in re.finditer("|".join(map(re.escape, spelled)), text)]
             parts = [text[i:j] for i, j in pairwise([0, *starts, len(text)])]
-            encoded = [self.encode(parts[0]), *(self.encode_after("0", part) for part in parts[1:])]
+            encoded = [self.encode(parts[0]), *(self.encode_after([UNJOINED], part) for part in parts[1:])]
             return np.concatenate(encoded)
         return np.array(ids, dtype=np.int32)
 

@@ -20,6 +20,9 @@ from megacore.tools.text.special_tokens import all_ends, sentencepiece_begin
 
 TRAINED = "sentencepiece:"  # followed by the vocabulary size of a model to train
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
+# A text after this one is encoded as in the middle of a document: it gets no space in front, and there are
+# hardly any tokens that begin with a digit and continue with something else.
+UNJOINED = "0"
 KINDS = (
     "bytes, a FILE.model, a tokenizer.json or a folder with one; launch/prepare.py --tokenizer "
     f"{TRAINED}VOCAB_SIZE trains one"
