@@ -267,7 +267,7 @@ def run(argv: list[str]) -> None:
             "bytes a token"
         )
         if split.learned is not None:
-            print(f"    {split.learned:,} tokens of answers, which are learned")
+            print(f"    {split.learned:,} tokens are learned")
         meaning = (
             "unigram entropy"
             if prefix == args.output
