@@ -385,6 +385,10 @@ def test_evaluating_reports_a_corpus_that_begins_unlike_the_run_s(
             f"{tmp_path / 'run'} do not"
         )
         assert (line in capsys.readouterr().err) == (data == with_bos)
+    # what is wrong with the training data does not matter here
+    Path(f"{without}.json").write_text("{")
+    words = ["--checkpoint", str(tmp_path / "run"), "--data", with_bos, "train.device=cpu"]
+    assert evaluate_script.run(words, RankInfo()) == 0
 
 
 # --- prompts ------------------------------------------------------------------------------------------------
@@ -514,6 +518,25 @@ def test_generate_puts_the_bos_token(
     )
     assert asked == [([*begin, *ids], frozenset({END}))]
     assert capsys.readouterr().out == f"hello{load_tokenizer(tokenizer).decode([70, 71])}\n"
+
+
+def test_generate_tells_what_it_assumes(
+    tokenizer: str, asked: list[Any], tmp_path: Path, capsys: Any
+) -> None:
+    """Of a checkpoint that does not record how documents begin, and whose corpus is gone."""
+    raw = {
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 258},
+        "train": {"seq_len": 32},
+        "data": {"tokenizer": tokenizer, "train": str(tmp_path / "gone")},
+    }
+    training.write_weights(tmp_path / "run", resolve(raw, [], "test", 1).config)
+    words = ["--checkpoint", str(tmp_path / "run"), "--prompt", "a"]
+    line = f"WARNING: neither the checkpoint nor {tmp_path / 'gone'} tells whether the documents of the run"
+    for options, is_told in (([], True), (["--bos", "never"], False)):
+        assert generate_script.run([*words, *options], RankInfo()) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [written.startswith(line) for written in lines if "WARNING" in written] == [True] * is_told
+    assert [prompt[0] == BOS for prompt, _ in asked] == [True, False]
 
 
 @pytest.mark.parametrize(
