@@ -92,7 +92,7 @@ def read_post_processor(content: Any) -> PostProcessor:
         if kind == "TemplateProcessing":
             return _read_template(content)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        pass  # not what `tokenizers` writes, which itself rejects such a file
+        return PostProcessor()  # not what `tokenizers` writes, which itself rejects such a file
     return PostProcessor()
 
 
