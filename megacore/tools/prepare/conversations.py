@@ -216,31 +216,29 @@ def _pop_turns(keys: dict[str, Any], record: dict[str, Any]) -> Turns:
     lists = [key for key in ("messages", "conversations", "conversation") if key in keys]
     if len(lists) > 1:
         raise WrongConversation(f"has conversations under {' and '.join(lists)}", "one of them")
-    found = _pop_pair(keys, record)
     if lists:
-        turns = _parse_if_text(keys.pop(lists[0]))
-        if not isinstance(turns, list):
+        messages = _parse_if_text(keys.pop(lists[0]))
+        if not isinstance(messages, list):
             raise WrongConversation(f"has no list of messages under {lists[0]}", LINE_FORM)
-        found = Turns(turns)
-    if found is None:
+        turns = Turns(messages)
+    else:
+        turns = _pop_pair(keys, record)
+    if "system" in keys:
+        turns.messages = [_turn("system", keys.pop("system")), *turns.messages]
+        turns.first_number = 0
+        turns.prompt_length += 1
+    return turns
+
+
+def _pop_pair(keys: dict[str, Any], record: dict[str, Any]) -> Turns:
+    """Take a question and its answer out of `keys`. Raises `WrongConversation` if the line has none."""
+    pair = next((pair for pair in PAIRS if all(key in record for key in pair)), None)
+    if pair is None:
         names = ", ".join(map(str, record))[:200]
         with_keys = f"; its keys are {names}" if names else ""
         raise WrongConversation(f"has no list of messages{with_keys}", f"{FORMS}; {LINE_FORM}")
-    if "system" in keys:
-        found.messages = [_turn("system", keys.pop("system")), *found.messages]
-        found.first_number = 0
-        found.prompt_length += 1
-    return found
-
-
-def _pop_pair(keys: dict[str, Any], record: dict[str, Any]) -> Turns | None:
-    """Take a question and its answer out of `keys`; None if the line has another form."""
-    if any(key in keys for key in ("messages", "conversations", "conversation")):
-        return None
-    pair = next((pair for pair in PAIRS if all(key in record for key in pair)), None)
-    if pair is None:
-        return None
-    question, answer = keys.pop(pair[0], ""), keys.pop(pair[1], "")
+    question = keys.pop(pair[0], "")
+    answer = keys.pop(pair[1], "")
     if pair[0] == "prompt":
         asked = question if isinstance(question, list) else [_turn("user", _require_text(question, "prompt"))]
         if asked and isinstance(asked[-1], dict) and asked[-1].get("role") == ASSISTANT:
