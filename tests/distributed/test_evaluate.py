@@ -260,8 +260,9 @@ def test_each_window_may_begin_with_the_bos_token(pool: Any, tmp_path: Path) -> 
     name, prefix = word_pieces(tmp_path, text), str(tmp_path / "words")
     prepare([str(tmp_path / "a.txt")], prefix, name)
     plain, begun = EvalSamples(prefix, 16, 300), EvalSamples(prefix, 16, 300, bos=1)
-    every = np.arange(len(plain))
-    (inputs, targets), (begun_inputs, begun_targets) = plain.samples(every), begun.samples(every)
+    numbers = np.arange(len(plain))
+    inputs, targets = plain.samples(numbers)
+    begun_inputs, begun_targets = begun.samples(numbers)
     assert (begun_inputs[:, 0] == 1).all() and (inputs[1:, 0] != 1).all()
     assert np.array_equal(begun_inputs[:, 1:], inputs[:, 1:]) and np.array_equal(begun_targets, targets)
 

@@ -322,7 +322,7 @@ def without_record(prefix: str) -> None:
 def test_a_corpus_without_bos_tokens_is_reported(
     bos: str, recorded: bool, warned: bool, tokenizer: str, tmp_path: Path
 ) -> None:
-    """Unless it was asked for: then the sidecar says so."""
+    """Unless the user asked for it: then the sidecar has a record of that."""
     (tmp_path / "a.txt").write_text("text " * 20)
     prefix = str(tmp_path / "out")
     prepare([str(tmp_path / "a.txt")], prefix, tokenizer, bos=bos)

@@ -109,7 +109,7 @@ def check(tmp_path: Path) -> Check:
     ],
 )
 def test_what_agrees_or_states_nothing_passes(check: Check, env: dict[str, str], overrides: str) -> None:
-    """accelerate sets most variables in every launch, to defaults that nobody has chosen."""
+    """accelerate sets most variables in every launch, to defaults that the user has not chosen."""
     check(env, overrides)
 
 

@@ -76,8 +76,8 @@ def read_places(hf: dict[str, Any]) -> dict[str, Any]:
 def places_of_experts(hf: dict[str, Any]) -> list[bool]:
     """Return for each block whether it has experts: every n-th has, unless it is listed as dense."""
     dense = get(hf, "mlp_only_layers", None, list) or []
-    every = whole(hf, "decoder_sparse_step", 1)
-    return [i not in dense and (i + 1) % every == 0 for i in range(whole(hf, "num_hidden_layers"))]
+    step = whole(hf, "decoder_sparse_step", 1)
+    return [i not in dense and (i + 1) % step == 0 for i in range(whole(hf, "num_hidden_layers"))]
 
 
 def write_places(model: ModelConfig) -> dict[str, Any]:

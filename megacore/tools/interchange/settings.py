@@ -461,8 +461,8 @@ def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
 
 def write_qwen3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    own = write_qwen_windows(config.model) | {"attention_bias": config.model.qkv_bias}
-    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", **own)
+    keys = write_qwen_windows(config.model) | {"attention_bias": config.model.qkv_bias}
+    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", **keys)
 
 
 def read_granite(hf: dict[str, Any]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _text_and_spans(chat: Chat, tokenizer: Tokenizer, line: bytes) -> tuple[str,
     conversation.messages = _with_readable_arguments(render, conversation.messages)
     text, marked_spans = split_marks(render(conversation.messages))
     probe = _Probe(conversation)
-    # A template may parse what is said, and fail on markers: then only texts are compared.
+    # A template that parses contents may fail on markers: then only the texts are compared.
     with contextlib.suppress(WrongConversation):
         probe.rendered = _render(chat, tokenizer, probe.messages, probe.variables, ask=False)
     unwritten = _unwritten(text, conversation, probe)
@@ -420,7 +420,7 @@ def _unwritten(text: str, conversation: Conversation, probe: _Probe) -> Counter[
 def _select_learned(spans: list[Span], conversation: Conversation, probe: _Probe) -> list[Span]:
     """The spans of the answers that are learned, of all that the template marks."""
     if not any(start < stop for start, stop in spans):
-        raise WrongConversation("has answers, of which the template writes none", MARKED)
+        raise WrongConversation("has answers, and the template writes none of them", MARKED)
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
     if all(conversation.learned[index] for index in answers):
         return spans

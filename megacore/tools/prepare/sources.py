@@ -224,19 +224,19 @@ def parts(block: TextBlock, text_key: str | None) -> Iterator[TextBlock | ReadBl
     elif source.one_document:
         yield from _text_parts(source)
     else:
-        found: Iterator[tuple[Sequence[bytes | str], int]]
+        read_parts: Iterator[tuple[Sequence[bytes | str], int]]
         if source.form in PACKED:
-            found = (
+            read_parts = (
                 (raw.removesuffix(b"\n").split(b"\n"), size)
                 for raw, size in packed_parts(source.path, source.form, lines=True)
             )
         elif source.form == HUB:
-            found = hub_parts(source.path, text_key)
+            read_parts = hub_parts(source.path, text_key)
         elif source.form == JSON:
-            found = json_parts(source.path, text_key)
+            read_parts = json_parts(source.path, text_key)
         else:
-            found = table_parts(source.path, source.form, text_key)
-        for texts, size in found:
+            read_parts = table_parts(source.path, source.form, text_key)
+        for texts, size in read_parts:
             yield ReadBlock(source, size, texts, number)
             number += len(texts)
 

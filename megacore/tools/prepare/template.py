@@ -103,12 +103,12 @@ def find_template(tokenizer: Path) -> tuple[str, str]:
     settings = tokenizer.with_name("tokenizer_config.json")
     if settings.is_file():
         try:
-            found = json.loads(read_template(settings))
+            content = json.loads(read_template(settings))
         except (ValueError, RecursionError) as error:
             raise DataError(
                 str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it"
             ) from None
-        template = found.get("chat_template") if isinstance(found, dict) else None
+        template = content.get("chat_template") if isinstance(content, dict) else None
         if isinstance(template, list):  # several, by name
             named = {
                 entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)

@@ -128,11 +128,11 @@ def _find_paths(inputs: list[str], prefix: str) -> dict[str, list[str]]:
         if os.path.lexists(valid := os.path.join(folder, VALID)):
             paths[f"{prefix}_valid"] = [valid]
         return paths
-    found: dict[str, None] = {}
+    unique_paths: dict[str, None] = {}
     for name in inputs:
         matches = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
-        found.update(dict.fromkeys(matches or [name]))
-    return {prefix: list(found)}
+        unique_paths.update(dict.fromkeys(matches or [name]))
+    return {prefix: list(unique_paths)}
 
 
 def _open(path: str, dtype: str | None) -> TokenFile:

@@ -133,7 +133,7 @@ REFUSED = {
         "stage3_gather_16bit_weights_on_model_save",
     ),
     "zero_optimization.zero_quantized_nontrainable_weights": (
-        "compression with CUDA kernels of its own is unproven here",
+        "compression with custom CUDA kernels is not tested here",
         "leave it out",
     ),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": (
@@ -166,11 +166,11 @@ REFUSED = {
     ),
     "zero_optimization.elastic_checkpoint": ("is of DeepSpeed's own checkpoints", "leave it out"),
     "zero_optimization.zero_quantized_weights": (
-        "compression with CUDA kernels of its own is unproven here",
+        "compression with custom CUDA kernels is not tested here",
         "communication_data_type",
     ),
     "zero_optimization.zero_quantized_gradients": (
-        "compression with CUDA kernels of its own is unproven here",
+        "compression with custom CUDA kernels is not tested here",
         "communication_data_type",
     ),
     "zero_optimization.cpu_offload": ("is an old name", "offload_optimizer"),

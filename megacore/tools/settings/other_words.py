@@ -489,7 +489,7 @@ def plain(word: str) -> str:
 def words() -> dict[str, tuple[str, ...]]:
     """Return megacore's keys by the words of the other trainers.
 
-    Where a row has as many words as keys they are pairs; else each word stands for all keys of the row.
+    Where a row has as many words as keys they are pairs; else each word means all keys of the row.
     """
     return {
         word: tuple(dict.fromkeys(key for key, _ in entries)) for word, entries in words_of_rows().items()

@@ -118,7 +118,7 @@ class Decoder:
 
 
 def last_tokens(tokens: list[int], count: int, begin: Sequence[int]) -> list[int]:
-    """Return the last `count` tokens of a text; the first are `begin` if there is room for another token."""
+    """Return the last `count` tokens of a text; the first are `begin` if another token fits too."""
     if len(tokens) <= count or len(begin) >= count:
         return tokens[-count:]
     return [*begin, *tokens[len(begin) - count :]]

@@ -23,15 +23,15 @@ def vocabulary_warnings(config: Config) -> list[str]:
     rows = config.model.vocab_size
     prefixes = prefixes_of(config.data.train)
     known = {prefix: found for prefix in prefixes if (found := Sidecar.load(prefix)) is not None}
-    said = bos_warnings(prefixes, config.data.tokenizer)
-    said += mixed_bos_warnings([*prefixes, *prefixes_of(config.data.valid)], config.data.tokenizer)
+    warnings = bos_warnings(prefixes, config.data.tokenizer)
+    warnings += mixed_bos_warnings([*prefixes, *prefixes_of(config.data.valid)], config.data.tokenizer)
     if not known:
-        return said
+        return warnings
     prefix, largest = max(known.items(), key=lambda item: item[1].vocab_size)
     unused = rows - largest.vocab_size
     if unused > max(2 * PADDING, rows // 10):
         fitting = -(-largest.vocab_size // PADDING) * PADDING
-        said.append(
+        warnings.append(
             f"WARNING: {unused:,} of the {rows:,} rows of model.vocab_size are never used: {prefix} was "
             "prepared with"
             f" {largest.tokenizer}, of {largest.vocab_size:,} tokens (model.vocab_size={fitting}, or "
@@ -40,13 +40,15 @@ def vocabulary_warnings(config: Config) -> list[str]:
     own = config.data.tokenizer
     for other, found in known.items():
         if found.vocab_size != largest.vocab_size:
-            said.append(
+            warnings.append(
                 f"WARNING: {other} has a vocabulary of {found.vocab_size:,} tokens, and {prefix} one of "
                 f"{largest.vocab_size:,}"
             )
         elif own is not None and (own == "bytes") != (found.tokenizer == "bytes"):
-            said.append(f"WARNING: data.tokenizer is {own}, and {other} was prepared with {found.tokenizer}")
-    return said
+            warnings.append(
+                f"WARNING: data.tokenizer is {own}, and {other} was prepared with {found.tokenizer}"
+            )
+    return warnings
 
 
 def prefixes_of(spec: Spec | None) -> list[str]:
