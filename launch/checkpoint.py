@@ -3,15 +3,20 @@
 It needs no device.
 """
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on, and torch takes seconds to import)
 from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.checkpoint.disk import size_text
 from megacore.errors import CheckpointError, ConfigError, shown

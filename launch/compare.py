@@ -2,9 +2,17 @@
 norm and memory in one figure.
 """
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
 from megacore.errors import ConfigError, LogError, shown
 from megacore.files import read_text, write_json

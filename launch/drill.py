@@ -2,18 +2,22 @@
 are those of a run without it.
 """
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import json
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_folder, write_json

@@ -1,15 +1,20 @@
 """Writes text with a trained or imported model, from a checkpoint of any layout."""
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import io
 import json
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo

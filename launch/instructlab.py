@@ -2,13 +2,18 @@
 model and prepared conversations.
 """
 
-import argparse
-import shlex
+import os
 import sys
-from pathlib import Path
 
 # so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
+import argparse
+import shlex
+from pathlib import Path
 
 from megacore.tools.cli import Parser, exit_with
 

@@ -2,18 +2,22 @@
 groups and links between them.
 """
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import codecs
 import json
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo

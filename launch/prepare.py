@@ -5,18 +5,22 @@ With --chat it reads conversations, and also writes PREFIX.mask.bin, which marks
 they are learned.
 """
 
-import argparse
 import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
+import argparse
 import shlex
 import signal
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megacore.errors import ConfigError, shown
 from megacore.tools.cli import Parser, exit_with

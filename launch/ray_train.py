@@ -1,10 +1,17 @@
 """Trains a GPT under Ray Train: what launch/pretrain.py does, with a worker of Ray's for every rank."""
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import json
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,10 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError

@@ -3,19 +3,22 @@
 Or proves that an epoch is read once, or draws what a blend gives over the run.
 """
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import write_json

@@ -1,18 +1,21 @@
 """Fits a scaling law to finished runs, and writes the config that a budget of compute should be spent on."""
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.errors import ConfigError
 from megacore.files import write_json
 from megacore.tools.cli import Parser, count, exit_with

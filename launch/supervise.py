@@ -2,15 +2,20 @@
 has finished or is asked to stop.
 """
 
+import os
+import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 import argparse
 import math
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
-
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.errors import ConfigError

@@ -3,15 +3,19 @@
 Trains both over several seeds; then a table and a picture.
 """
 
-import argparse
-import math
+import os
 import sys
-from pathlib import Path
 
 # so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
+import argparse
+import math
+from pathlib import Path
+
 from megacore.distributed.processes import available_cores
 from megacore.errors import ConfigError
 from megacore.files import check_folder

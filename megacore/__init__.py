@@ -5,7 +5,10 @@ imported before it is used.
 """
 
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # typing takes longer to import than all that a script runs before it handles Ctrl-C
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -25,7 +28,7 @@ PLACES = {
 __all__ = sorted(PLACES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in PLACES:
         raise AttributeError(f"megacore has no {name}; it has {', '.join(__all__)}")
     return getattr(import_module(PLACES[name]), name)

@@ -5,14 +5,19 @@ The text is the one that the likeliest tokens make, with and without guesses (Le
 temperature of 0). What was guessed right saves a pass.
 """
 
+import os
 import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -14,17 +14,16 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from types import FrameType
 from typing import Any, NoReturn
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
 from megacore.tools.error_report import record, say_once
 from megacore.tools.hostfile import missing_hostfile
+from megacore.tools.interrupt import INTERRUPTED
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.other_words import meant_option
 
-INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 # a setting of the config, typed as an option of the script
 SETTING = re.compile(r"--([a-z_]+\.\w+)(=.*)?", re.DOTALL)
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
@@ -272,26 +271,3 @@ def guarded(stream: Any, descriptor: int) -> Any:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handles Ctrl-C: raises `KeyboardInterrupt`.
-
-    While the script or torch is being imported it ends the process at once instead: nothing has begun, and a
-    half-imported module may swallow the exception.
-    """
-    inner = ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__") if frame.f_code.co_name == "<module>" else None
-        if module == "torch" or (module == "__main__" and "importlib" in inner):
-            os._exit(INTERRUPTED)
-        inner, frame = frame.f_code.co_filename, frame.f_back
-    raise KeyboardInterrupt
-
-
-# Every script imports this module first, because the imports that follow take seconds.
-if (
-    signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    and threading.current_thread() is threading.main_thread()
-):
-    signal.signal(signal.SIGINT, interrupt)

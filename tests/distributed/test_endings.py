@@ -147,7 +147,13 @@ IMPORTS_TORCH = {
 }
 WITHOUT_TORCH = {"ds_configs", "figures", "heartbeats", "planner", "planner_against"}
 OTHERS = {"prepare.py", "compare.py", "instructlab.py"}  # which are asked otherwise
+FORKS = ["configs/forks/merge_lora.py", "configs/forks/speculate.py"]
+EARLY = [*(f"launch/{script}" for script in SCRIPTS if script != "pretrain.py"), *FORKS]
 IMPORTS = [  # compare.py imports nothing before it has read the runs
+    # the first module that a script needs for itself
+    *(("argparse", [script, "-h"]) for script in EARLY if script not in FORKS),
+    *(("dataclasses", [script, "-h"]) for script in FORKS),
+    *(("argparse", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS),
     *(
         ("pydantic", [f"launch/{script}", *TINY])
         for script in SCRIPTS

@@ -39,6 +39,7 @@ ROOMS = [
         "megacore.tools.hostfile",
         "megacore.tools.error_report",
         "megacore.tools.output_files",
+        "megacore.tools.interrupt",
     ],
     ["megacore.tools.metrics_file", "megacore.tools.stop_request"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
@@ -107,6 +108,7 @@ TORCH_FREE = (
     "megacore.tools.hostfile",
     "megacore.tools.error_report",
     "megacore.tools.cli",
+    "megacore.tools.interrupt",
     "megacore.tools.stop_request",
 )
 # Read before torch too, but what it does comes later: inside its functions such a module may import what its
