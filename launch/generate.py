@@ -20,7 +20,8 @@ from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_json, read_text
-from megacore.tools.cli import INTERRUPTED, Parser, StdoutLost, add_weights, count, exit_rank_with
+from megacore.tools.cli import Parser, StdoutLost, add_weights, count, exit_rank_with
+from megacore.tools.interrupt import interrupted_status
 from megacore.tools.settings.load import resolve
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
@@ -385,8 +386,8 @@ def run(argv: list[str], place: RankInfo) -> int:
                     output.add(stream.push(token))
                     if output.over:
                         break
-            except KeyboardInterrupt:
-                status = INTERRUPTED
+            except KeyboardInterrupt as error:
+                status = interrupted_status(error)
             output.add(stream.end())
             output.end()
             if status or output.over:

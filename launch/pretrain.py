@@ -1,16 +1,19 @@
 """Trains a GPT: the script that a launcher starts once for every rank."""
 
-import argparse
-import json
 import os
 import sys
+
+# so that a checkout runs without being installed
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
+
+# isort: split
+import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
@@ -25,7 +28,8 @@ from megacore.tools.stop_request import StopRequest
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
 MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json`
 is one rank alone.
-Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
+Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 128 + signal
+ended by it before the first step or by a second Ctrl-C, else failed."""
 
 
 DEEPSPEED = ("--deepspeed", "--deepspeed_config")
@@ -113,7 +117,7 @@ def train(
     from megacore.tools.mirror import Mirror
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.best import BestKept
-    from megacore.tools.monitoring.first_step import FirstStep
+    from megacore.tools.monitoring.first_step import FirstStep, StartUpEnds
     from megacore.tools.retention import set_aside
     from megacore.tools.settings.validation import warmup_warning
     from megacore.tools.text.vocabulary import corpora_begin_with_bos, prefixes_of, vocabulary_warnings
@@ -153,6 +157,7 @@ def train(
             prefixes = prefixes_of(config.data.train)
             trainer.passed_on[DOCUMENTS_BOS] = corpora_begin_with_bos(prefixes, config.data.tokenizer)
         mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
+        mesh.observers.append(StartUpEnds(stop, trainer.config.train.compile is True))
         if place.rank == 0:
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
             mesh.observers.append(FirstStep(backwards, device.type))

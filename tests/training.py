@@ -74,6 +74,7 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     mesh = Mesh(config, place, pick_device(config, place))
     mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
     with StopRequest() as stop:
+        stop.begin()
         status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run(
             lambda: stop.requested
         )

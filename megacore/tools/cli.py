@@ -20,7 +20,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
 from megacore.tools.error_report import record, say_once
 from megacore.tools.hostfile import missing_hostfile
-from megacore.tools.interrupt import INTERRUPTED
+from megacore.tools.interrupt import SignalThread, end_after_grace, interrupt, interrupted_status
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.other_words import meant_option
 
@@ -110,7 +110,7 @@ def add_weights(parser: Parser) -> None:
 
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
     """Runs a script's body with the command line's arguments, and ends the process with what it returns
-    (None: 0), with `INTERRUPTED` after Ctrl-C, or with 2 and one line on stderr for a `UserError`.
+    (None: 0), with 130 after Ctrl-C, or with 2 and one line on stderr for a `UserError`.
     """
     guard_streams()
     try:
@@ -126,9 +126,21 @@ def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
 def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoReturn:
     """`exit_with` for a script that a launcher starts once for every rank.
 
-    If any ranks raise a `UserError`, one says its line.
+    If any ranks raise a `UserError`, one says its line. SIGINT and SIGTERM end the rank with status
+    128 + signal, wherever it waits.
     """
     guard_streams()
+    signal.signal(signal.SIGTERM, interrupt)
+    with SignalThread(end_after_grace):
+        try:
+            status = rank_status(script)
+        except KeyboardInterrupt as error:  # while a mistake was printed
+            status = interrupted_status(error)
+        leave(status)
+
+
+def rank_status(script: Callable[[list[str], RankInfo], int | None]) -> int:
+    """Run a rank's script; return its exit status, after its mistake or failure is printed."""
     place = RankInfo()
     try:
         place = place_from_environment()
@@ -138,13 +150,12 @@ def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoRet
                 f"{hostfile} does not exist",
                 "a file with lines such as `localhost slots=4`, or no --hostfile",
             )
-        status = script(sys.argv[1:], place) or 0
+        return script(sys.argv[1:], place) or 0
     except UserError as error:
         say_once(error, place)
-        status = 2
+        return 2
     except BaseException as error:
-        status = status_after(error)
-    leave(status)
+        return status_after(error)
 
 
 def status_after(error: BaseException) -> int:
@@ -153,7 +164,7 @@ def status_after(error: BaseException) -> int:
     Prints the exception, unless the user caused it knowingly.
     """
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
+        return interrupted_status(error)
     if isinstance(error, StdoutLost):
         if error.errno == errno.EPIPE:
             return UNHEARD
@@ -181,7 +192,9 @@ def leave(status: int) -> NoReturn:
     collective. While the interpreter shuts down, Python ends such a thread in the middle of a destructor, and
     the process aborts with status 134.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, lambda *_: None)  # the process ends in any case
     # This ends executors, whose threads would wait for ever, and joins all other threads.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

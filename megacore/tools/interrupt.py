@@ -1,31 +1,88 @@
-"""Ctrl-C while a script starts. Every script imports this module first, because its imports take seconds.
+"""Ctrl-C and SIGTERM: a quiet end with status 128 + signal, also while the main thread waits in C++.
 
-It imports little: until its last line Python's own handler prints a traceback.
+Every script imports this module first, because the imports that follow take seconds. It imports little:
+until its last line Python's own handler prints a traceback.
 """
 
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
-INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+GRACE_SECONDS = 2.0  # for the main thread to end by itself, before its process is ended
+
+
+def status_after_signal(number: int) -> int:
+    """The exit status that shells report for a command that a signal has ended."""
+    return 128 + number
+
+
+def interrupted_status(error: KeyboardInterrupt) -> int:
+    """The exit status after `interrupt` has raised this error."""
+    return status_after_signal(error.args[0] if error.args else signal.SIGINT)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handles Ctrl-C: raises `KeyboardInterrupt`.
+    """Handle a signal in the main thread: raise `KeyboardInterrupt`, with the signal's number.
 
-    While the script or torch is being imported it ends the process at once instead: nothing has begun, and a
-    half-imported module may swallow the exception.
+    While the script or torch is being imported, end the process at once instead: nothing has begun,
+    and a half-imported module may swallow the exception.
     """
     inner = ""
     while frame is not None:
         module = frame.f_globals.get("__name__") if frame.f_code.co_name == "<module>" else None
         if module == "torch" or (module == "__main__" and "importlib" in inner):
-            os._exit(INTERRUPTED)
+            os._exit(status_after_signal(number))
         inner, frame = frame.f_code.co_filename, frame.f_back
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
 
 
+def end_after_grace(number: int, unless: Callable[[], bool] = lambda: False) -> None:
+    """End the process after `GRACE_SECONDS`, in which the main thread can do so by itself.
+
+    `unless`: whether the signal has another meaning by then.
+    """
+    time.sleep(GRACE_SECONDS)
+    if not unless():
+        os._exit(status_after_signal(number))
+
+
+class SignalThread:
+    """A context in which a thread calls `react` with the number of each signal that has a handler.
+
+    Python runs the handler itself in the main thread, between two steps of Python code, so not while
+    that thread waits in the store, in gloo or in NCCL. But it writes the number of the signal to a
+    file descriptor at once, from which the thread reads it. Enter the context in the main thread.
+    """
+
+    def __init__(self, react: Callable[[int], None]) -> None:
+        self.react = react
+
+    def __enter__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.writing, False)
+        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        self.outer = signal.set_wakeup_fd(self.writing, warn_on_full_buffer=False)
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self.outer)
+        os.close(self.writing)  # ends the thread
+
+    def _read(self) -> None:
+        while number := os.read(self.reading, 1):
+            self.react(number[0])
+        os.close(self.reading)
+
+
+def forget_wakeup_fd() -> None:
+    """Keep a forked child's signals from this process, with which it shares the file descriptor."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=forget_wakeup_fd)
 if (
     signal.getsignal(signal.SIGINT) is signal.default_int_handler
     and threading.current_thread() is threading.main_thread()

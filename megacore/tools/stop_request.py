@@ -1,14 +1,20 @@
 """Requests to stop a run, by a signal or a file."""
 
+import os
 import signal
+import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
+
+from megacore.tools.interrupt import SignalThread, end_after_grace, interrupt, status_after_signal
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
 STOP = "STOP"  # a file of this name in log.dir is a request too, as long as it exists
 LOOK_SECONDS = 1.0  # between looks at the file system, which may be slow
+# One Ctrl-C reaches a rank several times: from the terminal, and within milliseconds from its launcher.
+PASSED_ON_SECONDS = 1.0
 
 
 def requests() -> list[signal.Signals]:
@@ -18,19 +24,28 @@ def requests() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (a closed terminal) or a file `STOP` in
-    `folder` set `requested`, and do not end the process.
+    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (a closed terminal) or a file `STOP`
+    in `folder` ask the run to stop.
 
-    A request may reach only some ranks, so ranks agree on it between steps. Enter it before torch is
-    imported, so that it also notices requests during start-up.
+    Until `begin` is called there is nothing to save, so a signal ends the process with status
+    128 + signal. From then on it sets `requested`, and a second Ctrl-C ends the process at once.
+
+    A request may reach only some ranks, so ranks agree on it between steps. Enter the context before
+    torch is imported, so that it also notices requests during start-up.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: where to look for the file; None: nowhere."""
         self.file = None if folder is None else folder / STOP
+        self.begun = False
         self.signalled = False
+        self.first_interrupt: float | None = None  # time of the first Ctrl-C since `begin`
         self.looked = 0.0
         self.found = False
+
+    def begin(self) -> None:
+        """From here on a request lets the step end, and saves it."""
+        self.begun = True
 
     @property
     def requested(self) -> bool:
@@ -42,12 +57,37 @@ class StopRequest:
         return self.signalled or self.found
 
     def __enter__(self) -> "StopRequest":
-        self.previous = {number: signal.signal(number, self._note) for number in requests()}
+        self.contexts = ExitStack()
+        self.contexts.enter_context(SignalThread(self._hear))
+        for number in requests():
+            previous = signal.signal(number, self._handle)
+            self.contexts.callback(signal.signal, number, previous)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signalled = True
-
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        self.contexts.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal in the main thread."""
+        self.signalled = True
+        if not self.begun:
+            interrupt(number, frame)
+
+    def _hear(self, number: int) -> None:
+        """Take a signal in a thread of its own, whatever the main thread is doing."""
+        if not self.begun:
+            end_after_grace(number, unless=lambda: self.begun)
+        elif self.first_interrupt is None and number == signal.SIGINT:
+            self.first_interrupt = time.monotonic()
+            if self.file is not None:  # one rank of the run prints it
+                sys.stderr.write(
+                    "Ctrl-C: the run saves and stops after this step; once more ends it at once\n"
+                )
+        elif self._ends_at_once(number):
+            os._exit(status_after_signal(number))
+
+    def _ends_at_once(self, number: int) -> bool:
+        """Whether a signal stands for a second Ctrl-C, which torchrun passes on as SIGTERM."""
+        if self.first_interrupt is None or number not in (signal.SIGINT, signal.SIGTERM):
+            return False
+        return time.monotonic() - self.first_interrupt > PASSED_ON_SECONDS

@@ -61,8 +61,7 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
     Trainer.save = save_asked  # type: ignore[method-assign]
     try:
         with StopRequest(Path(log_dir) if place.rank == 0 else None) as stop:
-            if when == "start":
-                ask()
+            stop.begin()
             inputs = Inputs(config, place.rank)
             mesh = Mesh(config, place, pick_device(config, place))
             trainer = trainer_of(config, mesh, inputs)
@@ -77,7 +76,6 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
 @pytest.mark.parametrize(
     ("when", "step", "batches"),
     [
-        ("start", 0, 0),
         ("file", 0, 0),
         ("validation", 3, 1),  # of four batches
         ("save", 4, 4),  # at once: what was just saved needs no second save

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
-from megacore.tools.cli import INTERRUPTED
 from megacore.tools.diagnosis.watchdog import Watchdog, say
 from megacore.tools.error_report import GRACE_SECONDS, record, say_once
+from megacore.tools.interrupt import interrupted_status
 
 # What gloo and NCCL say when the other side is gone.
 LOST_PEER = (
@@ -39,13 +39,13 @@ def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watch
 
     It does not clean up, because leaving a process group would wait for ranks that may never answer. The
     launcher ends the other ranks. If this rank only lost its peer, the doctor speaks instead, if there is
-    one. A `UserError` is one line and status 2. After Ctrl-C the status is `INTERRUPTED`, and nothing is
+    one. A `UserError` is one line and status 2. After a signal the status is 128 + signal, and nothing is
     printed.
 
     In another program's process it returns, so that the program gets the exception.
     """
     if isinstance(error, KeyboardInterrupt):
-        os._exit(INTERRUPTED)
+        os._exit(interrupted_status(error))
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
         error.of_this_machine = True
         if place.guest:

@@ -6,6 +6,7 @@ import time
 
 from megacore.distributed.observer import Observer
 from megacore.pipeline.schedule import Action, Op
+from megacore.tools.stop_request import StopRequest
 
 LONG_SECONDS = 30.0  # between lines
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
@@ -41,3 +42,23 @@ class FirstStep(Observer):
                 "on rank 0",
                 flush=True,
             )
+
+
+class StartUpEnds(Observer):
+    """Tells a `StopRequest` when a request to stop has something to save: from the first step on.
+
+    A first step that compiles the model takes minutes, and counts as start-up.
+    """
+
+    def __init__(self, stop: StopRequest, compiles: bool) -> None:
+        self.stop = stop
+        self.steps_left = 2 if compiles else 1  # until start-up is over
+
+    def step_begins(self, step: int, logged: bool) -> None:
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            self.stop.begin()
+
+    def aside_begins(self, phase: str) -> None:
+        """Validations and saves come after a step, which may be the only one."""
+        self.stop.begin()
