@@ -85,6 +85,12 @@ class Observer:
     def aside_ends(self) -> None:
         """Ends it."""
 
+    def compile_begins(self, *_: object) -> None:
+        """Code is compiled from here on, which may take minutes; may be nested."""
+
+    def compile_ends(self, *_: object) -> None:
+        """It is compiled, or has failed."""
+
     def action_begins(self, action: Action) -> None:
         """The runtime begins an action of the plan; what it takes from other ranks has come."""
 
@@ -149,6 +155,15 @@ class Observers(list[Observer]):
             yield
         finally:
             self.tell(Observer.aside_ends)
+
+    @contextmanager
+    def compilation(self) -> Iterator[None]:
+        """A context in which code is compiled other than by torch.compile."""
+        self.tell(Observer.compile_begins)
+        try:
+            yield
+        finally:
+            self.tell(Observer.compile_ends)
 
     def waits(self) -> Waits:
         """What the first who knows answers."""

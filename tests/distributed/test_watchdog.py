@@ -5,6 +5,7 @@ them with is what the test reads.
 import ctypes
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from megacore.distributed import init
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observers
+from megacore.distributed.observer import Observer, Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import check_name, meet
 from megacore.pipeline.schedule import Action, Op
@@ -142,6 +143,97 @@ def test_a_rank_that_takes_its_time_to_die_is_dead(pool: Any, tmp_path: Path) ->
     """The others lose it, and publish how its process is, before it has given back its memory."""
     found = pool.run(4, hanging_rank, training.write_config(tmp_path, "nothing"), "dying", str(tmp_path))
     assert [(verdict["cause"], verdict["ranks"]) for verdict in found[:3]] == [("dead", [3])] * 3
+
+
+def compiling_rank(config_path: str, noted: bool, folder: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Two steps of a compiled function and a sum of all ranks, in which rank 0 is the last to come.
+
+    In step 2 its backend compiles until the alarm of the other rank has been judged, and in step 3 the code
+    that is already compiled hangs. Returns what this rank printed, and the verdicts that were to end it. With
+    `noted=False` the flight recorder does not hear of compilations.
+    """
+    place = place_from_environment()
+    config = load(config_path, [], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    printed: list[str] = []
+    verdicts: list[Diagnosis] = []
+    own_alarms: list[int] = []
+
+    def end(self: watchdog.Watchdog, verdict: Diagnosis) -> None:
+        verdicts.append(verdict)
+        (Path(folder) / f"verdict {self.rank}").touch()
+        self.closed.set()
+
+    def stands_still(self: watchdog.Watchdog) -> bool:
+        raises_alarm = LOOKS(self)
+        if raises_alarm:
+            own_alarms.append(self.recorder.step)
+        return raises_alarm
+
+    def wait_for_judgement() -> None:
+        judged = dog.round
+        while dog.round == judged and not verdicts:
+            time.sleep(0.02)
+
+    def slow_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        wait_for_judgement()
+
+        def compiled(*arguments: torch.Tensor) -> Any:
+            if recorder.step == 3:
+                wait_for_judgement()
+            return graph(*arguments)
+
+        return compiled
+
+    watchdog.Watchdog._end = end  # type: ignore[method-assign]
+    watchdog.Watchdog._stands_still = stands_still  # type: ignore[method-assign]
+    watchdog.ANSWER_SECONDS = watchdog.STORE_SECONDS = PATIENCE
+    watchdog.START_UP = 1.0
+    watchdog.say = printed.append  # type: ignore[assignment]
+    double = torch.compile(lambda x: 2 * x, backend=slow_backend)  # type: ignore[call-overload]
+    recorder = FlightRecorder()
+    if not noted:
+        recorder.compile_begins = lambda *_: None  # type: ignore[method-assign]
+    mesh.observers.append(recorder)
+    assert mesh.store is not None
+    dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
+    x = torch.ones(3)
+    for step in range(1, 4):
+        mesh.observers.tell(Observer.step_begins, step, False)
+        if place.rank == 0 and step > 1 and not verdicts:
+            x = double(x)
+        comm.all_reduce(x, mesh.world)
+    while not all((Path(folder) / f"verdict {rank}").exists() for rank in range(place.world_size)):
+        time.sleep(0.02)  # rank 0 holds the store in which the other still reads it
+    dog.close()
+    recorder.close()
+    mesh.close()
+    assert 2 not in own_alarms or place.rank or not noted, "a rank that compiles raises no alarm itself"
+    return printed, [asdict(verdict) for verdict in verdicts]
+
+
+def test_a_rank_that_compiles_is_waited_for(pool: Any, tmp_path: Path) -> None:
+    """A compilation takes minutes, in which the rank notes nothing: the watchdog ended the run, and again
+    after each restart. What hangs in compiled code is still a hang.
+    """
+    config = training.write_config(tmp_path, "nothing")
+    found = pool.run(2, compiling_rank, config, True, str(tmp_path))
+    printed = "\n".join(line for lines, _ in found for line in lines)  # by the judges, which may be any rank
+    line = (
+        r"rank 0 \(host .*\) compiles for \d+ s \(step 2\); rank 1 waits in world all_reduce #2 of \[3\] fl"
+    )
+    assert re.search(line, printed), printed
+    for _, (verdict,) in found:
+        assert (verdict["cause"], verdict["ranks"], verdict["fatal"]) == ("python", [0], True)
+        assert "(step 3, " in verdict["text"] and "test_watchdog.py" in verdict["text"], verdict["text"]
+
+
+def test_without_the_note_a_compilation_is_a_hang(pool: Any, tmp_path: Path) -> None:
+    """Shows that the test above can fail."""
+    found = pool.run(2, compiling_rank, training.write_config(tmp_path, "nothing"), False, str(tmp_path))
+    for _, (verdict,) in found:
+        assert (verdict["cause"], verdict["ranks"], verdict["fatal"]) == ("python", [0], True)
+        assert "(step 2, " in verdict["text"], verdict["text"]
 
 
 def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter: bool) -> None:

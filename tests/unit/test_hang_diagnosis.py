@@ -5,13 +5,17 @@ must name the cause and the rank.
 import json
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megacore.distributed.observer import Observers, Operation, Waits
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.deepspeed import engine
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, KEPT, FlightRecorder, line_of
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot, judge, operation_text
 
@@ -84,6 +88,37 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
         HERE,
         world(WAITS, replace(IN_PYTHON, idle=3.0), *REST),
         Diagnosis("slow", [1], "slow, but moving: rank 1", fatal=False),
+    ),
+    "compiling": (
+        HERE,
+        world(WAITS, replace(IN_PYTHON, idle=0.0, compiling=45.4), *BEHIND),
+        Diagnosis(
+            "compiling",
+            [1],
+            "rank 1 (host a, pp 0, dp 0, tp 1) compiles for 45 s (step 12); rank 0 waits in tp all_reduce "
+            "#7 of [16, 32] float32",
+            fatal=False,
+        ),
+    ),
+    "several compile, and one waits": (
+        HERE,
+        world(rank(0, compiling=45.0), rank(1, compiling=30.0), rank(2), rank(3, phase=FOR_DEVICE)),
+        Diagnosis(
+            "compiling",
+            [0, 1],
+            "rank 0 (host a, pp 0, dp 0, tp 0) compiles for 45 s (step 12). The same holds for rank 1",
+            fatal=False,
+        ),
+    ),
+    "one compiles, and another hangs": (
+        HERE,
+        world(
+            rank(0, waiting=(WORLD, 2), begun={WORLD: 2}),
+            rank(1, begun={WORLD: 1}, idle=0.0, compiling=45.0),
+            rank(2, begun={WORLD: 1}, line="data/samples.py:88 (samples)"),
+            rank(3, waiting=(WORLD, 2), begun={WORLD: 2}),
+        ),
+        Diagnosis("python", [2], "rank 2 (host a, pp 1, dp 0, tp 0) never entered world all_reduce #2"),
     ),
     "dead": (
         HERE,
@@ -304,6 +339,65 @@ def test_a_recorder_counts_what_its_rank_begins_and_where_it_waits() -> None:
     recorder.collective_begins(over("pp", "send", x))
     recorder.collective_begins(over("pp", "receive", x))
     assert {key: own.begun for key, own in recorder.channels.items()} == {"0-1": KEPT + 3, "0>1": 1, "1>0": 1}
+
+
+def test_a_recorder_counts_compilations_within_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of PyTorch report each nested compilation, and pass no arguments: the rank would count
+    as done after the innermost one, or never.
+    """
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    recorder = FlightRecorder()
+    assert recorder.compiling_seconds() is None
+    recorder.compile_begins()
+    now[0] = 12.0
+    recorder.compile_begins("a trigger")
+    recorder.compile_ends("a trigger")
+    assert recorder.compiling_seconds() == 2.0
+    events = recorder.events
+    recorder.compile_ends()
+    assert recorder.compiling_seconds() is None and recorder.events > events
+    recorder.compile_ends()  # of a compilation that began before the recorder listened
+    recorder.compile_begins()
+    assert recorder.compiling_seconds() == 0.0
+
+
+def test_a_recorder_listens_to_the_compiler_until_it_is_closed() -> None:
+    """A later run in the same process would be noted by the recorder of an earlier one; and after a reset of
+    the compiler, which drops all listeners, nothing would be noted any more.
+    """
+    torch.compile(lambda: None, backend="eager")  # loads the compiler
+    from torch._dynamo.callback import CompilationCallbackHandler
+
+    handler = CompilationCallbackHandler()
+    with mock.patch("torch._dynamo.callback.callback_handler", handler):
+        recorder = FlightRecorder()
+        recorder.phase_begins("measuring compiled blocks")
+        recorder.step_begins(1, False)
+        assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
+        handler.clear()
+        recorder.step_begins(2, False)
+        assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
+        recorder.close()
+        recorder.close()
+        assert not handler.start_callbacks and not handler.end_callbacks
+
+
+def test_a_build_of_deepspeed_is_a_compilation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first start on a machine builds CPU Adam for minutes, and was ended as a hang."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    recorder = FlightRecorder()
+    seconds: list[float | None] = []
+    builder = SimpleNamespace(name="cpu_adam", load=lambda: seconds.append(recorder.compiling_seconds()))
+    package: Any = SimpleNamespace(ops=SimpleNamespace(__compatible_ops__={}))
+    mesh: Any = SimpleNamespace(place=RankInfo(), device=torch.device("cpu"), observers=Observers([recorder]))
+    with (
+        mock.patch.multiple(engine, import_deepspeed=lambda _: package, builders=lambda *_: [builder]),
+        mock.patch("torch.distributed.is_initialized", lambda: True),
+        mock.patch.dict("os.environ"),
+    ):
+        engine.prepare({}, mesh)
+    assert seconds[0] is not None and recorder.compiling_seconds() is None
 
 
 def test_a_recorder_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,14 +76,18 @@ class FlightRecorder(Observer):
         self.before_aside: tuple[float, dict[str, float]] = (0.0, {})
         self.before_wait = self.phase
         self.action_began: DeviceEvent | None = None
+        self.compilations = 0  # under way, within each other or in several threads
+        self.compiling_since = 0.0
 
     def step_begins(self, step: int, logged: bool) -> None:
         self.step = step
+        self._listen_to_compiler()
         if self.device is not None:  # the logged steps alone, on whose figures the host waits in any case
             self.device.samples = logged
 
     def phase_begins(self, phase: str) -> None:
         self.mark(phase)
+        self._listen_to_compiler()
 
     def aside_begins(self, phase: str) -> None:
         self.before_aside = self.waited, dict(self.spent)
@@ -182,6 +186,42 @@ class FlightRecorder(Observer):
         """
         self.phase = (phase, microbatch, chunk)
         self.events += 1
+
+    def compile_begins(self, *_: object) -> None:
+        """Notes that code is being compiled, in any thread of this process; older PyTorch passes nothing."""
+        self.compilations += 1
+        if self.compilations == 1:
+            self.compiling_since = time.monotonic()
+
+    def compile_ends(self, *_: object) -> None:
+        """Notes the end of a compilation, whether it has succeeded or not."""
+        self.compilations = max(0, self.compilations - 1)
+        self.events += 1
+
+    def compiling_seconds(self) -> float | None:
+        """How long this process has been compiling; None if it is not. Any thread may ask."""
+        return time.monotonic() - self.compiling_since if self.compilations else None
+
+    def _listen_to_compiler(self) -> None:
+        """Has torch.compile report compilations, in a process that has loaded it.
+
+        Called often, because a model may load the compiler at any time, and a reset of the compiler drops its
+        listeners.
+        """
+        compiler = sys.modules.get("torch._dynamo.callback")
+        if compiler is None:
+            return
+        handler = compiler.callback_handler
+        if self.compile_begins not in handler.start_callbacks:
+            handler.register_start_callback(self.compile_begins)
+            handler.register_end_callback(self.compile_ends)
+
+    def close(self) -> None:
+        """Stops listening to the compiler, which outlives the run in another program's process."""
+        compiler = sys.modules.get("torch._dynamo.callback")
+        if compiler is not None and self.compile_begins in compiler.callback_handler.start_callbacks:
+            compiler.callback_handler.remove_start_callback(self.compile_begins)
+            compiler.callback_handler.remove_end_callback(self.compile_ends)
 
     def progress(self) -> int:
         """A number that grows whenever the host notes something or its device has done something.

@@ -56,8 +56,10 @@ class Guardians(Guard):
 
     def failed(self, error: BaseException, mesh: Mesh | None) -> None:
         fail(error, self.place, mesh, self.watchdog)
+        self.recorder.close()  # in another program's process
 
     def close(self) -> None:
+        self.recorder.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if self.heartbeats is not None:

@@ -41,13 +41,15 @@ class Snapshot:
     # how many forwards and backwards its GPU has done, and what that is at
     device: tuple[int, str] | None = None
     failed: str = ""  # what ended this rank's training, if it only lost its peer
+    compiling: float | None = None  # seconds since a compilation began that is still under way
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """The cause of a hang, and whether waiting is of no use."""
 
-    cause: str  # dead, stopped, absent, silent, unreachable, order, shapes, python, slow, deadlock, transport
+    # dead, stopped, absent, silent, unreachable, order, shapes, python, compiling, slow, deadlock, transport
+    cause: str
     ranks: list[int]  # those that the others wait for
     text: str
     fatal: bool = True
@@ -188,10 +190,16 @@ def _laggards(
         return Diagnosis(
             "transport" if idle >= patience else "slow", sorted(snapshots), text, idle >= patience
         )
+    # A rank that compiles is no hang, but must not hide one: it is the cause only if no other rank is.
+    compiling = sorted(rank for rank, s in snapshots.items() if s.compiling is not None)
+    roots = [rank for rank in roots if rank not in compiling] or roots or compiling
     # who waits holds up none
     roots = roots or _odd_ones({rank: s for rank, s in snapshots.items() if s.phase != FOR_DEVICE})
     root = snapshots[roots[0]]
-    text = f"is in {root.line} for {root.idle:.0f} s (step {root.step}, {root.phase})"
+    if root.compiling is None:
+        text = f"is in {root.line} for {root.idle:.0f} s (step {root.step}, {root.phase})"
+    else:
+        text = f"compiles for {root.compiling:.0f} s (step {root.step})"
     # Of several operations that it holds up the one that most of all waits for it alone.
     held = min((edge for edge in lists if root.rank in edge[1]), key=lambda edge: len(edge[1]), default=None)
     if held is not None:
@@ -201,13 +209,16 @@ def _laggards(
             for rank, (operation, behind) in edges.items()
             if operation == awaited and root.rank in behind
         )
-        text = (
-            f"never entered {awaited}; it {text}; {_list(waiting)} "
-            f"wait{'s' if len(waiting) == 1 else ''} there"
-        )
+        waits = f"{_list(waiting)} wait{'s' if len(waiting) == 1 else ''}"
+        if root.compiling is None:
+            text = f"never entered {awaited}; it {text}; {waits} there"
+        else:
+            text += f"; {waits} in {awaited}"
     text = f"{seats[root.rank]} {text}"
     if len(roots) > 1:
         text += f". The same holds for {_list(roots[1:])}"
+    if root.compiling is not None:
+        return Diagnosis("compiling", roots, text, fatal=False)
     if root.idle < patience:
         return Diagnosis("slow", roots, f"slow, but moving: {text}", fatal=False)
     return Diagnosis("python", roots, text)

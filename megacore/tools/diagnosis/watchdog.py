@@ -161,11 +161,13 @@ class Watchdog:
     def _stands_still(self) -> bool:
         """Whether too many looks in a row found nothing new.
 
-        It counts looks, not seconds: a suspended job has not been idle.
+        It counts looks, not seconds: a suspended job has not been idle. A rank that compiles notes nothing
+        for minutes, and is not idle either.
         """
         recorder, progress = self.recorder, self.recorder.progress()
         self.first_step = self.first_step or recorder.step
-        self.idle = self.idle + self.tick if progress == self.progress else 0.0
+        is_idle = progress == self.progress and not recorder.compilations
+        self.idle = self.idle + self.tick if is_idle else 0.0
         self.progress = progress
         return self.idle >= self.seconds * (START_UP if recorder.step == self.first_step else 1.0)
 
@@ -192,6 +194,7 @@ class Watchdog:
             self._processes(),
             None if recorder.device is None else (recorder.device.look(), recorder.device.standing()),
             self.failed,
+            recorder.compiling_seconds(),
         )
 
     def _processes(self) -> dict[str, str]:
