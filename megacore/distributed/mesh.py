@@ -255,9 +255,12 @@ class Mesh(Topology):
                 self.groups |= {(group.name,): group for group in groups}
                 self.levels_of[own] = Levels(*groups)
 
-    def hosts(self) -> list[tuple[int, int]]:
-        """For each rank of the world, a number for its host, and its local rank there; collective."""
-        name = hashlib.sha256(host_name().encode()).digest()[:7]
+    def hosts(self, name_here: str | None = None) -> list[tuple[int, int]]:
+        """For each rank of the world, a number for its host, and its local rank there; collective.
+
+        `name_here`: a name of this rank's host, instead of `host_name`.
+        """
+        name = hashlib.sha256((name_here or host_name()).encode()).digest()[:7]
         own = torch.tensor([int.from_bytes(name), self.place.local_rank], device=self.device)
         hosts = own if self.world.communicator is None else own.new_empty(2 * self.world.size)
         if self.world.communicator is not None:

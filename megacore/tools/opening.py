@@ -1,31 +1,44 @@
 """What a run says before its first step."""
 
 import json
-from collections.abc import Iterator, Mapping
-from math import prod
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import gcd, prod
 from typing import Any
 
 from megacore.config import Config
 from megacore.config.implied import why_whole
 from megacore.config.optim_groups import ParameterGroups
+from megacore.distributed.axes import ranks_along
+from megacore.distributed.collectives import broadcast_text
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import host_name
 from megacore.distributed.shard import shard_of
 from megacore.optimizers.rule import AVERAGE
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.inputs import Inputs
+from megacore.tools.processes import machine
 from megacore.tools.settings.validation import batch_equations
 from megacore.train.trainer import Trainer
 
 # settings of first weights: a run that resumes has its own
 UNHEARD = ("model.init_std", "model.zero_init", "checkpoint.weights")
 HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
+SHOWN = 4  # hosts named one by one
 
 
 def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
-    """What is about to run, in a few lines. `choices`: how open settings were settled."""
+    """What is about to run, in a few lines. `choices`: how open settings were settled.
+
+    Collective: every rank must take all lines.
+    """
     config, mesh = trainer.config, trainer.mesh
     train, schedule = config.train, config.parallel.schedule
     yield f"mesh: {mesh.describe()}"
+    if warning := tensor_warning(mesh):
+        yield warning
     yield from (f"batch: {line}" for line in batch_equations(config))
     yield from inputs.stream.packed()
     if schedule in GENERATORS and generated(schedule, 1, 1).splits and (why := why_whole(config)):
@@ -55,6 +68,48 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
         yield from [*changes(config, trainer.recorded), *trainer.residuals]
     elif origin := trainer.origin or config.checkpoint.weights:  # a checkpoint, or a folder of transformers
         yield f"starting from the weights of {origin}"
+
+
+def tensor_warning(mesh: Mesh) -> str:
+    """A warning if the ranks of a tensor group are on several machines, or "" if none are.
+
+    Collective over the world, if there are tensor ranks. Ranks tell each other where they run, because a
+    launcher may number them in any order.
+    """
+    if mesh.tp.size == 1:
+        return ""
+    machines = [number for number, _ in mesh.hosts(os.environ.get("MEGACORE_HOST") or machine())]
+    groups, right = split_groups(machines, mesh.sizes)
+    if not groups:
+        return ""
+
+    ranks = groups[0]
+    first_rank_of = {machines[rank]: rank for rank in reversed(ranks)}
+    sources = sorted(first_rank_of.values())
+    names = [broadcast_text(host_name(), mesh.world, mesh.device, source=rank) for rank in sources[:SHOWN]]
+    if len(sources) > SHOWN:
+        names.append("…")
+    more = len(groups) - 1
+    others = f", and {more} more tensor group{'s span' if more > 1 else ' spans'} hosts" if more else ""
+    return (
+        f"WARNING: tensor ranks {ranks[0]}-{ranks[-1]} are on {len(sources)} hosts ({', '.join(names)})"
+        f"{others}: every layer waits for the network ({right})"
+    )
+
+
+def split_groups(machines: Sequence[int], sizes: Mapping[str, int]) -> tuple[list[tuple[int, ...]], str]:
+    """The tensor groups whose ranks are on several machines, and what to change.
+
+    `machines`: a number for the machine of each rank of the world.
+    """
+    groups = sorted({ranks_along(("tp",), rank, sizes) for rank in range(len(machines))})
+    split = [ranks for ranks in groups if len({machines[rank] for rank in ranks}) > 1]
+    largest = gcd(sizes["tp"], *Counter(machines).values())
+    if largest == sizes["tp"]:  # each machine has ranks for whole groups
+        right = "put a host's ranks next to each other: mpirun --map-by slot, srun --distribution=block"
+    else:
+        right = f"parallel.tensor={largest} fits on a host"
+    return split, right
 
 
 def decayed_twice(config: Config) -> Iterator[str]:

@@ -109,6 +109,23 @@ def test_torchrun_static(two: Hosts, folder: Path) -> None:
     check(folder, "static", on_both(two, commands, folder))
 
 
+@slow
+@pytest.mark.parametrize(("tensor", "warns"), [(2, False), (4, True)])
+def test_tensor_ranks_of_two_hosts_are_reported(two: Hosts, folder: Path, tensor: int, warns: bool) -> None:
+    """Two hosts of one boot that differ in their names and networks, as containers do."""
+    (folder / "hostfile").write_text("node0 slots=2\nnode1 slots=2\n")
+    (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
+    settings = [f"parallel.tensor={tensor}", "parallel.pipeline=1", "train.steps=1"]
+    name = f"tensor{tensor}"
+    done = two.run(0, "deepspeed", "--hostfile", "hostfile", *arguments(folder, name), *settings, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    warning = (
+        "WARNING: tensor ranks 0-3 are on 2 hosts (node0, node1): every layer waits for the network "
+        "(parallel.tensor=2 fits on a host)"
+    )
+    assert done.stdout.count(warning) == done.stdout.count("tensor ranks") == int(warns), done.stdout
+
+
 def on_both(two: Hosts, commands: list[list[str]], folder: Path) -> "subprocess.CompletedProcess[str]":
     """A command on each host, at a time; what the first says, and the worst status."""
     started = [two.popen(host, *command, cwd=folder) for host, command in enumerate(commands)]

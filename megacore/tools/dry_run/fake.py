@@ -68,7 +68,7 @@ class DryMesh(Mesh):
             observers=Observers([watch]),
         )
 
-    def hosts(self) -> list[tuple[int, int]]:
+    def hosts(self, name_here: str | None = None) -> list[tuple[int, int]]:
         return [divmod(rank, self.host_size) for rank in self.world.ranks]
 
 
