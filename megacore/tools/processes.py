@@ -1,8 +1,10 @@
-"""Asks the kernel about other processes of this machine, and which machine it is (Linux)."""
+"""Other processes of this machine, which machine it is (Linux), and processes that Ctrl-C must not reach."""
 
 import os
+import signal
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megacore.distributed.processes import stat_fields
@@ -35,3 +37,18 @@ def machine() -> str:
             str(os.stat("/proc/self/ns/net").st_ino),
         ]
     return "/".join(names)
+
+
+@contextmanager
+def shield_from_interrupts() -> Iterator[None]:
+    """Start processes in this context that Ctrl-C, which a terminal sends to all, never reaches.
+
+    They inherit a signal mask that blocks SIGINT, so they need no handler and print no traceback of their
+    imports. A Ctrl-C that comes meanwhile reaches this process when the context ends. Ending the processes is
+    left to the caller.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -15,6 +15,7 @@ import pytest
 from megacore.tools.settings.load import load
 from tests import training
 from tests.pool import CONTEXT, PATIENCE, ROOT
+from tests.unit.test_data_prepare import word_tokenizer
 
 SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
 BENCHMARKS = sorted(
@@ -209,3 +210,39 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
             said.removeprefix("interrupted: nothing was written\n"),
         )
     assert {command: end for command, end in found.items() if end != (130, "")} == {}
+
+
+# The first process that this one starts sends Ctrl-C as a terminal does: to all of them, also to itself.
+FIRST_CHILD = """
+import os, signal, sys
+if sys.orig_argv[1].startswith("-") and "resource_tracker" not in str(sys.orig_argv):
+    try:
+        os.close(os.open({flag!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        pass
+    else:
+        os.killpg(0, signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize(("tokenizer", "workers"), [("bytes", 2), ("tokenizer.json", 1)])
+def test_ctrl_c_while_prepare_starts_processes(tmp_path: Path, tokenizer: str, workers: int) -> None:
+    """Each worker, and the process that runs a tokenizer, would print a traceback of its imports."""
+    flag = tmp_path / "flag"
+    (tmp_path / "sitecustomize.py").write_text(FIRST_CHILD.format(flag=str(flag)))
+    (tmp_path / "text").write_text("w1 w2\n" * 1000)
+    word_tokenizer(tmp_path / "tokenizer.json", 9)
+    words = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out" / "x")]
+    words += ["--tokenizer", tokenizer.replace("tokenizer.json", str(tmp_path / "tokenizer.json"))]
+    done = subprocess.run(
+        [sys.executable, "launch/prepare.py", *words, "--workers", str(workers)],
+        cwd=ROOT,
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    assert flag.exists() and not (tmp_path / "out").exists()
+    assert (done.returncode, done.stderr) == (130, "interrupted: nothing was written\n")

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -466,3 +467,12 @@ def test_command_line_errors(text: Path, prefix: str) -> None:
             done.stderr
         )
         assert done.stdout == "" and not list(Path(prefix).parent.glob("*"))
+
+
+def test_an_interrupted_preparation_does_not_wait_for_its_workers() -> None:
+    """Ctrl-C would seem to be ignored: with a slow tokenizer each worker has tasks of many seconds in hand."""
+    results = prepare_module.ordered_map(time.sleep, [0.0, *[10.0] * 7], 2)
+    next(results)
+    began = time.monotonic()
+    results.close()
+    assert time.monotonic() - began < 5

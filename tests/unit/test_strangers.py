@@ -257,3 +257,15 @@ def test_the_next_question_finds_a_new_process() -> None:
     if child == 0:
         os._exit(sandbox.call(echoes, body=b"child")[1] != b"child")
     assert sandbox.call(echoes, body=b"parent")[1] == b"parent" and os.waitpid(child, 0)[1] == 0
+
+
+def test_a_sandbox_ends_with_its_owner_in_the_middle_of_an_answer() -> None:
+    """After Ctrl-C or a kill, a process that still worked on a long text would be left on the machine."""
+    process = sandbox.Sandbox()
+    try:
+        process.connection.send_bytes(json.dumps(["time:sleep", [60], "/", [60, 1 << 30, 100]]).encode())
+        process.connection.send_bytes(b"")
+        process.connection.close()
+        assert process.process.wait(30) == 1
+    finally:
+        process.close()

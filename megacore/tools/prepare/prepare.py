@@ -6,7 +6,6 @@ process writes them. Memory depends on the number of texts, never on their size.
 
 import functools
 import os
-import signal
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,7 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
@@ -38,6 +37,7 @@ from megacore.tools.prepare.input_files import LeftOut
 from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
 from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
 from megacore.tools.prepare.split import SPELLED_END, Encoded, Split, Tokenized, refuse_empty, sidecar
+from megacore.tools.processes import shield_from_interrupts
 from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
 from megacore.tools.text.special_tokens import BESIDE
 from megacore.tools.text.tokenizer import (
@@ -471,29 +471,35 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
         yield from map(function, items)
         return
     # Spawned, not forked: a fork copies the locks of the progress bar's thread.
+    resource_tracker.ensure_running()  # else it starts with the first worker, and unblocks SIGINT
     pool = ProcessPoolExecutor(workers, get_context("spawn"), begin_worker)
+    other_children = active_children()
     try:
         pending: deque[Future[R]] = deque()
         for item in items:
-            pending.append(pool.submit(function, item))
+            with shield_from_interrupts():  # the pool starts a worker when it needs one
+                pending.append(pool.submit(function, item))
             if len(pending) == 4 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BaseException:
+        # After Ctrl-C or an error the rest is not needed, and waiting for it may take many seconds.
+        for worker in active_children():
+            if worker not in other_children:
+                worker.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def begin_worker() -> None:
-    """Leaves Ctrl-C to the process that started this one, and ends when that one does,
-    however it does: killed, it ends nobody.
-    """
+    """End this process when the one that started it ends, in whatever way: a killed process ends no other."""
 
     def end_with(parent: BaseProcess) -> None:
         parent.join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
     Thread(target=end_with, args=(parent,), daemon=True).start()
