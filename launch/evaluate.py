@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
-from megacore.errors import ConfigError, DataError
+from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.files import write_json
 from megacore.tools.cli import Parser, add_weights, exit_rank_with
 from megacore.tools.output_files import check_output
@@ -302,6 +302,9 @@ def run(argv: list[str], place: RankInfo) -> int:
         load_weights(reader, stages)
         token_bytes = None if sizes is None else torch.tensor(sizes.token_bytes, device=device)
         result = evaluate(config, Runtime(stages, None, mesh.pp, mesh.observers), mesh, samples, token_bytes)
+    if result.targets and not math.isfinite(result.loss):
+        wrong = f"its loss is {result.loss}: the run has diverged"
+        raise CheckpointError(str(reader.path), wrong, "an earlier checkpoint")
     if place.rank == 0:
         if sizes is not None:
             result = replace(result, text_bytes=round(result.text_bytes * sizes.text_ratio))

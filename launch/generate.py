@@ -18,7 +18,7 @@ from typing import Any
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
-from megacore.errors import ConfigError, DataError
+from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.files import read_json, read_text
 from megacore.tools.cli import Parser, StdoutLost, add_weights, count, exit_rank_with
 from megacore.tools.interrupt import interrupted_status
@@ -332,7 +332,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.machine.device import take_device
     from megacore.tools.text.decoding import Decoder, share_tokens
-    from megacore.tools.text.sampling import Sampler
+    from megacore.tools.text.sampling import NonFiniteLogits, Sampler
     from megacore.tools.text.stream import TextStream
     from megacore.tools.text.vocabulary import encode_prompt, prompt_begin
 
@@ -388,6 +388,9 @@ def run(argv: list[str], place: RankInfo) -> int:
                         break
             except KeyboardInterrupt as error:
                 status = interrupted_status(error)
+            except NonFiniteLogits:
+                wrong = "its logits are not finite: the run has diverged"
+                raise CheckpointError(str(reader.path), wrong, "an earlier checkpoint") from None
             output.add(stream.end())
             output.end()
             if status or output.over:

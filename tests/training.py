@@ -92,11 +92,14 @@ def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
     return [figures for figures in lines(log_dir) if "loss" in figures]
 
 
-def write_weights(folder: Path, config: Config, but: str | None = None) -> Path:
+def write_weights(folder: Path, config: Config, but: str | None = None, value: float | None = None) -> Path:
     """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves
-    it; returns the step's folder.
+    it; returns the step's folder. With `value`, all weights have this value.
     """
     model = whole_model(config)
+    if value is not None:
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
     weights = {
         f"model/{name}": (parameter.data, shard_of(parameter))
         for name, parameter in model.named_parameters()

@@ -326,6 +326,17 @@ def evaluate_mistake(arguments: list[str]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_checkpoint_cannot_be_evaluated(
+    text: Path, tmp_path: Path, capsys: Any, value: float
+) -> None:
+    """A script would take the status 0, and a table of NaNs, for a measurement."""
+    weights = training.write_weights(tmp_path / "checkpoints", config_of(text, tmp_path), value=value)
+    expected = f"checkpoint error: {weights}: its loss is nan: the run has diverged (an earlier checkpoint)"
+    assert evaluate_mistake(["--checkpoint", str(weights), "--batches", "1"]) == expected
+    assert capsys.readouterr().out == ""
+
+
 def test_mistakes_in_evaluating(text: Path, base: Path, tmp_path: Path) -> None:
     """One clear line each, before any rank waits."""
     checkpoint = ["--checkpoint", str(base)]

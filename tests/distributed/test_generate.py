@@ -5,6 +5,8 @@ positions too; and transformers' text.
 import contextlib
 import io
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from launch.generate import run
 from megacore.distributed.mesh import Mesh
+from megacore.errors import UserError
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
 from megacore.tools.choices.settle import settled_alone
@@ -152,6 +155,23 @@ def test_every_layout_writes_the_same_text(pool: Any, checkpoint: Path, choice: 
         ranks = 2 ** sum(setting.endswith("=2") for setting in layout)
         first, *others = pool.run(ranks, text_of, [*arguments, *layout])
         assert first == alone and others == [""] * (ranks - 1), "only rank 0 prints"
+
+
+def error_of(arguments: list[str]) -> str:
+    """The line with which this rank ends."""
+    with pytest.raises(UserError) as raised:
+        run(arguments, replace(place_from_environment(), guest=True))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["pp2"]])
+def test_all_ranks_end_if_the_checkpoint_has_diverged(pool: Any, tmp_path: Path, layout: list[str]) -> None:
+    """Only the rank that chooses a token sees the logits: the others would wait for its choice."""
+    raw = {"model": SIZES, "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
+    path = training.write_weights(tmp_path, resolve(raw, [], "test", 1).config, value=math.nan)
+    errors = pool.run(2, error_of, ["--checkpoint", str(path), *GREEDY, *layout])
+    wrong = "its logits are not finite: the run has diverged"
+    assert errors == [f"checkpoint error: {path}: {wrong} (an earlier checkpoint)"] * 2
 
 
 PROMPTS = ["long " * 8, "déjà vu"]

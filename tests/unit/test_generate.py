@@ -13,10 +13,10 @@ from launch.generate import Output, prompts_in, run, text_config
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
-from megacore.errors import ConfigError, UserError
+from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.model.stage import Stage, whole_model
 from megacore.tools.settings.load import resolve
-from megacore.tools.text import cache, decoding
+from megacore.tools.text import cache, decoding, sampling
 from megacore.tools.text.cache import KeyValueCache
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
@@ -338,6 +338,30 @@ def test_a_mistake_is_one_line(
             RankInfo(),
         )
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_diverged_checkpoint_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float, temperature: str
+) -> None:
+    """Sampling would end in a traceback about probabilities, and the likeliest token would be token 0."""
+    raw = {"model": SIZES | {"vocab_size": 256}, "train": {"seq_len": WINDOW}, "data": {"tokenizer": "bytes"}}
+    path = training.write_weights(tmp_path, resolve(raw, [], "test", 1).config, value=value)
+    arguments = ["--checkpoint", str(path), "--temperature", temperature, "--device", "cpu"]
+    with pytest.raises(CheckpointError) as raised:
+        run(arguments, RankInfo(guest=True))
+    wrong = "its logits are not finite: the run has diverged"
+    assert str(raised.value) == f"checkpoint error: {path}: {wrong} (an earlier checkpoint)"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_token_may_be_banned() -> None:
+    """A custom model may set a logit to minus infinity, which has not diverged."""
+    logits = torch.tensor([float("-inf"), 1.0, float("-inf")])
+    for temperature in (0.0, 1.0):
+        assert Sampler(temperature, 3, 1.0, 0, 3).choose(logits) == 1
+    assert Sampler(1.0, 3, 1.0, 0, 3).choose(torch.full((3,), float("-inf"))) == sampling.NOT_FINITE
 
 
 def test_a_prompt_appears_with_its_first_token(capsys: pytest.CaptureFixture[str]) -> None:

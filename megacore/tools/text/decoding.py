@@ -17,7 +17,7 @@ from megacore.model.stage import Stage
 from megacore.pipeline.partition import placement_of
 from megacore.pipeline.schedule import Plan
 from megacore.tools.text.cache import DividedCache, KeyValueCache
-from megacore.tools.text.sampling import Sampler
+from megacore.tools.text.sampling import NOT_FINITE, NonFiniteLogits, Sampler
 
 
 class Decoder:
@@ -54,7 +54,8 @@ class Decoder:
     ) -> Iterator[int]:
         """Yield up to `count` tokens after `prompt`, the same on every rank, and stop after one of `ends`.
 
-        Where the model reads only the last tokens of a text, it reads `begin` before them.
+        Where the model reads only the last tokens of a text, it reads `begin` before them. Raises
+        `NonFiniteLogits` on every rank.
         """
         assert prompt
         window, tokens = self.window, list(prompt)
@@ -65,6 +66,8 @@ class Decoder:
                 self._forget()
                 unread = last_tokens(tokens, max(1, window // 2), begin)
             token = self._agree(self.read(unread), sampler)
+            if token == NOT_FINITE:
+                raise NonFiniteLogits
             yield token
             if token in ends:
                 return

@@ -3,6 +3,15 @@
 import torch
 from torch import Tensor
 
+NOT_FINITE = -1  # in place of a token
+
+
+class NonFiniteLogits(RuntimeError):
+    """The logits of the next token are NaN or infinite, so none can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__("the logits are not finite: the model has diverged")
+
 
 class Sampler:
     """Draws tokens from logits: the same ones for the same seed, on every device and in every layout.
@@ -22,8 +31,14 @@ class Sampler:
         self.generator = torch.Generator().manual_seed(seed)
 
     def choose(self, logits: Tensor) -> int:
-        """The id of the next token, from its logits ``[vocab]``."""
+        """Return the id of the next token, from its logits ``[vocab]``.
+
+        `NOT_FINITE` if the largest logit is NaN or infinite. A logit of minus infinity is a token that is
+        never drawn, as long as another can be.
+        """
         logits = logits[: self.vocab_size].float().cpu()  # the CPU draws for every device
+        if not logits.max().isfinite():
+            return NOT_FINITE
         if self.temperature == 0.0:
             return int(logits.argmax())
         values, ids = logits.topk(min(self.top_k, len(logits)))
