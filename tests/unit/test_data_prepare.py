@@ -470,7 +470,7 @@ def test_command_line_errors(text: Path, prefix: str) -> None:
 
 
 def test_an_interrupted_preparation_does_not_wait_for_its_workers() -> None:
-    """Ctrl-C would seem to be ignored: with a slow tokenizer each worker has tasks of many seconds in hand."""
+    """Ctrl-C would seem to be ignored: with a slow tokenizer, the tasks in hand take many seconds."""
     results = prepare_module.ordered_map(time.sleep, [0.0, *[10.0] * 7], 2)
     next(results)
     began = time.monotonic()
