@@ -12,10 +12,9 @@ import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other i
 
 # isort: split
 import argparse
-import signal
 
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
 
 EXAMPLE = (
     "python launch/coordinates.py --config configs/gpt_tiny.json --widths 64,128,256 --layouts "
@@ -119,5 +118,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and files go with this process
+    unwind_on_sigterm()
     exit_with(main)

@@ -16,14 +16,15 @@ import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other i
 # isort: split
 import argparse
 import shlex
-import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError, shown
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, exit_with, original_ending, unwind_on_sigterm
+from megacore.tools.prepare.partial import kept
+from megacore.tools.prepare.split import IGNORED, SPELLED_END, UNUSED, UNWRITTEN, notes_of
 
 if TYPE_CHECKING:
     from megacore.tools.prepare.prepare import Prepared
@@ -192,8 +193,6 @@ def show(args: argparse.Namespace) -> None:
 
 def print_notes(notes: Counter[str], ignored_keys: tuple[str, ...]) -> None:
     """Prints what of the conversations was not used."""
-    from megacore.tools.prepare.split import IGNORED, UNUSED, UNWRITTEN, notes_of
-
     for kind, meaning in (
         (UNUSED, "not used, because they do not change what is learned"),
         (IGNORED, "ignored, as --ignore-keys says"),
@@ -252,8 +251,6 @@ def prepare_text(args: argparse.Namespace) -> "Prepared":
 
 def run(argv: list[str]) -> None:
     """Prepares the input, and prints what was written. Raises `UserError`."""
-    from megacore.tools.prepare.split import SPELLED_END, notes_of
-
     args = parse(argv)
     if args.show is not None:
         show(args)
@@ -339,15 +336,13 @@ def print_beginnings(args: argparse.Namespace, prepared: "Prepared") -> None:
 
 def main(argv: list[str]) -> None:
     """Runs the script. SIGTERM stops it as Ctrl-C does, which says that nothing was written."""
-    # unwinds, and so removes what no later start could use
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    unwind_on_sigterm()
     try:
         run(argv)
-    except KeyboardInterrupt:
-        from megacore.tools.prepare.partial import kept
-
-        prefix = next((word for option, word in pairwise(argv) if option == "--output"), "")
-        print(f"interrupted: nothing was written{kept(prefix) if prefix else ''}", file=sys.stderr)
+    except BaseException as error:
+        if isinstance(original_ending(error), KeyboardInterrupt):
+            prefix = next((word for option, word in pairwise(argv) if option == "--output"), "")
+            print(f"interrupted: nothing was written{kept(prefix) if prefix else ''}", file=sys.stderr)
         raise
 
 

@@ -12,14 +12,13 @@ import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other i
 
 # isort: split
 import argparse
-import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
 MORE = """First the small model is checked against itself on one process: whether its gradients are the
@@ -171,5 +170,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and files go with this process
+    unwind_on_sigterm()
     exit_with(main)

@@ -163,6 +163,7 @@ def status_after(error: BaseException) -> int:
 
     Prints the exception, unless the user caused it knowingly.
     """
+    error = original_ending(error)
     if isinstance(error, KeyboardInterrupt):
         return interrupted_status(error)
     if isinstance(error, StdoutLost):
@@ -181,6 +182,28 @@ def status_after(error: BaseException) -> int:
     sys.stderr.write(report)
     record(report)
     return 1
+
+
+def original_ending(error: BaseException) -> BaseException:
+    """Return the exception by which a signal ends the script, if `error` has replaced it.
+
+    An extension module that is interrupted in its import raises an error of its own.
+    """
+    if not isinstance(error, ImportError | SystemError):
+        return error
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt | SystemExit):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM end the script as Ctrl-C does, with status 143.
+
+    For a script whose processes or files would outlive it, because they are ended or removed in `with`
+    statements.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def leave(status: int) -> NoReturn:

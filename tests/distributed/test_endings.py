@@ -7,11 +7,13 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megacore.tools.processes import descendants
 from megacore.tools.settings.load import load
 from tests import training
 from tests.pool import CONTEXT, PATIENCE, ROOT
@@ -210,6 +212,72 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
             said.removeprefix("interrupted: nothing was written\n"),
         )
     assert {command: end for command, end in found.items() if end != (130, "")} == {}
+
+
+# As an extension module's first import does, which a script may reach in the middle of its work.
+REPLACED = """
+import signal
+from megacore.tools.cli import exit_with, unwind_on_sigterm
+
+def run(argv):
+    unwind_on_sigterm()
+    try:
+        signal.raise_signal(signal.Signals[argv[0]])
+    except BaseException as error:
+        raise ImportError("initialization failed") from error
+
+exit_with(run)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_in_the_import_of_an_extension_module(number: str, status: int) -> None:
+    """sentencepiece raises an error of its own then, whose traceback looks like a broken installation."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED, number],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+# In the middle of a proof and of a measurement, whose workers would otherwise outlive the script.
+UNWOUND = {
+    "verify.py": [*TINY, "--layouts", "tp2"],
+    "coordinates.py": [*TINY, "--widths", "32,64"],
+}
+
+
+@pytest.mark.parametrize("script", UNWOUND)
+def test_sigterm_ends_a_script_with_its_processes(tmp_path: Path, script: str) -> None:
+    """A scheduler sends it to the script alone, and expects the status of that signal: 130 is Ctrl-C's."""
+    started = tmp_path / "started"
+    (tmp_path / "sitecustomize.py").write_text(CHILD_STARTED.format(path=str(started)))
+    process = subprocess.Popen(
+        [sys.executable, f"launch/{script}", *UNWOUND[script]],
+        cwd=ROOT,
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + PATIENCE
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = descendants(process.pid)
+    process.terminate()
+    assert process.communicate(timeout=PATIENCE)[1] == "" and process.returncode == 143
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+CHILD_STARTED = """
+import sys
+if sys.orig_argv[1].startswith("-"):
+    open({path!r}, "w").close()
+"""
 
 
 # The first process that this one starts sends Ctrl-C as a terminal does: to all of them, also to itself.
