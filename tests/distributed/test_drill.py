@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +150,15 @@ def test_a_fault_that_can_strike_is_not(spec: str, overrides: list[str]) -> None
 def test_what_is_no_fault_is_refused(spec: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"config error: --fault: {wrong}"):
         parse(spec)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_ends_a_drill_with_the_status_of_the_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The run without a fault would be blamed: a config error, because it has not finished."""
+    code = f"import os; os.kill(os.getppid(), {number}); raise SystemExit(75)"
+    drill = Drill("none", [], 1, tmp_path, shlex.join([sys.executable, "-c", code]))
+    with pytest.raises(SystemExit) as raised:
+        drill.calm()
+    assert raised.value.code == 128 + number

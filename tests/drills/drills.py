@@ -96,7 +96,7 @@ class Drill:
         """
         folder = self._fresh("calm")
         with self._kept(folder) as keep:
-            status = Supervisor(self.command("calm"), folder, restarts=0, listener=keep).run()
+            status = finish(Supervisor(self.command("calm"), folder, restarts=0, listener=keep))
         if status:
             said = re.search(r"^\w+ error: .*", said_by(folder).read_text(encoding="utf-8"), re.MULTILINE)
             wrong = f"the run without a fault ended with status {status}" + (f", {said[0]}" if said else "")
@@ -116,11 +116,9 @@ class Drill:
             supervisor = Supervisor(
                 self.command(folder.name, "--strike", fault.name), folder, backoff=0.1, listener=listen
             )
-            status = supervisor.run()
-            if supervisor.asked():
-                raise KeyboardInterrupt
+            status = finish(supervisor)
             if status == STOPPED:  # a scheduler would start it again
-                status = supervisor.run()
+                status = finish(supervisor)
         expected = EXPECTED[fault.kind]
         mark = fault.mark(folder)
         struck = float(mark.read_text()) if mark.exists() else None
@@ -170,9 +168,11 @@ class Drill:
             )
             started = time.time()
             killer.start()
-            status = supervisor.run()
-            done.set()
-            killer.join()
+            try:
+                status = finish(supervisor)
+            finally:
+                done.set()
+                killer.join()
         losses = [last_loss(path) for path in (calm, folder)]
         return {
             "seconds": time.time() - started,
@@ -203,6 +203,14 @@ class Drill:
                     sys.stderr.write(line)
 
             yield keep
+
+
+def finish(supervisor: Supervisor) -> int:
+    """Return the exit status of a supervised run. A signal that asks it to stop ends the drill as well."""
+    status = supervisor.run()
+    if supervisor.asked():
+        raise SystemExit(128 + supervisor.first_signal)
+    return status
 
 
 def launcher_words(launcher: str, ranks: int, port: int) -> list[str]:

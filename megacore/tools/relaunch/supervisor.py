@@ -83,6 +83,7 @@ class Supervisor:
         self.news, self.since = (0, 0), 0.0  # the progress that was seen last, and when
         self.lost: float | None = None  # when a host was
         self.requests = 0  # to stop
+        self.first_signal = 0  # that asked
         self.resizing = False  # whether the run was asked to stop because its machines have changed
         self.stalled = False  # whether it was ended because nothing happened
         self.request = 0  # when `_ask` wrote its file, by the file system's clock; 0: it has not
@@ -196,6 +197,7 @@ class Supervisor:
             return  # both the kernel and the shell send it when the terminal is closed
         self.requests += 1
         if self.requests == 1:
+            self.first_signal = number
             say(
                 f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more "
                 "ends it at once"
