@@ -1,4 +1,4 @@
-"""Other processes of this machine, which machine it is (Linux), and processes that Ctrl-C must not reach."""
+"""Other processes of this machine, and which machine it is (Linux); signals that have to wait."""
 
 import os
 import signal
@@ -40,14 +40,13 @@ def machine() -> str:
 
 
 @contextmanager
-def shield_from_interrupts() -> Iterator[None]:
-    """Start processes in this context that Ctrl-C, which a terminal sends to all, never reaches.
+def hold_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Let this process receive these signals only at the end of the context.
 
-    They inherit a signal mask that blocks SIGINT, so they need no handler and print no traceback of their
-    imports. A Ctrl-C that comes meanwhile reaches this process when the context ends. Ending the processes is
-    left to the caller.
+    Processes that are started in it inherit the mask and never receive them. With SIGINT, Ctrl-C, which a
+    terminal sends to all processes, is left to this one, and they print no traceback of their imports.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

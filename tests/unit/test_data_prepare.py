@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ from megacore.data.indexed import IndexedTokens
 from megacore.errors import ConfigError, DataError, UserError
 from megacore.tools.corpora import Sidecar
 from megacore.tools.inputs import Inputs
+from megacore.tools.prepare import partial, sources
 from megacore.tools.prepare import prepare as prepare_module
-from megacore.tools.prepare import sources
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.prepare.split import cross_entropy
 from megacore.tools.settings.load import load
@@ -476,3 +477,29 @@ def test_an_interrupted_preparation_does_not_wait_for_its_workers() -> None:
     began = time.monotonic()
     results.close()
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_files_leaves_no_half_corpus(
+    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The .bin of this preparation next to the .idx of an earlier one would be read as a corpus."""
+    (tmp_path / "text").write_text("a" * 1000)
+    prepare([str(tmp_path / "text")], prefix, "bytes")
+    (tmp_path / "text").write_text("b" * 3000)
+    replace = os.replace
+
+    def replace_and_signal(source: str, target: str) -> None:
+        replace(source, target)
+        if target.endswith(".bin"):
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(os, "replace", replace_and_signal)
+    previous = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(tmp_path / "text")], prefix, "bytes")
+    finally:
+        signal.signal(number, previous)
+    assert set(tokens_of(prefix)[:3000].tolist()) == {ord("b")} and Sidecar.load(prefix) is not None
+    assert not Path(partial.folder_of(prefix)).exists()

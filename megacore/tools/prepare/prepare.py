@@ -6,6 +6,7 @@ process writes them. Memory depends on the number of texts, never on their size.
 
 import functools
 import os
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -37,7 +38,7 @@ from megacore.tools.prepare.input_files import LeftOut
 from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
 from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
 from megacore.tools.prepare.split import SPELLED_END, Encoded, Split, Tokenized, refuse_empty, sidecar
-from megacore.tools.processes import shield_from_interrupts
+from megacore.tools.processes import hold_signals
 from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
 from megacore.tools.text.special_tokens import BESIDE
 from megacore.tools.text.tokenizer import (
@@ -184,21 +185,24 @@ def prepare(
             refuse_empty(splits)
             for split in splits:
                 split.writer.finish()
-            if written:
-                os.replace(name, f"{prefix}{written}")
-                name = f"{prefix}{written}"
-        # The sidecars come last, because each has a digest of its corpus.
-        sidecars = {}
-        for split in splits:
-            described = sidecar(split, splits[0], name)
-            if chat:
-                described = replace(described, bos=begins_with(split.writer.prefix, loaded.begin_of_document))
-            else:
-                spelled_bytes = int(split.counts @ np.array(token_bytes))
-                described = replace(described, bos=bool(begin), spelled_bytes=spelled_bytes)
-            sidecars[split.writer.prefix] = described
-        for p, described in sidecars.items():
-            described.save(p)
+            with hold_signals(signal.SIGINT, signal.SIGTERM):  # all files get their names, or none does
+                if written:
+                    os.replace(name, f"{prefix}{written}")
+                    name = f"{prefix}{written}"
+                stack.close()
+                # The sidecars come last, because each has a digest of its corpus.
+                sidecars = {}
+                for split in splits:
+                    described = sidecar(split, splits[0], name)
+                    if chat:
+                        has_bos = begins_with(split.writer.prefix, loaded.begin_of_document)
+                        described = replace(described, bos=has_bos)
+                    else:
+                        spelled_bytes = int(split.counts @ np.array(token_bytes))
+                        described = replace(described, bos=bool(begin), spelled_bytes=spelled_bytes)
+                    sidecars[split.writer.prefix] = described
+                for p, described in sidecars.items():
+                    described.save(p)
     except BrokenProcessPool:
         raise DataError(
             prefix,
@@ -477,7 +481,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
     try:
         pending: deque[Future[R]] = deque()
         for item in items:
-            with shield_from_interrupts():  # the pool starts a worker when it needs one
+            with hold_signals(signal.SIGINT):  # the pool starts a worker when it needs one
                 pending.append(pool.submit(function, item))
             if len(pending) == 4 * workers:
                 yield pending.popleft().result()

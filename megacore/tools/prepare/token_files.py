@@ -7,6 +7,7 @@ file that was written in another type would be read as other tokens, without any
 
 import glob
 import os
+import signal
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.input_files import FORMATS
 from megacore.tools.prepare.prepare import Prepared
 from megacore.tools.prepare.split import Encoded, Split, refuse_empty, sidecar
+from megacore.tools.processes import hold_signals
 from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
 from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -101,9 +103,13 @@ def convert_tokens(inputs: list[str], prefix: str, tokenizer: str, dtype: str | 
             refuse_empty(splits)
             for split in splits:
                 split.writer.finish()
-        sidecars = {split.writer.prefix: sidecar(split, splits[0], tokenizer_path) for split in splits}
-        for split_prefix, described in sidecars.items():
-            described.save(split_prefix)
+            with hold_signals(signal.SIGINT, signal.SIGTERM):  # all files get their names, or none does
+                stack.close()
+                sidecars = {
+                    split.writer.prefix: sidecar(split, splits[0], tokenizer_path) for split in splits
+                }
+                for split_prefix, described in sidecars.items():
+                    described.save(split_prefix)
     except OSError as error:
         raise DataError(
             prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left"

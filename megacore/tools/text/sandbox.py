@@ -28,7 +28,7 @@ from typing import Any
 
 from megacore.errors import DataError
 from megacore.files import ROOT
-from megacore.tools.processes import shield_from_interrupts
+from megacore.tools.processes import hold_signals
 
 # For a question, and for each byte of text in it. A tokenizer of 256,000 pieces took 1.4 µs and 350 bytes a
 # byte.
@@ -56,7 +56,7 @@ class Sandbox:
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
-        with theirs, shield_from_interrupts():
+        with theirs, hold_signals(signal.SIGINT):
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno())],
