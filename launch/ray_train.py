@@ -12,8 +12,10 @@ import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other i
 import argparse
 import json
 import queue
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder, open_plain
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.metrics_file import LINE_BYTES, recorded
@@ -46,8 +48,9 @@ done without, and one that joins is used while the run is in good health. The ru
 with the same global batch, laid out anew, as under launch/supervise.py. --ranks-command finds
 MEGACORE_LOG_DIR in its environment, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have
 room. To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it
-too.
-Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
+too. Without a range, SIGTERM and SIGINT (Ctrl-C) end the run without saving.
+Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 130 or 143 after
+Ctrl-C or SIGTERM, else failed."""
 # Ray's, of checkpoints that we may have removed since: it would then start no run
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
@@ -138,6 +141,9 @@ def run(argv: list[str]) -> int:
     except Exception as error:
         refuse_connection(error)
         raise
+    except SystemExit:  # by Ray's handler of SIGTERM, whose status is 15
+        raise SystemExit(128 + signal.SIGTERM) from None
+    unwind_on_sigterm()
     try:
         resources = ray.cluster_resources()
         gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
@@ -163,14 +169,26 @@ def run(argv: list[str]) -> int:
             flush=True,
         )
         (folder / SNAPSHOT).unlink(missing_ok=True)
-        status: int = trainer(start, workers[0], gpu, args.cpus, args.restarts).fit().return_value
-        return status
+        return fitted(trainer(start, workers[0], gpu, args.cpus, args.restarts))
     except TrainingFailedError as error:
         status, line = end_of(error)
     finally:
         ray.shutdown()  # behind which nobody else speaks
     print(line, file=sys.stderr)
     return status
+
+
+def fitted(trainer: "TorchTrainer") -> int:
+    """Train with Ray, and return the exit status of the run.
+
+    In another thread, because in the main thread Ray would handle Ctrl-C itself: it waits for workers that
+    are still starting, and ends with status 1.
+    """
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
+        return int(executor.submit(trainer.fit).result().return_value)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def refuse_connection(error: Exception) -> None:

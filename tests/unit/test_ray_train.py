@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -301,3 +303,35 @@ def test_a_rank_in_rays_process_does_not_end_it(error: Exception, capsys: pytest
     """Ray would see a worker that died, and not the exception that says why."""
     fail(error, RankInfo(guest=True), None)
     assert ("failed: ValueError: nan" in capsys.readouterr().err) == (type(error) is ValueError)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_of_ray(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
+    """Ray takes both signals: after Ctrl-C it waits for its workers, and its statuses are 1 and 15."""
+    shut_down = threading.Event()
+
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+    def fit() -> SimpleNamespace:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, lambda *_: None)
+        os.kill(os.getpid(), number)
+        assert shut_down.wait(20)
+        return SimpleNamespace(return_value=0)
+
+    ray = SimpleNamespace(init=init, cluster_resources=lambda: EIGHT, shutdown=shut_down.set)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(TrainingFailedError=RuntimeError))
+    monkeypatch.setattr("launch.ray_train.trainer", lambda *_: SimpleNamespace(fit=fit))
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as raised:
+            run(["--workers", "2", "--config", config, f"log.dir={tmp_path / 'run'}"])
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert getattr(raised.value, "code", 130) == status and shut_down.is_set()
