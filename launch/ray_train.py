@@ -15,7 +15,6 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -169,26 +168,14 @@ def run(argv: list[str]) -> int:
             flush=True,
         )
         (folder / SNAPSHOT).unlink(missing_ok=True)
-        return fitted(trainer(start, workers[0], gpu, args.cpus, args.restarts))
+        status: int = trainer(start, workers[0], gpu, args.cpus, args.restarts).fit().return_value
+        return status
     except TrainingFailedError as error:
         status, line = end_of(error)
     finally:
         ray.shutdown()  # behind which nobody else speaks
     print(line, file=sys.stderr)
     return status
-
-
-def fitted(trainer: "TorchTrainer") -> int:
-    """Train with Ray, and return the exit status of the run.
-
-    In another thread, because in the main thread Ray would handle Ctrl-C itself: it waits for workers that
-    are still starting, and ends with status 1.
-    """
-    executor = ThreadPoolExecutor(max_workers=1)
-    try:
-        return int(executor.submit(trainer.fit).result().return_value)
-    finally:
-        executor.shutdown(wait=False)
 
 
 def refuse_connection(error: Exception) -> None:
@@ -272,11 +259,17 @@ def trainer(start: dict[str, Any], workers: int, gpu: bool, cpus: int, restarts:
                 if refused:
                     raise RuntimeError(REFUSED + line)
 
+    class Interruptible(TorchTrainer):
+        """Ray's trainer without its handler of Ctrl-C, which waits for workers and ends with status 1."""
+
+        def _register_sigint_handler(self, controller: Any) -> None:
+            """Leave Ctrl-C to the command, whose end also ends the workers."""
+
     folder = Path(start["folder"])
     # Without restarts nothing is waited for either, such as a machine that has just been lost: whoever
     # started this knows better.
     limits = {"controller_failure_limit": 0, "max_preemption_failures": 0} if restarts == 0 else {}
-    return TorchTrainer(
+    return Interruptible(
         work,
         train_loop_config=start,
         torch_config=Ranks(),

@@ -312,20 +312,30 @@ def test_a_signal_ends_a_run_of_ray(
     """Ray takes both signals: after Ctrl-C it waits for its workers, and its statuses are 1 and 15."""
     shut_down = threading.Event()
 
+    class Settings:
+        def __init__(self, *values: object, **settings: object) -> None:
+            pass
+
+    class Trainer(Settings):
+        def _register_sigint_handler(self, controller: object) -> None:
+            signal.signal(signal.SIGINT, lambda *_: None)
+
+        def fit(self) -> SimpleNamespace:
+            self._register_sigint_handler(None)
+            os.kill(os.getpid(), number)
+            assert shut_down.wait(5)
+            return SimpleNamespace(return_value=0)
+
     def init(**options: object) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 
-    def fit() -> SimpleNamespace:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, lambda *_: None)
-        os.kill(os.getpid(), number)
-        assert shut_down.wait(20)
-        return SimpleNamespace(return_value=0)
-
+    names = ("FailureConfig", "RunConfig", "ScalingConfig", "UserCallback", "Backend", "TorchConfig")
+    train = SimpleNamespace(**dict.fromkeys(names, Settings), TorchTrainer=Trainer)
+    train.TrainingFailedError = RuntimeError
     ray = SimpleNamespace(init=init, cluster_resources=lambda: EIGHT, shutdown=shut_down.set)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(TrainingFailedError=RuntimeError))
-    monkeypatch.setattr("launch.ray_train.trainer", lambda *_: SimpleNamespace(fit=fit))
+    for module in ("ray.train", "ray.train.backend", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, module, train)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
