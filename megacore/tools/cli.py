@@ -130,7 +130,7 @@ def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoRet
     128 + signal, wherever it waits.
     """
     guard_streams()
-    signal.signal(signal.SIGTERM, interrupt)
+    unwind_on_sigterm()
     with SignalThread(end_after_grace):
         try:
             status = rank_status(script)
@@ -203,7 +203,7 @@ def unwind_on_sigterm() -> None:
     For a script whose processes or files would outlive it, because they are ended or removed in `with`
     statements.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def leave(status: int) -> NoReturn:

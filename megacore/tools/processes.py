@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,13 +42,25 @@ def machine() -> str:
 
 @contextmanager
 def hold_signals(*numbers: signal.Signals) -> Iterator[None]:
-    """Let this process receive these signals only at the end of the context.
+    """Let this process handle these signals only at the end of the context.
 
-    Processes that are started in it inherit the mask and never receive them. With SIGINT, Ctrl-C, which a
-    terminal sends to all processes, is left to this one, and they print no traceback of their imports.
+    Processes that are started in it inherit the signal mask and never receive them. With SIGINT, Ctrl-C,
+    which a terminal sends to all processes, is left to this one, and they print no traceback of imports.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    # The mask is this thread's alone. Another thread may receive the signal, and Python still runs its
+    # handler in the main thread, so the handlers are replaced too.
+    held: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {
+            number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers
+        }
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -492,14 +493,19 @@ def test_a_signal_between_two_files_leaves_no_half_corpus(
     def replace_and_signal(source: str, target: str) -> None:
         replace(source, target)
         if target.endswith(".bin"):
-            signal.raise_signal(number)
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # for another thread to receive it, if any does not block it
 
     monkeypatch.setattr(os, "replace", replace_and_signal)
     previous = signal.signal(number, signal.default_int_handler)
+    done = threading.Event()
+    other_thread = threading.Thread(target=done.wait)
+    other_thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             prepare([str(tmp_path / "text")], prefix, "bytes")
     finally:
+        done.set()
         signal.signal(number, previous)
     assert set(tokens_of(prefix)[:3000].tolist()) == {ord("b")} and Sidecar.load(prefix) is not None
     assert not Path(partial.folder_of(prefix)).exists()
