@@ -24,7 +24,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder, open_plain
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.metrics_file import LINE_BYTES, recorded
@@ -141,16 +141,8 @@ def run(argv: list[str]) -> int:
         refuse_connection(error)
         raise
     except SystemExit:  # by Ray's handler of SIGTERM, whose status is 15
-        raise SystemExit(128 + signal.SIGTERM) from None
-    terminated = False
-
-    def terminate(*_: object) -> None:
-        """Handle SIGTERM: Ray ends the process with status 1 at any exception but Ctrl-C's."""
-        nonlocal terminated
-        terminated = True
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, terminate)
+        raise KeyboardInterrupt(signal.SIGTERM) from None
+    unwind_on_sigterm()
     try:
         resources = ray.cluster_resources()
         gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
@@ -180,10 +172,6 @@ def run(argv: list[str]) -> int:
         return status
     except TrainingFailedError as error:
         status, line = end_of(error)
-    except KeyboardInterrupt:
-        if terminated:
-            raise SystemExit(128 + signal.SIGTERM) from None
-        raise
     finally:
         ray.shutdown()  # behind which nobody else speaks
     print(line, file=sys.stderr)

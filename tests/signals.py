@@ -41,7 +41,6 @@ class Phase:
     script: str = "pretrain"
     overrides: tuple[str, ...] = ()
     alone: tuple[tuple[str, str], ...] = ()  # variables of the environment of a command alone
-    ranks: tuple[int, ...] = (0, 1)  # which ranks reach the phase under torchrun
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
     times: int = 1  # that the signal is sent
     launchers: tuple[str, ...] = ("alone", "torchrun")
@@ -63,12 +62,11 @@ def watch_meeting(reach: Reach) -> None:
     meet = init.meet
 
     def wait(*args: Any) -> Any:
-        if os.environ["RANK"] != "1":
-            return meet(*args)
         reach()
         store = meet(*args)
-        assert store is not None
-        store.get("never written")
+        if os.environ["RANK"] == "1":
+            assert store is not None
+            store.get("never written")
         return store
 
     init.meet = wait
@@ -196,7 +194,7 @@ RANK_0 = (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD
 RANK_1 = (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"))
 PHASES = {
     "importing": Phase(watch_importing),
-    "meeting": Phase(watch_meeting, alone=RANK_1, ranks=(1,)),
+    "meeting": Phase(watch_meeting, alone=RANK_1),
     "connecting": Phase(watch_connecting, alone=RANK_0),
     "compiling": Phase(watch_compiling, overrides=("train.compile=true",)),
     "first step": Phase(watch_first_step, saves=True),
@@ -283,7 +281,7 @@ def end_in(
             preexec_fn=heed_interrupts,
         )
         try:
-            ranks = [int(own.get("RANK", 0))] if launcher == "alone" else phase.ranks
+            ranks = [int(own.get("RANK", 0))] if launcher == "alone" else [0, 1]
             deadline = time.monotonic() + PATIENCE
             while not all((folder / REACHED.format(rank)).exists() for rank in ranks):
                 if process.poll() is not None or time.monotonic() > deadline:

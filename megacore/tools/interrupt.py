@@ -6,7 +6,6 @@ until its last line Python's own handler prints a traceback.
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -27,15 +26,18 @@ def interrupted_status(error: KeyboardInterrupt) -> int:
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Handle a signal in the main thread: raise `KeyboardInterrupt`, with the signal's number.
 
-    While the script or torch is being imported, end the process at once instead: nothing has begun,
-    and a half-imported module may swallow the exception.
+    While Python starts the script, or while the script or torch is being imported, end the process at
+    once instead: nothing has begun, and a half-imported module may swallow the exception.
     """
-    inner = ""
+    inner, started = "", False
     while frame is not None:
         module = frame.f_globals.get("__name__") if frame.f_code.co_name == "<module>" else None
         if module == "torch" or (module == "__main__" and "importlib" in inner):
             os._exit(status_after_signal(number))
+        started |= module == "__main__"
         inner, frame = frame.f_code.co_filename, frame.f_back
+    if not started:
+        os._exit(status_after_signal(number))
     raise KeyboardInterrupt(number)
 
 
@@ -61,6 +63,8 @@ class SignalThread:
         self.react = react
 
     def __enter__(self) -> None:
+        import threading  # takes longer than all that this module does before Ctrl-C is handled
+
         self.reading, self.writing = os.pipe()
         os.set_blocking(self.writing, False)
         threading.Thread(target=self._read, name="signals", daemon=True).start()
@@ -76,15 +80,15 @@ class SignalThread:
         os.close(self.reading)
 
 
-def forget_wakeup_fd() -> None:
-    """Keep a forked child's signals from this process, with which it shares the file descriptor."""
-    if threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(-1)
+def handle_interrupts() -> None:
+    """Handle Ctrl-C by `interrupt`, unless it is ignored, or another program handles it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        try:
+            signal.signal(signal.SIGINT, interrupt)
+        except ValueError:  # imported in another thread than the main one, such as a worker of Ray
+            return
 
 
-os.register_at_fork(after_in_child=forget_wakeup_fd)
-if (
-    signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    and threading.current_thread() is threading.main_thread()
-):
-    signal.signal(signal.SIGINT, interrupt)
+handle_interrupts()
+# A forked child shares the file descriptor, and its signals are not this process's.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

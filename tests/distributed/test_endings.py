@@ -151,7 +151,7 @@ IMPORTS_TORCH = {
 WITHOUT_TORCH = {"ds_configs", "figures", "heartbeats", "planner", "planner_against"}
 OTHERS = {"prepare.py", "compare.py", "instructlab.py"}  # which are asked otherwise
 FORKS = ["configs/forks/merge_lora.py", "configs/forks/speculate.py"]
-EARLY = [*(f"launch/{script}" for script in SCRIPTS if script != "pretrain.py"), *FORKS]
+EARLY = [*(f"launch/{script}" for script in SCRIPTS), *FORKS]
 IMPORTS = [  # compare.py imports nothing before it has read the runs
     # the first module that a script needs for itself
     *(("argparse", [script, "-h"]) for script in EARLY if script not in FORKS),
