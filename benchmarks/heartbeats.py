@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     """Prints the figures."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--hosts", type=count, default=4096, metavar="N", help="hosts that beat (4096)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="parallel.heartbeat_seconds (20)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="parallel.heartbeat_seconds (15)")
     args = parser.parse_args(argv)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     hub = subprocess.Popen(

@@ -74,7 +74,7 @@ class ParallelConfig(Section):
         "before the first step it may take four times as long; null: never",
     )
     heartbeat_seconds: Annotated[float, Field(ge=1, le=1e8)] | None = Field(
-        20.0,
+        15.0,
         description="a host that others hear nothing of for so long is lost, and all ranks end; null: "
         "hosts are not watched",
     )
