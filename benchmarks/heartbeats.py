@@ -37,20 +37,26 @@ def run(argv: list[str]) -> int:
         [sys.executable, "-m", heartbeat.__name__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert hub.stdin is not None and hub.stdout is not None
-    hub.stdin.write(
-        json.dumps({"name": "node0", "token": TOKEN, "seconds": args.seconds, "folder": None}) + "\n"
-    )
+    settings = {
+        "name": "node0",
+        "token": TOKEN,
+        "seconds": args.seconds,
+        "world_size": 8 * args.hosts + 1,
+        "note": None,
+    }
+    hub.stdin.write(json.dumps(settings) + "\n")
     hub.stdin.close()
     rank = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     rank.connect("\0" + hub.stdout.readline().strip())
     rank.send(f"{TOKEN}{json.dumps({'rank': 0, 'pid': 0})}\n".encode())
-    port = json.loads(rank.recv(4096))["port"]
+    answer, _, verdict = rank.recv(4096).partition(b"\n")
+    port = json.loads(answer)["port"]
     sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(args.hosts)]
     for each in sockets:
         each.setblocking(False)
     ranks = [list(range(8 * i, 8 * i + 8)) for i in range(args.hosts + 1)]
     messages = [
-        Beat(f"node{i}", "", False, ranks[i], ranks[i], []).packed(TOKEN.encode())
+        Beat(f"node{i}", "", False, ranks[i], ranks[i]).packed(TOKEN.encode())
         for i in range(1, args.hosts + 1)
     ]
     answers, sent, silent, rounds = 0, 0, args.hosts // 3, 2 * heartbeat.BEATS
@@ -72,14 +78,13 @@ def run(argv: list[str]) -> int:
     )
     struck = time.monotonic()
     rank.setblocking(False)
-    verdict = b""
-    while not verdict:
+    while b"verdict" not in verdict:
         for i, (each, message) in enumerate(zip(sockets, messages, strict=True)):
             if i != silent:
                 each.sendto(message, ("127.0.0.1", port))
         time.sleep(args.seconds / heartbeat.BEATS / 2)
         with contextlib.suppress(BlockingIOError):
-            verdict = rank.recv(4096)
+            verdict += rank.recv(65536)
     print(f"one that fell silent was named after {time.monotonic() - struck:.1f} s")
     hub.kill()
     hub.wait()

@@ -146,7 +146,7 @@ def train(
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with (
-        joined(config, place, device, Guardians(config, place, device)) as mesh,
+        joined(config, place, device, Guardians(config, place, device, folder)) as mesh,
         Garbage() as garbage,
         mirror,
     ):

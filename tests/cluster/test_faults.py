@@ -37,14 +37,13 @@ SILENT = 10.0  # seconds after which a host is lost that only watches
 WATCHER = """
 import os, sys, time
 from datetime import timedelta
-from pathlib import Path
 import torch.distributed as dist
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 rank = int(sys.argv[1])
 store = dist.TCPStore("node0", 29700, 2, rank == 0, timedelta(seconds=600), wait_for_workers=False)
 place = RankInfo(rank, 2, 0, 1, "node0", 29700)
-pulse = HeartbeatClient(store, place, float(sys.argv[3]), Path(sys.argv[2]))
+pulse = HeartbeatClient(store, place, float(sys.argv[2]))
 while not store.check(["doctor/heartbeat/hub"]) or pulse.connection is None:
     time.sleep(0.1)
 time.sleep(5)
@@ -209,11 +208,9 @@ class Run:
             time.sleep(0.5)
 
 
-def test_a_cut_link_is_named_by_both_sides(four: Hosts, tmp_path: Path) -> None:
+def test_a_cut_link_is_named_by_both_sides(four: Hosts) -> None:
     """Neither side's collectives would end, nor would the launcher; and each side must end its own ranks."""
-    ranks = [
-        four.popen(host, "python", "-c", WATCHER, str(host), str(tmp_path), str(SILENT)) for host in range(2)
-    ]
+    ranks = [four.popen(host, "python", "-c", WATCHER, str(host), str(SILENT)) for host in range(2)]
     for rank in ranks:
         assert rank.stdout is not None and rank.stdout.readline() == "beating\n"
     four.cut(1)
@@ -322,8 +319,14 @@ def test_a_host_that_is_gone_comes_back(four: Hosts, folder: Path) -> None:
         run.finish("host gone, back, and a rank killed")
 
 
-def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain") -> None:
-    """Kills a rank on a host, as the kernel does when memory runs out."""
+class Stalling(Run):
+    """A run whose watchdog does not wait for minutes."""
+
+    OVERRIDES = ("parallel.hang_seconds=8",)
+
+
+def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain", signal_name: str = "KILL") -> None:
+    """Sends a signal to the rank on a host; SIGKILL is what the kernel sends when memory runs out."""
     found = subprocess.run(
         four.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True
     ).stdout
@@ -333,7 +336,7 @@ def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain") -> None:
         if re.search(rf"-u \S*{script}\.py --local_rank", line) and "launcher" not in line
     ]
     assert len(pids) == 1, found
-    subprocess.run(four.inside(host, "kill", "-9", pids[0]), check=True)
+    subprocess.run(four.inside(host, "kill", f"-{signal_name}", pids[0]), check=True)
 
 
 @slow

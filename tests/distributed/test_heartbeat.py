@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megacore.distributed.processes import STOPPED, process_state
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.diagnosis import beats, heartbeat
 from megacore.tools.diagnosis import heartbeat_client as pulse
-from megacore.tools.diagnosis.beats import Beat
+from megacore.tools.diagnosis.beats import MOST_LISTED, Beat, Failure, RankStates, unpacked
+from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote
 from megacore.tools.local_ranks import free_port
 from tests.pool import CONTEXT, PATIENCE, ROOT
 from tests.strangers import GARBAGE
@@ -39,6 +41,7 @@ class Rank:
 
     def __init__(self, cluster: "Cluster", host: str, rank: int, pid: int = 0) -> None:
         self.connection, self.received = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), b""
+        self.states = RankStates()
         self.connection.connect(cluster.hosts[host].door.getsockname())
         self.tell(rank=rank, pid=pid)
         while not (answer := self.told()):
@@ -59,8 +62,17 @@ class Rank:
 
     def verdict(self) -> str:
         """What it was told to end with; empty if nothing."""
-        line = self.told()
-        return str(json.loads(line)["verdict"]) if line else ""
+        while line := self.told():
+            message = json.loads(line)
+            if "verdict" in message:
+                return str(message["verdict"])
+            self.states = RankStates(**message["states"])
+        return ""
+
+    def report(self, reason: str, *ranks: int) -> None:
+        """Ends for a reason that blames some ranks."""
+        self.tell(reason=reason, ranks=list(ranks))
+        self.end()
 
     def leave(self) -> None:
         self.tell(farewell=True)
@@ -75,10 +87,10 @@ class PlayedHost(heartbeat.Heartbeat):
     """A host's process with its real sockets, which acts when its cluster tells it to."""
 
     def __init__(self, name: str, cluster: "Cluster", folder: Path) -> None:
-        super().__init__(name, TOKEN, SECONDS, str(folder))
+        super().__init__(name, TOKEN, SECONDS, cluster.world_size, FailureNote(folder, "this start"))
         self.cluster, self.due = cluster, cluster.now + self.beat
         self.said: list[str] = []
-        self.stopped = self.ended = False
+        self.paused = self.ended = False
         self.coming = 0  # datagrams that others have sent, and that it has not read yet
         self.accepted = 0  # connections
         wait = self.selector.select
@@ -98,7 +110,7 @@ class PlayedHost(heartbeat.Heartbeat):
 
     def act(self) -> None:
         """Takes turns until it would wait for the next beat."""
-        if self.stopped or self.ended:
+        if self.paused or self.ended:
             return
         self.cluster.acting = self
         while self.coming:  # however late the kernel delivers them
@@ -117,7 +129,8 @@ class Cluster:
     """Hosts a, b and c with their ranks, the first with rank 0, all of which have heard of each other."""
 
     def __init__(self, folder: Path, ranks: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
+        self.now, self.world_size = 1000.0, sum(map(len, ranks.values()))
+        FailureNote(folder, "this start").begin()
         monkeypatch.setattr(
             heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
         )
@@ -141,11 +154,11 @@ class Cluster:
 
     def stop(self, *names: str) -> None:
         for name in names:
-            self.hosts[name].stopped = True
+            self.hosts[name].paused = True
 
     def go_on(self, *names: str) -> None:
         for name in names:
-            self.hosts[name].stopped = False
+            self.hosts[name].paused = False
 
     def verdicts(self) -> dict[int, str]:
         """The verdicts that ranks have been told since this was last asked."""
@@ -164,6 +177,12 @@ class Cluster:
             rank.connection.close()
 
 
+def note(folder: Path) -> dict[str, Any]:
+    """What the run's folder says of its end."""
+    found: dict[str, Any] = json.loads((folder / FAILURE).read_text())
+    return found
+
+
 THREE = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
 
 
@@ -178,7 +197,7 @@ def test_a_host_is_lost_at_the_tenth_beat_that_it_misses() -> None:
     """Counted, because a busy machine's clock proves nothing: rank 0's host and another,
     each of which hears nothing more.
     """
-    hub, other = (heartbeat.Heartbeat(name, TOKEN, 1e3, None) for name in "ab")
+    hub, other = (heartbeat.Heartbeat(name, TOKEN, 1e3, 2, None) for name in "ab")
     hub.ranks, other.ranks, other.heard = [0], [1], True
     hub.hosts["b"] = heartbeat.Host("b", [1], other.datagrams.getsockname(), open=[1])
     other.hub = heartbeat.Host("a", [0], hub.datagrams.getsockname())
@@ -216,10 +235,11 @@ def test_a_silent_host_is_named_by_all_others(three: Cluster, tmp_path: Path, lo
     three.wait(2 * BEAT)
     assert three.ended() == "abc".replace(lost, "")
     for name in set(THREE) - {lost}:
+        assert len(three.hosts[name].said) == 1, three.hosts[name].said
         (said,) = three.hosts[name].said
         assert f"host {lost} (" in said and said.endswith(f"; {name} ends its {heartbeat.named(THREE[name])}")
     if lost == "b":
-        assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["b"]
+        assert note(tmp_path)["hosts"] == ["b"]
     three.go_on(lost)
     three.wait(2 * SECONDS)
     assert sorted(three.verdicts()) == THREE[lost]
@@ -240,7 +260,7 @@ def test_a_host_that_hears_nobody_is_the_one_that_is_cut_off(three: Cluster, tmp
         three.ranks[rank].end()
     three.wait(2 * BEAT)
     assert three.ended() == "a"
-    assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["a"]
+    assert note(tmp_path)["hosts"] == ["a"]
 
 
 def test_a_host_that_pauses_is_not_lost(three: Cluster) -> None:
@@ -299,8 +319,8 @@ def test_a_lost_host_is_not_waited_for_when_all_others_have_failed(three: Cluste
         three.ranks[rank].end()
     three.wait((heartbeat.FEW + 2) * BEAT)
     assert three.ended() == "ac"
-    lost = json.loads((tmp_path / heartbeat.LOST).read_text())
-    assert lost["hosts"] == ["b"] and f" for {heartbeat.FEW * BEAT:.0f} s: " in lost["verdict"]
+    lost = note(tmp_path)
+    assert lost["hosts"] == ["b"] and f" for {heartbeat.FEW * BEAT:.0f} s: " in lost["reason"]
     assert not three.hosts["a"].said, "no process is there to be ended"
 
 
@@ -312,9 +332,140 @@ def test_a_rank_that_cannot_end_is_killed(three: Cluster) -> None:
         stuck = Rank(three, "c", 6, sleeper.pid)
         three.ranks[3].end()
         three.wait(SECONDS)
-        assert stuck.verdict() and sleeper.wait(PATIENCE) == -signal.SIGKILL
+        assert stuck.verdict() and sleeper.wait(10) == -signal.SIGKILL
     finally:
         sleeper.kill()
+
+
+def send_and_wait(pid: int, number: signal.Signals, states: Sequence[str]) -> None:
+    """Sends a signal, and waits until it has put the process into one of some states."""
+    os.kill(pid, number)
+    deadline = time.monotonic() + PATIENCE
+    while process_state(pid) not in states:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that may be stopped."""
+    process = subprocess.Popen(["sleep", "3600"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_that_end_for_a_reason_are_not_blamed(
+    three: Cluster, tmp_path: Path, sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    """A stopped rank stays, and the others end with the watchdog's verdict on it: a user would look for a
+    killed process on a healthy host. The stopped one must end too, or the job cannot start again.
+    """
+    send_and_wait(sleeper.pid, signal.SIGSTOP, STOPPED)
+    three.ranks[6] = Rank(three, "c", 6, sleeper.pid)
+    reason = "rank 6 (host c) is stopped (by SIGSTOP or a debugger)"
+    for rank in range(6):
+        three.ranks[rank].report(reason, 6)
+    three.wait(BEAT)
+    assert note(tmp_path)["reason"] == reason, "the supervisor must learn it though no verdict follows"
+    three.wait(SECONDS)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert [three.hosts[name].verdict for name in "abc"] == [reason] * 3
+    assert note(tmp_path)["reason"] == reason and note(tmp_path)["hosts"] == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "blamed", "is_better"),
+    [("rank 3 (host b) is dead", 3, True), ("rank 4 (host c) failed: RuntimeError: timed out", 4, False)],
+)
+def test_a_killed_rank_comes_before_those_that_fail_without_it(
+    three: Cluster, tmp_path: Path, reason: str, blamed: int, is_better: bool
+) -> None:
+    """The first failure is the cause: a later one explains it only if it names that rank."""
+    three.ranks[3].end()
+    three.wait(BEAT)
+    three.ranks[4].report(reason, blamed)
+    three.wait(SECONDS)
+    guess = "rank 3 on host b has ended, and others go on: killed, or out of memory?"
+    verdict = reason if is_better else guess
+    assert set(three.verdicts().values()) == {verdict} and note(tmp_path)["reason"] == verdict
+
+
+def test_ranks_that_a_launcher_ends_after_a_failure_are_not_blamed(three: Cluster, tmp_path: Path) -> None:
+    """It kills the failed rank's neighbours, which can report nothing."""
+    three.ranks[3].report("rank 3 (host b) failed: ValueError: nothing", 3)
+    three.ranks[2].end()
+    three.wait(SECONDS)
+    assert set(three.verdicts().values()) == {"rank 3 (host b) failed: ValueError: nothing"}
+
+
+def test_every_host_knows_which_ranks_do_not_run(three: Cluster, sleeper: "subprocess.Popen[bytes]") -> None:
+    """The watchdog of another host would say that a host is down of whose only rank is stopped."""
+    three.ranks[6] = Rank(three, "c", 6, sleeper.pid)
+    send_and_wait(sleeper.pid, signal.SIGSTOP, STOPPED)
+    three.wait(BEAT)
+    three.verdicts()
+    assert three.ranks[0].states.state(6) == "R", "a profiler attaches for a moment"
+    three.wait(4 * BEAT)
+    three.verdicts()
+    assert [three.ranks[rank].states.state(6) for rank in (0, 2, 4)] == ["T"] * 3
+    stopped = "rank 6 on host c is stopped (by SIGSTOP or a debugger): the run waits for it"
+    assert three.hosts["c"].said == [stopped]
+    send_and_wait(sleeper.pid, signal.SIGCONT, ("S",))
+    three.stop("b")
+    three.wait((heartbeat.FEW + 2) * BEAT)
+    three.verdicts()
+    assert [three.ranks[0].states.state(rank) for rank in (1, 2, 3, 4, 6)] == [
+        "R",
+        "quiet",
+        "quiet",
+        "R",
+        "R",
+    ]
+    three.go_on("b")
+    three.wait(2 * BEAT)
+    three.ranks[5].end()
+    three.wait(2 * BEAT)
+    assert not three.verdicts()
+    assert [three.ranks[2].states.state(rank) for rank in (2, 3, 5)] == ["R", "R", "gone"]
+    three.stop("a")
+    three.wait((heartbeat.FEW + 2) * BEAT)
+    three.verdicts()
+    assert [three.ranks[4].states.state(rank) for rank in (0, 2)] == ["quiet", "R"]
+
+
+def test_a_host_that_is_cut_off_does_not_have_the_last_word(three: Cluster, tmp_path: Path) -> None:
+    """It cannot tell which side of the cut is healthy, and may still reach the shared folder first."""
+    reason = "host c hears nothing from host a (ranks 0-1): it is down, or the network between them is cut"
+    three.stop("a", "b")
+    three.wait(1.2 * SECONDS)
+    assert note(tmp_path)["reason"] == reason and note(tmp_path)["hosts"] == ["a"]
+    three.go_on("a", "b")
+    three.stop("c")
+    three.wait(1.2 * SECONDS)
+    assert note(tmp_path)["reason"].startswith("nothing was heard from host c (ranks 4-5)")
+    assert note(tmp_path)["hosts"] == ["a", "c"]
+
+
+def test_a_beat_about_thousands_of_ranks_fits_a_datagram() -> None:
+    """One that is too long would not be sent, and everybody would count as lost."""
+    many = list(range(100_000))
+    beat = Beat(
+        "a" * 200,
+        "v" * 9000,
+        False,
+        many[:64],
+        many[:64],
+        RankStates(many, many, many),
+        Failure("r" * 9000, many),
+    )
+    data = beat.packed(b"")
+    assert len(data) < 16_000
+    read = unpacked(data)
+    assert read.states == RankStates(*[many[:MOST_LISTED]] * 3) and read.failure.ranks == many[:MOST_LISTED]
+    assert read.states.state(5) == "gone" and read.states.state(5000) == "?", "the lists may have ended early"
 
 
 def test_strangers_neither_end_a_run_nor_blind_its_watch(three: Cluster) -> None:
@@ -349,9 +500,9 @@ def test_nothing_is_read_before_the_token(monkeypatch: pytest.MonkeyPatch) -> No
 
     With the token, what does not fit its lengths is counted, and nothing of it is kept.
     """
-    ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, None)
+    ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, 3, None)
     ours.ranks = [0]
-    good = Beat("b", "", False, [1, 2], [2], [1]).packed(TOKEN.encode())
+    good = Beat("b", "", False, [1, 2], [2], RankStates([1], [2])).packed(TOKEN.encode())
     monkeypatch.setattr(heartbeat, "say", lambda line: None)
     monkeypatch.setattr(heartbeat, "FAULT_SECONDS", 0.0)
     with ours.door, ours.datagrams, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
@@ -376,8 +527,8 @@ def test_nothing_is_read_before_the_token(monkeypatch: pytest.MonkeyPatch) -> No
         ]
         assert [heard(message) for message in bad] == [1] * len(bad) and not ours.hosts
         assert heard(good) == 0 and [
-            (host.name, host.ranks, host.open, host.gone) for host in ours.hosts.values()
-        ] == [("b", [1, 2], [2], {1: 0})]
+            (host.name, host.ranks, host.open, host.gone, host.stopped) for host in ours.hosts.values()
+        ] == [("b", [1, 2], [2], {1: 0}, [2])]
         for _ in range(heartbeat.AT_ONCE + 20):
             other.sendto(good, ("127.0.0.1", ours.port))
         ours._guarded(ours._receive)
@@ -386,7 +537,7 @@ def test_nothing_is_read_before_the_token(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_flood_takes_no_beats_place() -> None:
     """A host whose beats find no place in the queue is taken for lost, and the run ends."""
-    ours = heartbeat.Heartbeat("a", TOKEN + "1234567", SECONDS, None)
+    ours = heartbeat.Heartbeat("a", TOKEN + "1234567", SECONDS, 2, None)
     ours.ranks = [0]
     with ours.door, ours.datagrams, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         room = ours.datagrams.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
@@ -397,7 +548,7 @@ def test_a_flood_takes_no_beats_place() -> None:
         ):  # the last fill what is left between the others
             for _ in range(room // 60000 + 200):
                 other.sendto(stranger, ("127.0.0.1", ours.port))
-        other.sendto(Beat("b", "", False, [1], [1], []).packed(ours.token), ("127.0.0.1", ours.port))
+        other.sendto(Beat("b", "", False, [1], [1]).packed(ours.token), ("127.0.0.1", ours.port))
         ours._receive()
         assert [host.name for host in ours.hosts.values()] == ["b"]
 
@@ -406,7 +557,7 @@ def test_another_users_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     """Everybody on the machine can find the door; and this user's own programs may fill neither
     its memory nor its descriptors.
     """
-    ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, None)
+    ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, 3, None)
     monkeypatch.setattr(heartbeat, "say", lambda line: None)
     with ours.door, ours.datagrams, contextlib.ExitStack() as opened:
 
@@ -450,7 +601,7 @@ def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
     store = dist.TCPStore(
         "127.0.0.1", port, 2, rank == 0, timedelta(seconds=PATIENCE), wait_for_workers=False
     )
-    ours = pulse.HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), LIMIT, Path(folder))
+    ours = pulse.HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), LIMIT)
     while ours.connection is None or not store.check(["doctor/heartbeat/hub"]):
         time.sleep(0.05)
     store.set(f"beats{rank}", "yes")

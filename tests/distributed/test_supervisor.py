@@ -42,16 +42,18 @@ while step < 20:
     if step % 2 == 0:
         (saved / f"step_{step:08d}").mkdir(exist_ok=True)
     if step == plan.get("lost", [0])[0] and start == 1:
-        (folder / "lost.json").write_text(json.dumps({"hosts": plan["lost"][1:], "verdict": f"host {plan['lost'][1]} is lost"}))
+        (folder / "failure.json").write_text(json.dumps({"hosts": plan["lost"][1:], "reason": f"host {plan['lost'][1]} is lost"}))
     if step == plan.get("damage") and start == 1:
         with (folder / "metrics.jsonl").open("ab") as out:
             out.write((folder / "damaged").read_bytes())
-        (folder / "lost.json").write_text('{"hosts": 3')
+        (folder / "failure.json").write_text('{"hosts": 3')
         sys.stdout.buffer.write(b"\\xff\\xfe is said" * 1000 + b"\\n")
     if step in plan.get("fail", []) and not (folder / f"failed_{step}").exists():
         (folder / f"failed_{step}").touch()
         os.kill(os.getpid(), 9)
     if step == plan.get("always"):
+        for reason in plan.get("reasons", [])[start - 1 : start]:
+            (folder / "failure.json").write_text(json.dumps({"hosts": [], "reason": reason}))
         sys.exit(3)
     if [step, start] == plan.get("once", [0])[:1] + [1]:
         sys.exit(plan["once"][1])
@@ -96,6 +98,16 @@ def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.Ca
     assert "given up: 2 restarts in a row brought no progress beyond step 5" in capfd.readouterr().err
 
 
+def test_a_reason_of_an_earlier_start_is_not_quoted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A user would repair what is not broken any more."""
+    tmp_path.joinpath("failure.json").write_text('{"hosts": ["b"], "reason": "rank 7 is dead"}')
+    assert supervised(tmp_path, {"always": 5, "reasons": ["rank 1 is dead"]}, restarts=0).run() == 3
+    said = capfd.readouterr().err
+    assert "rank 7" not in said and said.count("rank 1 is dead") == 1
+
+
 @pytest.fixture
 def time_flies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the played run sleeps, hours pass between two looks at the clock."""
@@ -129,7 +141,7 @@ def test_nothing_that_a_run_writes_ends_the_watch(tmp_path: Path, capfd: pytest.
     said = capfd.readouterr().err
     assert (
         "nothing new in" in said
-        and "lost.json does not tell which hosts were lost: " in said
+        and "failure.json does not say why the run has ended: " in said
         and "Traceback" not in said
     )
 
@@ -255,7 +267,8 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.Ca
     assert used == [["a", "b"], ["a", "c"]]
     said = capfd.readouterr()
     assert (
-        "supervise: host b is lost\n" in said.err
+        "supervise: the run ended with status -9 at step 3, checkpoint 2: host b is lost; again in 0 s\n"
+        in said.err
         and "; spare: c\n" in said.out
         and "; spare: b\n" in said.out
     )

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
@@ -35,7 +35,7 @@ from megacore.tools.diagnosis import watchdog
 from megacore.tools.diagnosis.device_work import DeviceWork
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, FlightRecorder, channel_of, line_of, ranks_of
 from megacore.tools.diagnosis.guardians import Guardians
-from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, Snapshot
+from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
@@ -462,6 +462,103 @@ def test_a_device_times_what_is_asked_for() -> None:
         device.wait_begins()
         device.wait_ends(name)
     assert device.take_waits() == {"tp": 2.0, "dp": 1.0} and device.take_waits() == {}
+
+
+class Heartbeats:
+    """What heartbeats say of the ranks of other hosts, from the first time on that somebody asks."""
+
+    settle_seconds = 1.0
+
+    def __init__(self, *states: str) -> None:
+        """Each state is that of all ranks for half a second, the last one for good."""
+        self.states, self.asked = states, 0.0
+        self.reports: list[tuple[str, list[int]]] = []
+
+    def state(self, rank: int) -> str:
+        self.asked = self.asked or time.monotonic()
+        return self.states[min(int((time.monotonic() - self.asked) / 0.5), len(self.states) - 1)]
+
+    def report(self, reason: str, ranks: Sequence[int]) -> None:
+        self.reports.append((reason, list(ranks)))
+
+
+@pytest.fixture
+def dog_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., watchdog.Watchdog]]:
+    """Makes the watchdog of a rank that is alone on its host, with heartbeats that say so much."""
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
+    for thread in ("_watch", "_watch_store"):
+        monkeypatch.setattr(watchdog.Watchdog, thread, lambda self: None)
+    dogs = []
+
+    def make(rank: int, *states: str) -> watchdog.Watchdog:
+        heartbeats = cast(Any, Heartbeats(*states))
+        place, recorder = RankInfo(rank, 2, 0, 1), FlightRecorder()
+        dog = watchdog.Watchdog(
+            store, place, "", recorder, 1200.0, torch.device("cpu"), heartbeats=heartbeats
+        )
+        dogs.append(dog)
+        dog.tick = 0.01
+        other = RankProcess(1 - rank, "b", os.getpid(), "dp 0")
+        dog.notices.write(f"seat/{1 - rank}", asdict(other))
+        dog.first = other
+        return dog
+
+    yield make
+    for dog in dogs:
+        dog.close()
+
+
+@pytest.mark.parametrize(
+    ("states", "cause"),
+    [
+        (["gone"], "dead"),
+        (["T"], "stopped"),
+        (["R", "R", "quiet"], "unreachable"),
+        (["R"], "silent"),
+        (["?"], "unreachable"),
+    ],
+)
+def test_a_rank_alone_on_its_host_is_told_from_its_host(
+    dog_with: Callable[..., watchdog.Watchdog], states: list[str], cause: str
+) -> None:
+    """No neighbour sees its process, and a host that went down a moment ago still counts as running."""
+    dog = dog_with(0, *states)
+    dog._publish("round/0")
+    verdict = dog._judge("round/0")
+    assert (verdict.cause, verdict.ranks) == (cause, [1]), verdict
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        (
+            ["R", "gone"],
+            "rank 0 (host b, dp 0) is dead: no such process any more (killed, or out of memory?)",
+        ),
+        (["T"], "rank 0 (host b, dp 0) is stopped (by SIGSTOP or a debugger), and with it the store"),
+        (["R", "quiet"], "rank 0 (host b, dp 0) does not answer, nor does any rank of host b: down, or its"),
+        (["R"], "the store in which the ranks met, beside rank 0 (host b, dp 0), does not answer"),
+    ],
+)
+def test_a_lost_store_is_explained_by_rank_0_on_another_host(
+    dog_with: Callable[..., watchdog.Watchdog],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    states: list[str],
+    reason: str,
+) -> None:
+    """The store is in its process: a user must know whether that, its host, or the network has failed. The
+    number of its process means nothing on this host, and must not be killed here.
+    """
+    dog = dog_with(1, *states)
+    dog.failed = "RuntimeError: connection closed by peer"
+    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: pytest.fail("a process of this host"))
+    monkeypatch.setattr(watchdog.os, "_exit", lambda status: None)
+    dog._lost_store()
+    assert capsys.readouterr().err.startswith(f"hang doctor: {reason}")
+    ((reported, ranks),) = cast(Any, dog.heartbeats).reports
+    assert reported.startswith(reason) and ranks == [0]
 
 
 def test_thousands_of_ranks_are_not_asked_one_by_one() -> None:

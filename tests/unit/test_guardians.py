@@ -17,16 +17,22 @@ import pytest
 import torch
 
 from launch.ray_train import figures
+from megacore.distributed.init import joined
 from megacore.distributed.processes import stat_fields
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.diagnosis.failure_note import FAILURE
+from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.metrics_file import LINE_BYTES, recorded
 from megacore.tools.processes import descendants
 from megacore.tools.records import open_metrics
 from megacore.tools.relaunch import supervisor
 from megacore.tools.relaunch.supervisor import Supervisor
+from megacore.tools.settings.load import load
 from megacore.tools.stop_request import StopRequest
+from tests import training
 from tests.drills import drills
 from tests.pool import PATIENCE
 
@@ -202,6 +208,21 @@ def test_a_guardian_that_nobody_reads_goes_on(say: Any, monkeypatch: pytest.Monk
     """A launcher that has ended took their stderr with it; their ranks may still hang."""
     monkeypatch.setattr(sys, "stderr", Lost())
     say("a line")
+
+
+def test_a_run_on_one_host_records_why_it_failed(tmp_path: Path) -> None:
+    """It has no heartbeats, and a supervisor would say only that the run has ended. A start that does not
+    fail leaves no reason.
+    """
+    config = load(training.write_config(tmp_path, "nothing"), [], 1).config
+    place, cpu = RankInfo(guest=True), torch.device("cpu")
+    with joined(config, place, cpu, Guardians(config, place, cpu, tmp_path)):
+        pass
+    assert json.loads((tmp_path / FAILURE).read_text())["reason"] == ""
+    with pytest.raises(ValueError), joined(config, place, cpu, Guardians(config, place, cpu, tmp_path)):
+        raise ValueError("no such thing\nat all")
+    reason = json.loads((tmp_path / FAILURE).read_text())["reason"]
+    assert reason.startswith("rank 0 (host ") and reason.endswith("failed: ValueError: no such thing")
 
 
 def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,6 +310,40 @@ def test_every_cause_is_named(case: str) -> None:
     assert found.text.startswith(expected.text), found.text
 
 
+ALONE = seats("a", "b", "c", "d")  # a rank a host: no neighbour sees how its process is
+
+
+@pytest.mark.parametrize(
+    ("reported", "cause", "text"),
+    [
+        ("gone", "dead", "rank 1 (host b, pp 0, dp 0, tp 1) is dead: no such process any more"),
+        ("T", "stopped", "rank 1 (host b, pp 0, dp 0, tp 1) is stopped (by SIGSTOP or a debugger)"),
+        ("R", "silent", "rank 1 (host b, pp 0, dp 0, tp 1) does not answer, though the process runs"),
+        (
+            "quiet",
+            "unreachable",
+            "rank 1 (host b, pp 0, dp 0, tp 1) does not answer, nor does any rank of host b",
+        ),
+        (
+            None,
+            "unreachable",
+            "rank 1 (host b, pp 0, dp 0, tp 1) does not answer, nor does any rank of host b",
+        ),
+    ],
+)
+def test_heartbeats_tell_a_rank_from_its_host(reported: str | None, cause: str, text: str) -> None:
+    """A host that beats is not down because its only rank is stopped or dead: it would be left out."""
+    found = judge(ALONE, world(WAITS, *REST), PATIENCE, {} if reported is None else {1: reported})
+    assert (found.cause, found.ranks, found.fatal) == (cause, [1], True) and found.text.startswith(text)
+
+
+def test_a_host_that_no_other_answers_is_the_one_that_is_cut_off() -> None:
+    """As with heartbeats: that all others went down together is less likely."""
+    found = judge(ALONE, world(WAITS), PATIENCE, dict.fromkeys((1, 2, 3), "quiet"))
+    assert (found.cause, found.ranks) == ("unreachable", [0])
+    assert found.text.startswith("no rank of another host answers: the network of host a is cut")
+
+
 def over(name: str, operation: str, x: torch.Tensor, key: str = "") -> Operation:
     """An operation of ranks 0 and 1."""
     group: Any = SimpleNamespace(name=name, ranks=(0, 1), rank=0, key=key or name)

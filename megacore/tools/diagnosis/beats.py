@@ -13,19 +13,50 @@ import hmac
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 TOKEN_BYTES = 16  # of chance; the token is their hexadecimal digits, because lines of text begin with it
 MOST_BYTES = 65536  # more than any datagram has
-# whether the host parts; bytes of name and verdict; numbers of ranks, of open and of gone ones
-HEAD = struct.Struct("!?5H")
+# whether the host parts; bytes of its texts; lengths of its lists of ranks
+HEAD = struct.Struct("!?9H")
 VERDICT_BYTES = 1024
+QUIET = "quiet"  # the state of a rank whose host is not heard
+MOST_LISTED = 256  # ranks of a list that may grow with the run: a datagram that is too long would not be sent
 # Of Linux's socket filters (its documentation, networking/filter): the option, three instructions, and where
 # a datagram's content begins.
 SO_ATTACH_FILTER, LOAD_WORD, GO_ON_IF_EQUAL, RETURN, UDP_HEADER = 26, 0x20, 0x15, 0x06, 8
 PEER = struct.Struct("iII")  # process, user and group at the other end of a connection
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank has ended, as it reported it; or what is guessed of one that reported nothing."""
+
+    reason: str = ""
+    ranks: list[int] = field(default_factory=list)  # the ranks that the reason blames
+    is_guess: bool = False
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """The ranks of all hosts that are not known to run. All others do, unless a list is full."""
+
+    gone: list[int] = field(default_factory=list)  # ended without a farewell
+    stopped: list[int] = field(default_factory=list)  # by a signal or a debugger
+    quiet: list[int] = field(default_factory=list)  # on hosts that are not heard
+
+    def state(self, rank: int) -> str:
+        """The state of a rank's process as `process_state` has it; `QUIET`; or ? if it is not known."""
+        if rank in self.gone:
+            return "gone"
+        if rank in self.stopped:
+            return "T"
+        if rank in self.quiet:
+            return QUIET
+        is_full = max(len(self.gone), len(self.stopped), len(self.quiet)) >= MOST_LISTED
+        return "?" if is_full else "R"
 
 
 @dataclass(frozen=True)
@@ -37,12 +68,16 @@ class Beat:
     parting: bool
     ranks: list[int]
     open: list[int]  # those of them that have not ended
-    gone: list[int]  # those that have ended without a farewell
+    # Of this host's ranks; in the answers of rank 0's host, of the ranks of all hosts.
+    states: RankStates = field(default_factory=RankStates)
+    failure: Failure = field(default_factory=Failure)  # the first that a rank of this host has reported
 
     def packed(self, token: bytes) -> bytes:
         """The datagram."""
-        texts = (self.name.encode(), self.verdict.encode()[:VERDICT_BYTES])
-        lists = (self.ranks, self.open, self.gone)
+        texts = [self.name.encode()]
+        texts += [text.encode()[:VERDICT_BYTES] for text in (self.verdict, self.failure.reason)]
+        may_grow = (self.states.gone, self.states.stopped, self.states.quiet, self.failure.ranks)
+        lists = [self.ranks, self.open, *(ranks[:MOST_LISTED] for ranks in may_grow)]
         numbers = [number for each in lists for number in each]
         head = HEAD.pack(self.parting, *map(len, (*texts, *lists)))
         return token + head + b"".join(texts) + struct.pack(f"!{len(numbers)}I", *numbers)
@@ -53,18 +88,15 @@ def unpacked(data: bytes) -> Beat:
 
     Raises `struct.error` for one that does not fit its lengths.
     """
-    parting, name, verdict, *counts = HEAD.unpack_from(data)
-    texts, behind = data[HEAD.size : HEAD.size + name + verdict], data[HEAD.size + name + verdict :]
-    numbers = iter(struct.unpack(f"!{sum(counts)}I", behind))
-    ranks, still_open, gone = (list(islice(numbers, count)) for count in counts)
-    return Beat(
-        texts[:name].decode(errors="replace"),
-        texts[name:].decode(errors="replace"),
-        parting,
-        ranks,
-        still_open,
-        gone,
-    )
+    parting, *lengths = HEAD.unpack_from(data)
+    text_bytes, counts = lengths[:3], lengths[3:]
+    texts_end = HEAD.size + sum(text_bytes)
+    texts = iter(data[HEAD.size : texts_end])
+    numbers = iter(struct.unpack(f"!{sum(counts)}I", data[texts_end:]))
+    name, verdict, reason = (bytes(islice(texts, size)).decode(errors="replace") for size in text_bytes)
+    ranks, still_open, gone, stopped, quiet, blamed = (list(islice(numbers, count)) for count in counts)
+    states, failure = RankStates(gone, stopped, quiet), Failure(reason, blamed)
+    return Beat(name, verdict, parting, ranks, still_open, states, failure)
 
 
 def behind_token(data: bytes, token: bytes) -> bytes | None:

@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -34,13 +35,19 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST_PEER)
 
 
-def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watchdog | None = None) -> None:
+def fail(
+    error: BaseException,
+    place: RankInfo,
+    mesh: Mesh | None,
+    doctor: Watchdog | None = None,
+    report: Callable[[str], None] | None = None,
+) -> None:
     """Prints this rank's traceback, then its reason in one line, and ends the process with status 1.
 
     It does not clean up, because leaving a process group would wait for ranks that may never answer. The
     launcher ends the other ranks. If this rank only lost its peer, the doctor speaks instead, if there is
-    one. A `UserError` is one line and status 2. After a signal the status is 128 + signal, and nothing is
-    printed.
+    one. `report` is called with the line before the process ends. A `UserError` is one line and status 2.
+    After a signal the status is 128 + signal, and nothing is printed.
 
     In another program's process it returns, so that the program gets the exception.
     """
@@ -48,6 +55,8 @@ def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watch
         os._exit(interrupted_status(error))
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
         error.of_this_machine = True
+        if report is not None:
+            report(str(error))
         if place.guest:
             return
         say_once(error, place)
@@ -59,12 +68,14 @@ def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watch
             doctor.ask(f"{type(error).__name__}: {first_line}")
         time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
     where = "" if mesh is None else f", {mesh.coordinates_text}"
-    report = "".join(traceback.format_exception(error))
+    trace = "".join(traceback.format_exception(error))
     reason = (
         f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
     )
-    say(report + reason)
+    say(trace + reason)
     record(reason)
+    if report is not None:
+        report(reason)
     if doctor is not None:
         doctor.last_words(reason)
     sys.stdout.flush()

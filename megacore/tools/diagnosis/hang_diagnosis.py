@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megacore.distributed.processes import ENDED, STOPPED
+from megacore.tools.diagnosis.beats import QUIET
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, ranks_of
 
 SHOWN = 4  # ranks named one by one
@@ -55,13 +56,21 @@ class Diagnosis:
     fatal: bool = True
 
 
-def judge(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot], patience: float) -> Diagnosis:
+def judge(
+    seats: Mapping[int, RankProcess],
+    snapshots: Mapping[int, Snapshot],
+    patience: float,
+    reported: Mapping[int, str] | None = None,
+) -> Diagnosis:
     """Judges the ranks in `seats`, of which those in `snapshots` have answered.
 
-    More than `patience` idle seconds are a hang.
+    More than `patience` idle seconds are a hang. `reported`: states of other ranks' processes, as the
+    heartbeats of their hosts report them.
     """
     verdict = (
-        _silent(seats, snapshots) or _disagreement(seats, snapshots) or _laggards(seats, snapshots, patience)
+        _silent(seats, snapshots, reported or {})
+        or _disagreement(seats, snapshots)
+        or _laggards(seats, snapshots, patience)
     )
     failed = [snapshot for snapshot in snapshots.values() if snapshot.failed]
     if not failed or verdict.fatal:
@@ -70,12 +79,15 @@ def judge(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot], p
     return Diagnosis("transport", [failed[0].rank], text)
 
 
-def _silent(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot]) -> Diagnosis | None:
+def _silent(
+    seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot], reported: Mapping[int, str]
+) -> Diagnosis | None:
     """The verdict on ranks that did not answer. Dead ranks come before those that may be dead."""
     silent = [seat for rank, seat in seats.items() if rank not in snapshots]
     if not silent:
         return None
-    seen = [
+    seen = [(rank, state) for rank, state in reported.items() if state != QUIET]
+    seen += [
         (int(rank), state) for snapshot in snapshots.values() for rank, state in snapshot.processes.items()
     ]
     # Ranks looked at different times: a rank that saw it dead looked last.
@@ -90,7 +102,7 @@ def _silent(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot])
             else "stopped"
             if state in STOPPED
             else "silent"
-            if seat.host in heard
+            if state or seat.host in heard
             else "unreachable"
         )
         found.setdefault(kind if seat.pid else "absent", []).append(seat)
@@ -99,6 +111,9 @@ def _silent(seats: Mapping[int, RankProcess], snapshots: Mapping[int, Snapshot])
     who = _list(those)
     several = len(those) > 1
     hosts = ", ".join(sorted({seat.host for seat in those}))
+    if kind == "unreachable" and len(heard) == 1 and len({seat.host for seat in silent}) > 1:
+        text = f"no rank of another host answers: the network of host {min(heard)} is cut"
+        return Diagnosis(kind, sorted(snapshots), text + _who_waits(snapshots))
     text = {
         "dead": f"{who} {'are' if several else 'is'} dead: no such process any more (killed, or out of "
         "memory?)",

@@ -22,13 +22,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megacore.distributed.processes import STOPPED, process_state
 from megacore.tools.diagnosis.beats import (
     MOST_BYTES,
+    MOST_LISTED,
     Beat,
+    Failure,
+    RankStates,
     behind_token,
     keep_out,
     open_datagrams,
@@ -36,9 +41,11 @@ from megacore.tools.diagnosis.beats import (
     same_user,
     unpacked,
 )
+from megacore.tools.diagnosis.failure_note import FailureNote, Weight
 
 BEATS = 10  # a host that has missed so many in a row is lost
-FEW = 3  # missed beats
+FEW = 3  # missed beats, after which a host counts as quiet
+STOPPED_BEATS = 2  # in a row in which a rank is stopped: a profiler that attaches for a moment is no news
 GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they know more
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
@@ -49,7 +56,6 @@ UNNAMED = 64  # connections that have not said who they are; of more, the oldest
 LINE_BYTES = 4096  # more than any line of a rank has
 # after something that failed: if it fails again and again, it must not take the whole core
 FAULT_SECONDS = 0.01
-LOST = "lost.json"  # a file in the run's folder: which hosts were lost last
 
 
 @dataclass
@@ -62,6 +68,7 @@ class Host:
     missed: int = 0  # beats in a row
     open: list[int] = field(default_factory=list)  # ranks that have not ended
     gone: dict[int, int] = field(default_factory=dict)  # beats since a rank ended without a farewell
+    stopped: list[int] = field(default_factory=list)  # ranks that are stopped
 
 
 @dataclass
@@ -72,6 +79,7 @@ class RankConnection:
     rank: int = -1  # it has not said yet
     pid: int = 0
     received: bytes = b""
+    stopped: int = 0  # beats in a row in which its process was stopped
 
 
 class Heartbeat:
@@ -80,16 +88,23 @@ class Heartbeat:
     `run` returns when all ranks of this host have ended, and others need no answer any more.
     """
 
-    def __init__(self, name: str, token: str, seconds: float, folder: str | None) -> None:
+    def __init__(
+        self, name: str, token: str, seconds: float, world_size: int, note: FailureNote | None
+    ) -> None:
         """`name`: the host's.
 
-        `token`: the run's, which others do not know. A host that is silent for `seconds` is lost. `folder`:
-        for the file `LOST`, which rank 0's host writes.
+        `token`: the run's, which others do not know. A host that is silent for `seconds` is lost. `note`:
+        where the reason for the end of the run is recorded, None for a program that keeps no such record.
         """
-        self.name, self.token, self.beat, self.folder = name, token.encode(), seconds / BEATS, folder
+        self.name, self.token, self.beat = name, token.encode(), seconds / BEATS
+        self.world_size, self.note = world_size, note
         self.seats: list[RankConnection] = []
         self.ranks: list[int] = []  # all that have ever been here
         self.gone: dict[int, int] = {}
+        self.stopped: list[int] = []
+        self.states: RankStates | None = None  # of all hosts' ranks; None before rank 0's host is heard
+        self.failure: Failure | None = None  # the first one
+        self.failed_at = 0  # the beat at which it was learned
         self.hosts: dict[str, Host] = {}  # by address; those that beat to this one, if it is rank 0's
         self.hub: Host | None = None  # rank 0's host, if that is another
         self.heard = self.warned = False  # from the hub; whether it was said that it has never been heard
@@ -165,6 +180,7 @@ class Heartbeat:
     def _tick(self) -> None:
         """One beat."""
         self.beats += 1
+        self._look_at_ranks()
         for gone in (self.gone, *(host.gone for host in self.hosts.values())):
             gone.update({rank: beats + 1 for rank, beats in gone.items()})
         if self.verdict:
@@ -175,16 +191,62 @@ class Heartbeat:
             self._send(self.hub.address)
             self.hub.missed += 1
             if self.heard and self.hub.missed >= BEATS:
-                self.decide(
+                loss = (
                     f"host {self.name} hears nothing from {at(self.hub)}: it is down, or the network "
                     "between them is cut"
                 )
+                verdict = self._explain(loss, self.hub.ranks, self.hub.missed)
+                self.decide(verdict, [self.hub.name])
             elif not self.heard and not self.warned and self.beats * self.beat > NEVER_SECONDS:
                 self.warned = True
                 say(
                     f"host {self.name} gets no answer over UDP from {self.hub.name}, port "
                     f"{self.hub.address[1]}: it is not watched"
                 )
+        self._share_states()
+
+    def _look_at_ranks(self) -> None:
+        """Notice which ranks of this host are stopped."""
+        for seat in self.seats:
+            is_stopped = seat.pid > 0 and process_state(seat.pid) in STOPPED
+            seat.stopped = seat.stopped + 1 if is_stopped else 0
+            if seat.stopped == STOPPED_BEATS and not self.verdict:
+                say(
+                    f"rank {seat.rank} on host {self.name} is stopped (by SIGSTOP or a debugger): the run "
+                    "waits for it"
+                )
+        stopped = [seat.rank for seat in self.seats if seat.stopped >= STOPPED_BEATS]
+        if stopped != self.stopped:
+            self.stopped = stopped
+            self.messages.clear()
+
+    def _share_states(self) -> None:
+        """Find out which ranks do not run: the hub of all hosts, others of the hub's host."""
+        if self.is_hub:
+            self._set_states(self._all_states())
+        elif self.hub is not None and self.states is not None and self.hub.missed >= FEW:
+            quiet = sorted({*self.states.quiet, *self.hub.ranks})
+            self._set_states(RankStates(self.states.gone, self.states.stopped, quiet))
+
+    def _set_states(self, states: RankStates) -> None:
+        """Tell this host's ranks, and other hosts in the next beats, if other ranks do not run now."""
+        if states == self.states:
+            return
+        self.states = states
+        self.messages.clear()
+        for seat in self.seats:
+            tell(seat, states=asdict(states))
+
+    def _all_states(self) -> RankStates:
+        """The states of the ranks of all hosts, as far as the hub knows. A rank never heard of is quiet."""
+        hosts = self.hosts.values()
+        known = {*self.ranks, *chain.from_iterable(host.ranks for host in hosts)}
+        quiet = [rank for host in hosts if host.missed >= FEW for rank in host.ranks]
+        if len(known) < self.world_size:
+            quiet += [rank for rank in range(self.world_size) if rank not in known]
+        gone = [*self.gone, *chain.from_iterable(host.gone for host in hosts)]
+        stopped = [*self.stopped, *chain.from_iterable(host.stopped for host in hosts)]
+        return RankStates(gone[:MOST_LISTED], stopped[:MOST_LISTED], quiet[:MOST_LISTED])
 
     def _look(self) -> None:
         """The hub's look at the others."""
@@ -200,31 +262,66 @@ class Heartbeat:
                 f" and {len(lost) - 8} more" if len(lost) > 8 else ""
             )
             heard = f"nothing was heard from {those} for {limit * self.beat:.0f} s"
+            silent_beats = max(host.missed for host in lost)
             if len(lost) == len(self.hosts) > 1:
-                self.decide(
-                    f"{heard}, nor from any other host: the network of host {self.name} is cut", [self.name]
-                )
+                loss = f"{heard}, nor from any other host: the network of host {self.name} is cut"
+                lost_hosts = [Host(self.name, self.ranks, None)]
             else:
                 several = "they are down, or the network to them is cut"
                 why = "down, or the network to it is cut" if len(lost) == 1 else several
-                self.decide(f"{heard}: {why}", [host.name for host in lost])
+                loss, lost_hosts = f"{heard}: {why}", lost
+            lost_ranks = [rank for host in lost_hosts for rank in host.ranks]
+            verdict = self._explain(loss, lost_ranks, silent_beats)
+            self.decide(verdict, [host.name for host in lost_hosts])
             return
-        here = Host(self.name, self.ranks, None, gone=self.gone)
-        for host in (here, *self.hosts.values()):
-            late = sorted(rank for rank, beats in host.gone.items() if beats >= GRACE_BEATS)
-            if late:
-                verb = "has" if len(late) == 1 else "have"
-                self.decide(
-                    f"{named(late)} on host {host.name} {verb} ended, and others go on: killed, or out of "
-                    "memory?",
-                    [],
-                )
+        for gone in (self.gone, *(host.gone for host in self.hosts.values())):
+            if self.failure is not None and any(beats >= GRACE_BEATS for beats in gone.values()):
+                self.decide(self.failure.reason)
                 return
 
-    def decide(self, verdict: str, lost: Sequence[str] | None = None) -> None:
-        """Says the verdict here, and has all ranks end.
+    def _explain(self, loss: str, lost_ranks: Sequence[int], silent_beats: int) -> str:
+        """Return the reason to end with when hosts are lost that were last heard `silent_beats` ago.
 
-        The hub passes it on, and notes the hosts that were `lost`.
+        An earlier failure explains more than the loss, and so does one that blames a rank of these hosts.
+        """
+        failure = self.failure
+        if failure is None:
+            return loss
+        is_earlier = self.beats - self.failed_at > silent_beats
+        blames_lost = not failure.is_guess and not set(failure.ranks).isdisjoint(lost_ranks)
+        return failure.reason if is_earlier or blames_lost else loss
+
+    def _learn(self, failure: Failure) -> None:
+        """Keep the first failure that is reported; it replaces a guess about a rank that it blames."""
+        known = self.failure
+        if known is not None:
+            is_better = known.is_guess and not failure.is_guess
+            if not is_better or set(known.ranks).isdisjoint(failure.ranks):
+                return
+        self.failure, self.failed_at = failure, self.beats
+        self.messages.clear()
+        if failure.is_guess:
+            return
+        self._record(failure.reason, weight=Weight.FIRST)
+        if self.hub is not None and not self.is_hub:
+            self._send(self.hub.address)  # the hub must hear of it before it hears that the rank has ended
+
+    def _guess(self, rank: int, host: str) -> None:
+        """A rank has ended without a farewell, and has not reported why. Only the hub guesses."""
+        reason = f"rank {rank} on host {host} has ended, and others go on: killed, or out of memory?"
+        self._learn(Failure(reason, [rank], is_guess=True))
+
+    def _record(self, reason: str, hosts: Sequence[str] = (), weight: Weight = Weight.DECISION) -> None:
+        """Record why the run ends. Only the hub does so, except where the hub cannot hear of it."""
+        is_apart = self.hub is None or not self.heard or self.hub.missed >= FEW
+        if self.note is None or not (self.is_hub or is_apart):
+            return
+        self.note.add(reason, hosts, weight if self.is_hub else Weight.CUT_OFF)
+
+    def decide(self, verdict: str, lost: Sequence[str] = ()) -> None:
+        """Print the verdict, and have all ranks end.
+
+        The hub passes it on. The verdict is recorded in the run's folder, with the hosts that were `lost`.
         """
         self.verdict = verdict
         self.messages.clear()
@@ -233,13 +330,7 @@ class Heartbeat:
         for host in self.hosts.values():
             self._send(host.address)
         self._end_ranks()
-        if lost is not None and self.folder is not None:
-            note = Path(self.folder) / LOST
-            with contextlib.suppress(OSError):  # nobody is there to be told: the verdict was said
-                note.with_suffix(".tmp").write_text(
-                    json.dumps({"hosts": list(lost), "verdict": verdict}), encoding="utf-8"
-                )
-                note.with_suffix(".tmp").replace(note)
+        self._record(verdict, lost)
 
     @property
     def ranks_here(self) -> list[int]:
@@ -263,7 +354,11 @@ class Heartbeat:
     def _send(self, address: Any, parting: bool = False) -> None:
         """A beat, or the answer to one."""
         if parting not in self.messages:
-            beat = Beat(self.name, self.verdict, parting, self.ranks, self.ranks_here, list(self.gone))
+            states = RankStates(list(self.gone), self.stopped)
+            if self.is_hub and self.states is not None:
+                states = self.states
+            failure = self.failure or Failure()
+            beat = Beat(self.name, self.verdict, parting, self.ranks, self.ranks_here, states, failure)
             self.messages[parting] = beat.packed(self.token)
         with contextlib.suppress(OSError):  # this host's own network is down: the others' silence will tell
             self.datagrams.sendto(self.messages[parting], address)
@@ -281,6 +376,7 @@ class Heartbeat:
         if self.hub is not None and not self.is_hub:
             self.heard, self.hub.missed = True, 0
             self.hub.name, self.hub.ranks = beat.name, beat.ranks
+            self._set_states(beat.states)
             if beat.verdict and not self.verdict:
                 self.decide(beat.verdict)
             if beat.parting:
@@ -292,7 +388,13 @@ class Heartbeat:
             return
         host = self.hosts.setdefault(key, Host(beat.name, beat.ranks, address))
         host.missed, host.ranks, host.open = 0, beat.ranks, beat.open
-        host.gone = {rank: host.gone.get(rank, 0) for rank in beat.gone}
+        host.stopped = beat.states.stopped
+        if beat.failure.reason:
+            self._learn(beat.failure)
+        for rank in beat.states.gone:
+            if rank not in host.gone:
+                self._guess(rank, host.name)
+        host.gone = {rank: host.gone.get(rank, 0) for rank in beat.states.gone}
         self._send(address)
 
     def _accept(self) -> None:
@@ -334,6 +436,8 @@ class Heartbeat:
         if not data:
             if seat.rank >= 0:
                 self.gone[seat.rank] = 0
+                if self.is_hub:
+                    self._guess(seat.rank, self.name)
             self._drop(seat)
 
     def _obey(self, seat: RankConnection, message: dict[str, Any]) -> None:
@@ -342,6 +446,10 @@ class Heartbeat:
             self.ranks = sorted({*self.ranks, seat.rank})
             self.messages.clear()
             tell(seat, port=self.port)
+            if self.states is not None:
+                tell(seat, states=asdict(self.states))
+        elif "reason" in message:
+            self._learn(Failure(str(message["reason"]), [int(rank) for rank in message["ranks"]]))
         elif "hub" in message and self.hub is None and not self.is_hub:
             name, port = message["hub"]
             self.hub = Host(name, [], resolve(name, port, self.datagrams.family))
@@ -393,7 +501,11 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # launchers send them to all below them; it ends when its ranks have
         signal.signal(number, signal.SIG_IGN)
-    heartbeat = Heartbeat(**json.loads(sys.stdin.readline()))
+    settings = json.loads(sys.stdin.readline())
+    note = settings.pop("note")
+    if note is not None:
+        note = FailureNote(Path(note["folder"]), note["start"])
+    heartbeat = Heartbeat(**settings, note=note)
     print(heartbeat.door.getsockname()[1:].decode(), flush=True)
     sys.stdout.close()
     try:

@@ -11,15 +11,17 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import IO, Any
 
 import torch.distributed as dist
 
 from megacore.distributed.rank_info import RankInfo
+from megacore.errors import shown
 from megacore.files import ROOT
 from megacore.tools.diagnosis import heartbeat
-from megacore.tools.diagnosis.beats import TOKEN_BYTES, same_user
+from megacore.tools.diagnosis.beats import TOKEN_BYTES, RankStates, same_user
+from megacore.tools.diagnosis.failure_note import FailureNote
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.error_report import record
 from megacore.tools.processes import machine
@@ -27,24 +29,32 @@ from megacore.tools.processes import machine
 LOOK_SECONDS = 0.5
 FOUND_SECONDS = 120.0  # for the other ranks of this host, and for rank 0, to come
 LOST_HOST = 1  # exit status
+# of a report, which is one line of at most `heartbeat.LINE_BYTES`
+REASON_CHARACTERS = 600
+MOST_BLAMED = 16
 
 
 class HeartbeatClient:
     """Watches over the hosts of a run from when this rank has reached the store.
 
-    Call `close` before the rank ends well.
+    Call `report` before the rank ends because of a failure, and `close` before it ends well.
     """
 
-    def __init__(self, store: dist.Store, place: RankInfo, seconds: float, folder: Path) -> None:
-        """A host that is silent for `seconds` is lost. `folder`: the run's.
+    def __init__(
+        self, store: dist.Store, place: RankInfo, seconds: float | None, note: FailureNote | None = None
+    ) -> None:
+        """A host that is silent for `seconds` is lost; None: hosts are not watched.
 
-        A run on one host needs none of it: there the launcher sees its ranks end.
+        `note`: where a failure is recorded. A run on one host has no heartbeats, because the launcher sees
+        its ranks end; there ranks record failures themselves.
         """
-        self.store, self.place, self.seconds, self.folder = store, place, seconds, folder
+        self.store, self.place, self.seconds, self.note = store, place, seconds, note
+        self.states: RankStates | None = None  # of all ranks, as rank 0's host says; None: not known
         self.token = ""
         self.connection: socket.socket | None = None
         self.closed = False
-        if place.local_world_size < place.world_size and sys.platform == "linux":
+        has_other_hosts = place.local_world_size < place.world_size
+        if seconds is not None and has_other_hosts and sys.platform == "linux":
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
@@ -55,10 +65,38 @@ class HeartbeatClient:
                 self._tell(farewell=True)
                 self.connection.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def settle_seconds(self) -> float:
+        """How long a host may be down before `state` says so; 0 if hosts are not watched."""
+        if self.seconds is None or self.states is None:
+            return 0.0
+        return (heartbeat.FEW + 2) * self.seconds / heartbeat.BEATS
+
+    def state(self, rank: int) -> str:
+        """The state of a rank's process on any host, as `RankStates.state`; ? if hosts are not watched."""
+        return "?" if self.states is None else self.states.state(rank)
+
+    def report(self, reason: str, ranks: Sequence[int]) -> None:
+        """Tell this host's process why this rank ends, before it does; `ranks` are those to blame.
+
+        Without such a process the reason is recorded in the run's folder directly.
+        """
+        reason = shown(reason)[:REASON_CHARACTERS]
+        if self.connection is not None:
+            with contextlib.suppress(OSError):
+                self._tell(reason=reason, ranks=list(ranks[:MOST_BLAMED]))
+                return
+        if self.note is not None:
+            self.note.add(reason)
+
     def _run(self) -> None:
         try:
-            verdict: str = heard(self._join())["verdict"]
+            lines = self._join()
+            while "verdict" not in (message := heard(lines)):
+                self.states = RankStates(**message["states"])
+            verdict: str = message["verdict"]
         except Exception as error:
+            self.states = None  # they would be out of date
             # without a word, nobody would know that this host is not watched; without the store the doctor
             # ends it
             if not self.closed:
@@ -96,11 +134,13 @@ class HeartbeatClient:
 
     def _start(self) -> str:
         """Starts this host's process; returns the name of its door."""
+        note = self.note and {"folder": str(self.note.folder.resolve()), "start": self.note.start}
         settings = {
             "name": socket.gethostname(),
             "token": self.token,
             "seconds": self.seconds,
-            "folder": str(self.folder.resolve()),
+            "world_size": self.place.world_size,
+            "note": note,
         }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         # In a session of its own: what ends the ranks' process group does not end it.

@@ -26,8 +26,10 @@ from megacore.distributed.init import START_UP
 from megacore.distributed.processes import ENDED, STOPPED, process_state
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import use_device
+from megacore.tools.diagnosis.beats import QUIET
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder, line_of
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot, judge, operation_text
+from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.error_report import record
 from megacore.tools.processes import machine
@@ -58,12 +60,14 @@ class Watchdog:
         seconds: float,
         device: torch.device,
         folder: Path | None = None,
+        heartbeats: HeartbeatClient | None = None,
     ) -> None:
         """Starts watching. A hang is `seconds` in which nothing happens.
 
         `where`: the rank's coordinates. `folder`: NCCL's flight recorder is written there at a hang; None
-        without NCCL.
+        without NCCL. `heartbeats`: knows the ranks of other hosts, and records why this rank ends.
         """
+        self.heartbeats = heartbeats
         self.recorder, self.rank, self.world_size, self.seconds = (
             recorder,
             place.rank,
@@ -73,8 +77,6 @@ class Watchdog:
         self.device, self.folder, self.local_rank = device, folder, place.local_rank
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
-        # seconds for a verdict: more than twice what its judge waits
-        self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS
         self.seat = RankProcess(self.rank, socket.gethostname(), os.getpid(), where)
         self.notices = StoreKV(store)
         self.notices.write(f"seat/{self.rank}", asdict(self.seat))
@@ -89,6 +91,16 @@ class Watchdog:
         self.thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self.thread.start()
         threading.Thread(target=self._watch_store, name="doctor's own", daemon=True).start()
+
+    @property
+    def settle_seconds(self) -> float:
+        """How long the ranks of a host that is down may count as running; 0 if hosts are not watched."""
+        return 0.0 if self.heartbeats is None else self.heartbeats.settle_seconds
+
+    @property
+    def patience(self) -> float:
+        """Seconds for a verdict: more than twice what its judge waits."""
+        return 2 * max(ANSWER_SECONDS + 2 * self.tick, self.settle_seconds) + STORE_SECONDS
 
     def close(self) -> None:
         """Stops watching."""
@@ -125,9 +137,11 @@ class Watchdog:
             except Exception as error:
                 # this rank must not outlive the others for a mistake in here, nor hang unseen
                 failures += 1
+                reason = f"rank {self.rank} could not look: {type(error).__name__}: {error}"
                 if failures == 1:
-                    say(f"hang doctor: rank {self.rank} could not look: {type(error).__name__}: {error}")
+                    say(f"hang doctor: {reason}")
                 if self.alarmed and failures == TRIES:
+                    self._report(reason, [self.rank])
                     os._exit(HUNG)
             self.asked.wait(self.tick)
 
@@ -204,6 +218,18 @@ class Watchdog:
             for seat in self._seats(self.notices.noted(self.host)).values()
         }
 
+    def _reported(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The states of ranks' processes on any host, as far as the heartbeats of the hosts know them."""
+        if self.heartbeats is None:
+            return {}
+        states = {rank: self.heartbeats.state(rank) for rank in ranks}
+        return {rank: state for rank, state in states.items() if state != "?"}
+
+    def _report(self, reason: str, ranks: Sequence[int]) -> None:
+        """Record why this rank ends, before it does. `ranks` are those to blame."""
+        if self.heartbeats is not None:
+            self.heartbeats.report(reason, ranks)
+
     def _publish(self, folder: str) -> None:
         self.notices.write(f"{folder}/{self.rank}", asdict(self.snapshot()))
 
@@ -228,7 +254,7 @@ class Watchdog:
         self._publish(folder)
         if self.notices.is_first(f"{folder}/judge", str(self.rank)):
             verdict = self._judge(folder)
-            if verdict.text:
+            if verdict.cause != "failed":  # a failed rank has printed its reason itself
                 say(f"hang doctor: {verdict.text}")
                 if verdict.fatal:
                     record(f"hang doctor: {verdict.text}")
@@ -237,7 +263,9 @@ class Watchdog:
             deadline = time.monotonic() + self.patience
             while not (found := self.notices.read([f"{folder}/verdict"])):
                 if time.monotonic() > deadline:
-                    say(f"hang doctor: rank {self.rank} was promised a verdict and got none")
+                    reason = f"rank {self.rank} was promised a verdict and got none"
+                    say(f"hang doctor: {reason}")
+                    self._report(reason, [self.rank])
                     os._exit(HUNG)
                 time.sleep(self.tick)
                 self._publish(folder)  # once more: a process that was about to die may be dead by now
@@ -250,19 +278,29 @@ class Watchdog:
     def _judge(self, folder: str) -> Diagnosis:
         """Collects the others' records and judges. Does not wait for ranks that cannot answer."""
         snapshots: dict[int, Snapshot] = {}
-        deadline = time.monotonic() + ANSWER_SECONDS + 2 * self.tick
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while True:
             missing = [rank for rank in range(self.world_size) if rank not in snapshots]
             snapshots |= self._published(folder, missing)
-            if self.notices.is_there("words"):
-                return Diagnosis("failed", [], "")  # that rank has said so itself
-            silent = {str(rank) for rank in missing if rank not in snapshots}
-            states = [snapshot.processes for snapshot in snapshots.values()] + (
-                [self._processes()] if silent else []
-            )
-            if silent <= {
-                rank for processes in states for rank, state in processes.items() if state in ENDED + STOPPED
-            }:
+            if words := self.notices.read(["words"]):
+                return Diagnosis("failed", [], words["words"])
+            silent = {rank for rank in missing if rank not in snapshots}
+            reported = self._reported(silent)
+            states = [snapshot.processes for snapshot in snapshots.values()]
+            if silent:
+                states += [self._processes(), {str(rank): state for rank, state in reported.items()}]
+            cannot_answer = {
+                int(rank)
+                for processes in states
+                for rank, state in processes.items()
+                if state in ENDED + STOPPED
+            }
+            if silent <= cannot_answer:
+                break
+            # A rank that is said to run may be on a host that is down since a moment ago.
+            may_be_down = any(state not in (*ENDED, *STOPPED, QUIET) for state in reported.values())
+            patience = ANSWER_SECONDS + 2 * self.tick
+            if time.monotonic() - began >= max(patience, self.settle_seconds if may_be_down else 0.0):
                 break
             time.sleep(0.05)
         seats = self._seats(range(self.world_size))
@@ -273,7 +311,8 @@ class Watchdog:
             snapshots[rank] = replace(
                 snapshots[rank], processes=self._processes() if rank == self.rank else again.processes
             )
-        return judge(seats, snapshots, self.seconds)
+        reported = self._reported(rank for rank in seats if rank not in snapshots)
+        return judge(seats, snapshots, self.seconds, reported)
 
     def _end(self, verdict: Diagnosis) -> None:
         """Ends this process, and those on this machine that cannot end themselves.
@@ -285,6 +324,7 @@ class Watchdog:
         """
         faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until the end)
         try:
+            self._report(verdict.text, verdict.ranks)
             if verdict.cause in ("stopped", "silent"):
                 for seat in self._seats(self.notices.noted(self.host)).values():
                     if seat.rank in verdict.ranks and process_state(seat.pid) not in ENDED:
@@ -300,40 +340,60 @@ class Watchdog:
         finally:
             os._exit(HUNG)
 
+    @property
+    def _is_first_here(self) -> bool:
+        """Whether rank 0 is on this host."""
+        return self.first is not None and self.first.host == self.seat.host
+
     def _first_state(self) -> str:
-        """The state of rank 0's process; ? if it is on another machine."""
-        return (
-            process_state(self.first.pid)
-            if self.first is not None and self.first.host == self.seat.host
-            else "?"
-        )
+        """The state of rank 0's process; ? if it is not known."""
+        if self.first is not None and self._is_first_here:
+            return process_state(self.first.pid)
+        return "?" if self.heartbeats is None else self.heartbeats.state(0)
+
+    def _is_store_lost(self) -> bool:
+        """Waits whether the store answers after all, or this rank is closed.
+
+        At the end of a run a store that is gone is normal: `close` then comes soon. If not, the heartbeats
+        are given the time to find out how rank 0 is.
+        """
+        answers, began = self.notices.answers, time.monotonic()
+        while True:
+            state = self._first_state()
+            is_known = state in (*ENDED, *STOPPED, QUIET)
+            seconds = 0.5 if self.failed or state in STOPPED else 2 * ANSWER_SECONDS
+            if not is_known:
+                seconds = max(seconds, self.settle_seconds)
+            if time.monotonic() - began >= seconds:
+                return True
+            if self.closed.wait(0.1) or self.notices.answers != answers:
+                return False
 
     def _lost_store(self) -> None:
-        """Handles a store that is gone or out of reach.
-
-        At the end of a run that is normal: `close` then comes soon.
-        """
-        answers = self.notices.answers
-        if (
-            self.closed.wait(0.5 if self.failed or self._first_state() in STOPPED else 2 * ANSWER_SECONDS)
-            or self.notices.answers != answers
-        ):
+        """Ends this rank if the store is gone or out of reach, with what is known of rank 0."""
+        if not self._is_store_lost():
             return
         first, state = self.first or NOBODY, self._first_state()
+        if state in ENDED:
+            reason = f"{first} is dead: no such process any more (killed, or out of memory?)"
+        elif state in STOPPED:
+            reason = (
+                f"{first} is stopped (by SIGSTOP or a debugger), and with it the store in which the ranks met"
+            )
+        elif state == QUIET:
+            reason = (
+                f"{first} does not answer, nor does any rank of host {first.host}: down, or its network "
+                "is cut"
+            )
+        else:
+            reason = (
+                f"the store in which the ranks met, beside {first}, does not answer: dead, or the network "
+                "to it is cut"
+            )
         if self.local_rank == 0 or self.rank == 1:
-            if state in ENDED:
-                say(f"hang doctor: {first} is dead: no such process any more (killed, or out of memory?)")
-            elif state in STOPPED:
-                say(
-                    f"hang doctor: {first} is stopped (by SIGSTOP or a debugger), and with it the store "
-                    "in which the ranks met"
-                )
-            else:
-                say(
-                    f"hang doctor: the store in which the ranks met, beside {first}, does not answer: "
-                    "dead, or the network to it is cut"
-                )
-        if state in STOPPED:
+            say(f"hang doctor: {reason}")
+        self._report(reason, [0])
+        if state in STOPPED and self._is_first_here:
             with contextlib.suppress(ProcessLookupError):  # another rank did it
                 os.kill(first.pid, signal.SIGKILL)
         os._exit(HUNG)

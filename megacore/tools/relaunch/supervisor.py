@@ -22,10 +22,10 @@ from typing import IO
 from pydantic import ValidationError
 
 from megacore.distributed.processes import ENDED, process_state
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, shown
 from megacore.files import open_plain, read_plain
 from megacore.records import Record, complaint
-from megacore.tools.diagnosis.heartbeat import LOST
+from megacore.tools.diagnosis.failure_note import FAILURE
 from megacore.tools.metrics_file import newest
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.child_watch import ChildWatch
@@ -38,18 +38,18 @@ LOOK_SECONDS = 0.2
 WAIT_SECONDS = 5.0  # between looks for machines, where there are too few
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
-LAST_BYTES = 65536  # of a note about what was lost
+NOTE_BYTES = 65536  # of the note about a failure
 LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
 # The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network
 # is cut.
 NOTICE = "-o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
 
 
-class Lost(Record):
-    """The file `heartbeat.LOST`."""
+class FailureRecord(Record):
+    """The file `failure_note.FAILURE`, as far as the supervisor needs it."""
 
-    hosts: list[str]
-    verdict: str
+    reason: str = ""  # empty: the run has not recorded any
+    hosts: tuple[str, ...] = ()  # that were lost
 
 
 class Supervisor:
@@ -82,6 +82,7 @@ class Supervisor:
         self.watch = ChildWatch(folder, stall)
         self.news, self.since = (0, 0), 0.0  # the progress that was seen last, and when
         self.lost: float | None = None  # when a host was
+        self.failure = FailureRecord()  # of the last start
         self.requests = 0  # to stop
         self.first_signal = 0  # that asked
         self.resizing = False  # whether the run was asked to stop because its machines have changed
@@ -135,6 +136,7 @@ class Supervisor:
                         raise
                     # nobody answers now: perhaps later
                     say(str(error), "" if isinstance(error, ConfigError) else PREFIX)
+                    self.failure = FailureRecord()
                     status = 2
                 now = self.progress()
                 gained = self._gains(now)
@@ -155,16 +157,17 @@ class Supervisor:
                     say(f"stopped on request; remove {self.folder / STOP} to go on")
                     return STOPPED
                 fruitless = 0 if gained else fruitless + 1
+                why = f": {shown(self.failure.reason)}" if self.failure.reason else ""
                 if fruitless > self.restarts:
                     say(
                         f"given up: {self.restarts} restarts in a row brought no progress beyond step "
-                        f"{max(best)} (status {status})"
+                        f"{max(best)} (status {status}){why}"
                     )
                     return status if status > 0 else 1  # a launcher that was killed may return 0
                 pause = min(MOST_BACKOFF, self.backoff * 2 ** min(max(0, fruitless - 1), 20))
                 say(
-                    f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in "
-                    f"{pause:.0f} s"
+                    f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}{why}; again "
+                    f"in {pause:.0f} s"
                 )
                 self._sleep(pause)
                 if self.asked():
@@ -231,8 +234,9 @@ class Supervisor:
             command = [*command, "checkpoint.resume=auto"]  # whatever the first start was to begin from
         self.attempts += 1
         self.stalled = False
-        note = self.folder / LOST
+        note = self.folder / FAILURE
         note.unlink(missing_ok=True)
+        self.failure = FailureRecord()
         pipe = None if self.listener is None else subprocess.PIPE
         try:
             self.child = subprocess.Popen(
@@ -268,12 +272,12 @@ class Supervisor:
         if self.listener is not None:
             reader.join(END_SECONDS)
         self.watch.tell(0)
-        lost = self._read_note(note)
+        self.failure = self._read_note(note)
         if self.fleet is not None:
             self.fleet.ended(
                 gained=self._gains(self.progress()),
                 failed=self.child.returncode not in (0, STOPPED),
-                lost=lost,
+                lost=self.failure.hosts,
             )
         return self.child.returncode
 
@@ -285,7 +289,7 @@ class Supervisor:
             say(f"nothing new in {self.folder} for {self.stall:.0f} s: the run is ended")
             self.stalled = True
             end_tree(launcher)
-        if self.lost is None and note.exists():
+        if self.lost is None and self._read_note(note, is_quiet=True).hosts:
             self.lost = time.monotonic()
         if self.lost is not None and time.monotonic() - self.lost > LOST_SECONDS:
             end_tree(launcher)
@@ -296,20 +300,17 @@ class Supervisor:
             self.resizing = True
             self._ask()
 
-    def _read_note(self, note: Path) -> list[str]:
-        """Which hosts the run has lost."""
+    def _read_note(self, note: Path, is_quiet: bool = False) -> FailureRecord:
+        """Why the run has failed, and which hosts it has lost. `is_quiet`: a damaged note is not reported."""
         try:
-            found = Lost.model_validate_json(read_plain(note, LAST_BYTES))
+            return FailureRecord.model_validate_json(read_plain(note, NOTE_BYTES))
         except FileNotFoundError:
-            return []
+            return FailureRecord()
         except (OSError, ValidationError) as error:
-            say(
-                f"{note} does not tell which hosts were lost: "
-                f"{complaint(error) if isinstance(error, ValidationError) else error.strerror}"
-            )
-            return []
-        say(found.verdict)
-        return found.hosts
+            what = complaint(error) if isinstance(error, ValidationError) else error.strerror
+            if not is_quiet:
+                say(f"{note} does not say why the run has ended: {what}")
+            return FailureRecord()
 
     def _listen(self, lines: IO[str]) -> None:
         assert self.listener is not None
