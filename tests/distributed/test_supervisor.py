@@ -98,6 +98,42 @@ def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.Ca
     assert "given up: 2 restarts in a row brought no progress beyond step 5" in capfd.readouterr().err
 
 
+STUCK = "rank 1 (host b, dp 1) is in data.py:88 (samples) for {} s (step 5, data); rank 0 waits"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "starts", "end"),
+    [
+        (
+            [STUCK.format(seconds) for seconds in (8, 9, 8.5, 12)],
+            4,
+            "3 starts in a row ended for the same reason",
+        ),
+        (
+            [STUCK.format(8), "rank 2 is dead", STUCK.format(8), STUCK.format(9)],
+            7,
+            "5 restarts in a row brought no",
+        ),
+        ([f"rank {rank} is dead" for rank in range(7)], 7, "5 restarts in a row brought no"),
+        ([], 7, "5 restarts in a row brought no"),
+    ],
+)
+def test_the_same_end_three_times_is_given_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], reasons: list[str], starts: int, end: str
+) -> None:
+    """It would end so a fourth time, and every start holds all machines of the run for minutes. A rank that
+    fails once on each of several hosts is no such case.
+    """
+    supervisor = supervised(tmp_path, {"always": 5, "reasons": reasons}, restarts=5, backoff=0.0)
+    assert supervisor.run() == 3 and supervisor.attempts == starts
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("supervise: ")]
+    assert lines[-1].startswith(f"supervise: given up: {end}")
+    reason = f": {reasons[starts - 1]}" if len(reasons) >= starts else ""
+    assert lines[-1].endswith(f"beyond step 5 (status 3){reason}")
+    first = f": {reasons[0]}" if reasons else ""
+    assert lines[0] == f"supervise: the run ended with status 3 at step 5, checkpoint 4{first}; again in 0 s"
+
+
 def test_a_reason_of_an_earlier_start_is_not_quoted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

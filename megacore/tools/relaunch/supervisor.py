@@ -39,6 +39,9 @@ WAIT_SECONDS = 5.0  # between looks for machines, where there are too few
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
 NOTE_BYTES = 65536  # of the note about a failure
+SAME_REASON = 3  # starts in a row that end for one reason without progress, after which no more are tried
+# What may differ between two ends for one reason: numbers that are no rank and no part of a name.
+COUNTERS = re.compile(r"0x[0-9a-f]+|(?<![\w.-])(?<!rank )(?<!host )\d+(?:[.,]\d+)*")
 LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
 # The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network
 # is cut.
@@ -111,7 +114,8 @@ class Supervisor:
 
     def _run(self) -> int:
         initial = self.best = self.progress()
-        fruitless = 0
+        fruitless = same_reason = 0
+        last_reason = ""
         waits = False
         listens = threading.current_thread() is threading.main_thread()
         previous = {number: signal.signal(number, self._note) for number in requests()} if listens else {}
@@ -156,13 +160,19 @@ class Supervisor:
                 if (self.folder / STOP).exists():
                     say(f"stopped on request; remove {self.folder / STOP} to go on")
                     return STOPPED
+                reason = COUNTERS.sub("#", self.failure.reason)
+                is_same = bool(reason) and reason == last_reason
+                same_reason = 0 if gained else same_reason + 1 if is_same else 1
+                last_reason = reason
                 fruitless = 0 if gained else fruitless + 1
-                why = f": {shown(self.failure.reason)}" if self.failure.reason else ""
-                if fruitless > self.restarts:
-                    say(
-                        f"given up: {self.restarts} restarts in a row brought no progress beyond step "
-                        f"{max(best)} (status {status}){why}"
-                    )
+                why = f": {shown(self.failure.reason)}" if reason else ""
+                given_up = ""
+                if reason and same_reason >= SAME_REASON:
+                    given_up = f"{SAME_REASON} starts in a row ended for the same reason, without progress"
+                elif fruitless > self.restarts:
+                    given_up = f"{self.restarts} restarts in a row brought no progress"
+                if given_up:
+                    say(f"given up: {given_up} beyond step {max(best)} (status {status}){why}")
                     return status if status > 0 else 1  # a launcher that was killed may return 0
                 pause = min(MOST_BACKOFF, self.backoff * 2 ** min(max(0, fruitless - 1), 20))
                 say(
