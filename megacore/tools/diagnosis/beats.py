@@ -90,10 +90,12 @@ def unpacked(data: bytes) -> Beat:
     """
     parting, *lengths = HEAD.unpack_from(data)
     text_bytes, counts = lengths[:3], lengths[3:]
-    texts_end = HEAD.size + sum(text_bytes)
-    texts = iter(data[HEAD.size : texts_end])
-    numbers = iter(struct.unpack(f"!{sum(counts)}I", data[texts_end:]))
-    name, verdict, reason = (bytes(islice(texts, size)).decode(errors="replace") for size in text_bytes)
+    texts, offset = [], HEAD.size
+    for size in text_bytes:
+        texts.append(data[offset : offset + size].decode(errors="replace"))
+        offset += size
+    name, verdict, reason = texts
+    numbers = iter(struct.unpack(f"!{sum(counts)}I", data[offset:]))
     ranks, still_open, gone, stopped, quiet, blamed = (list(islice(numbers, count)) for count in counts)
     states, failure = RankStates(gone, stopped, quiet), Failure(reason, blamed)
     return Beat(name, verdict, parting, ranks, still_open, states, failure)
