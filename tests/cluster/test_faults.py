@@ -339,6 +339,67 @@ def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain", signal_na
     subprocess.run(four.inside(host, "kill", f"-{signal_name}", pids[0]), check=True)
 
 
+# The lines that name a fault. `{rank}` and `{host}` are those that it strikes.
+DEAD = r"{rank} \(host {host}, .* is dead: no such process any more|{rank} on host {host} has ended"
+STOPPED = r"{rank} (\(host {host}, .*\)|on host {host}) is stopped \(by SIGSTOP or a debugger\)"
+DOWN = r"{rank} \(host {host}, .* does not answer, nor does any rank of host {host}"
+LOST = rf"nothing was heard from host {{host}} \({{rank}}\)|{DOWN}"
+FIRST_LOST = rf"hears nothing from host {{host}} \({{rank}}\)|{DOWN}"
+CUT_OFF = rf"the network of host {{host}} is cut|{FIRST_LOST}"
+# Each fault with the lines for a host without rank 0, and for rank 0's host.
+VERDICTS = {
+    "kill -9": (DEAD, DEAD),
+    "SIGSTOP": (STOPPED, STOPPED),
+    "host down": (LOST, FIRST_LOST),
+    "link cut": (LOST, CUT_OFF),
+}
+
+
+@slow
+@pytest.mark.parametrize("host", [2, 1])
+@pytest.mark.parametrize("fault", VERDICTS)
+def test_the_first_failure_is_the_one_that_is_reported(
+    four: Hosts, folder: Path, fault: str, host: int
+) -> None:
+    """A wrong name sends a user to a healthy machine. The first line and the supervisor's must be right."""
+    is_first = host == 1  # rank 0 is on node1
+    verdict = VERDICTS[fault][is_first].format(rank=f"rank {host - 1}", host=f"node{host}")
+    strikes: dict[str, Callable[[], object]] = {
+        "kill -9": lambda: kill_rank(four, host),
+        "SIGSTOP": lambda: kill_rank(four, host, signal_name="STOP"),
+        "host down": lambda: four.end(host),
+        "link cut": lambda: four.cut(host),
+    }
+
+    name = f"{fault.replace(' ', '_')}_{host}"
+    run_class = Stalling if fault == "SIGSTOP" else Run
+    with run_class(four, folder, name, ["node1", "node2", "node0"], "--backoff", "60") as run:
+        run.wait(lambda: run.step() >= STRUCK)
+        strikes[fault]()
+        struck, seen = time.monotonic(), len(run.lines)
+
+        def lines(word: str) -> list[tuple[float, str]]:
+            return [(when, line) for when, line in run.lines[seen:] if word in line]
+
+        try:
+            run.wait(lambda: bool(lines("supervise: the run ended")))
+        finally:
+            os.killpg(run.process.pid, signal.SIGTERM)
+            run.process.wait(PATIENCE)
+            if fault == "link cut":
+                four.mend(host)
+            if fault == "host down":
+                four.boot(host)
+        verdicts = [each for each in lines("") if re.search("(hang doctor|heartbeat): ", each[1])]
+        named, line = verdicts[0]
+        ended, last = lines("supervise: the run ended")[0]
+        times = f"named after {named - struck:.1f} s, ended after {ended - struck:.1f} s"
+        print(f"\n{fault}, node{host}: {times}\n  {line}\n  {last}", flush=True)
+        assert re.search(verdict, line) and named - struck < 20.0, run.said[-6000:]
+        assert re.search(verdict, last), run.said[-6000:]
+        run.alone()
+
+
 @slow
 def test_hosts_that_cannot_be_reached_are_left_out(four: Hosts, folder: Path) -> None:
     """One does not let anybody in, and one does not exist: each is named with what ssh says."""
