@@ -167,7 +167,7 @@ def error_of(arguments: list[str]) -> str:
 @pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["pp2"]])
 def test_all_ranks_end_if_the_checkpoint_has_diverged(pool: Any, tmp_path: Path, layout: list[str]) -> None:
     """Only the rank that chooses a token sees the logits: the others would wait for its choice."""
-    raw = {"model": SIZES, "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
+    raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
     path = training.write_weights(tmp_path, resolve(raw, [], "test", 1).config, value=math.nan)
     errors = pool.run(2, error_of, ["--checkpoint", str(path), *GREEDY, *layout])
     wrong = "its logits are not finite: the run has diverged"
