@@ -29,7 +29,7 @@ EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.jso
 MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json`
 is one rank alone.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 128 + signal
-ended by it before the first step or by a second Ctrl-C, else failed."""
+if a signal ended it before the first step, or a second Ctrl-C did, else failed."""
 
 
 DEEPSPEED = ("--deepspeed", "--deepspeed_config")
@@ -117,7 +117,7 @@ def train(
     from megacore.tools.mirror import Mirror
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.best import BestKept
-    from megacore.tools.monitoring.first_step import FirstStep, StartUpEnds
+    from megacore.tools.monitoring.first_step import FirstStep, StartUpObserver
     from megacore.tools.retention import set_aside
     from megacore.tools.settings.validation import warmup_warning
     from megacore.tools.text.vocabulary import corpora_begin_with_bos, prefixes_of, vocabulary_warnings
@@ -157,7 +157,7 @@ def train(
             prefixes = prefixes_of(config.data.train)
             trainer.passed_on[DOCUMENTS_BOS] = corpora_begin_with_bos(prefixes, config.data.tokenizer)
         mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
-        mesh.observers.append(StartUpEnds(stop, trainer.config.train.compile is True))
+        mesh.observers.append(StartUpObserver(stop, trainer.config.train.compile is True))
         if place.rank == 0:
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
             mesh.observers.append(FirstStep(backwards, device.type))

@@ -121,7 +121,7 @@ def claim_rank(place: RankInfo, store: dist.Store) -> None:
     """Raises `ConfigError` if the store is another job's: one of another size, or one that has this rank.
 
     Else this rank would read and write the other job's notices, such as an alarm. If both jobs have just
-    started, the rank that comes second gets the error.
+    started, the second rank to claim the number gets the error.
     """
     process = f"{socket.gethostname()} {os.getpid()}"  # one that trains twice may come again
     try:

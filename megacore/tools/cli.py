@@ -11,16 +11,25 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NoReturn
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
 from megacore.tools.error_report import record, say_once
 from megacore.tools.hostfile import missing_hostfile
-from megacore.tools.interrupt import SignalThread, end_after_grace, interrupt, interrupted_status
+from megacore.tools.interrupt import (
+    PASSED_ON_SECONDS,
+    SignalThread,
+    end_after_grace,
+    interrupt,
+    interrupted_status,
+    status_after_signal,
+)
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.other_words import meant_option
 
@@ -126,7 +135,7 @@ def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
 def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoReturn:
     """`exit_with` for a script that a launcher starts once for every rank.
 
-    If any ranks raise a `UserError`, one says its line. SIGINT and SIGTERM end the rank with status
+    If any ranks raise a `UserError`, one rank prints it. SIGINT and SIGTERM end the rank with status
     128 + signal, wherever it waits.
     """
     guard_streams()
@@ -161,7 +170,7 @@ def rank_status(script: Callable[[list[str], RankInfo], int | None]) -> int:
 def status_after(error: BaseException) -> int:
     """The exit status after an exception in a script.
 
-    Prints the exception, unless the user caused it knowingly.
+    Prints a traceback, unless the user caused the end.
     """
     error = original_ending(error)
     if isinstance(error, KeyboardInterrupt):
@@ -215,9 +224,7 @@ def leave(status: int) -> NoReturn:
     collective. While the interpreter shuts down, Python ends such a thread in the middle of a destructor, and
     the process aborts with status 134.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if callable(signal.getsignal(number)):
-            signal.signal(number, lambda *_: None)  # the process ends in any case
+    ignore_signals()
     # This ends executors, whose threads would wait for ever, and joins all other threads.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -229,6 +236,21 @@ def leave(status: int) -> NoReturn:
     if sys.stderr is not None:
         sys.stderr.flush()
     os._exit(status)
+
+
+def ignore_signals() -> None:
+    """Let no signal change the status of a process that is ending, except a second Ctrl-C."""
+    interrupts: list[float] = []
+
+    def count(number: int, frame: FrameType | None) -> None:
+        interrupts.append(time.monotonic())
+        if interrupts[-1] - interrupts[0] > PASSED_ON_SECONDS:
+            os._exit(status_after_signal(number))
+
+    signal.set_wakeup_fd(-1)  # the signal thread would end the process
+    for number, handler in ((signal.SIGINT, count), (signal.SIGTERM, lambda *_: None)):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, handler)
 
 
 class StdoutLost(OSError):

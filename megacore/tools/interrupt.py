@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: a quiet end with status 128 + signal, also while the main thread waits in C++.
 
-Every script imports this module first, because the imports that follow take seconds. It imports little:
-until its last line Python's own handler prints a traceback.
+Every script imports this module first, because the imports that follow take seconds. Until it has run,
+Ctrl-C prints a traceback, so it imports little.
 """
 
 import os
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 
 GRACE_SECONDS = 2.0  # for the main thread to end by itself, before its process is ended
+# One Ctrl-C reaches a rank several times: from the terminal, and within milliseconds from its launcher.
+PASSED_ON_SECONDS = 1.0
 
 
 def status_after_signal(number: int) -> int:

@@ -79,7 +79,7 @@ def tensor_warning(mesh: Mesh) -> str:
     if mesh.tp.size == 1:
         return ""
     machines = [number for number, _ in mesh.hosts(os.environ.get("MEGACORE_HOST") or machine())]
-    groups, right = split_groups(machines, mesh.sizes)
+    groups, right = split_groups(machines, mesh.tp.name, mesh.sizes)
     if not groups:
         return ""
 
@@ -97,15 +97,17 @@ def tensor_warning(mesh: Mesh) -> str:
     )
 
 
-def split_groups(machines: Sequence[int], sizes: Mapping[str, int]) -> tuple[list[tuple[int, ...]], str]:
-    """The tensor groups whose ranks are on several machines, and what to change.
+def split_groups(
+    machines: Sequence[int], axis: str, sizes: Mapping[str, int]
+) -> tuple[list[tuple[int, ...]], str]:
+    """The groups along the tensor axis whose ranks are on several machines, and what to change.
 
     `machines`: a number for the machine of each rank of the world.
     """
-    groups = sorted({ranks_along(("tp",), rank, sizes) for rank in range(len(machines))})
+    groups = sorted({ranks_along((axis,), rank, sizes) for rank in range(len(machines))})
     split = [ranks for ranks in groups if len({machines[rank] for rank in ranks}) > 1]
-    largest = gcd(sizes["tp"], *Counter(machines).values())
-    if largest == sizes["tp"]:  # each machine has ranks for whole groups
+    largest = gcd(sizes[axis], *Counter(machines).values())
+    if largest == sizes[axis]:  # each machine has ranks for whole groups
         right = "put a host's ranks next to each other: mpirun --map-by slot, srun --distribution=block"
     else:
         right = f"parallel.tensor={largest} fits on a host"

@@ -61,6 +61,6 @@ def hold_signals(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if held:
             signal.raise_signal(held[0])

@@ -8,13 +8,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
-from megacore.tools.interrupt import SignalThread, end_after_grace, interrupt, status_after_signal
+from megacore.tools.interrupt import (
+    PASSED_ON_SECONDS,
+    SignalThread,
+    end_after_grace,
+    interrupt,
+    status_after_signal,
+)
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
 STOP = "STOP"  # a file of this name in log.dir is a request too, as long as it exists
 LOOK_SECONDS = 1.0  # between looks at the file system, which may be slow
-# One Ctrl-C reaches a rank several times: from the terminal, and within milliseconds from its launcher.
-PASSED_ON_SECONDS = 1.0
 
 
 def requests() -> list[signal.Signals]:
@@ -58,7 +62,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self.contexts = ExitStack()
-        self.contexts.enter_context(SignalThread(self._hear))
+        self.contexts.enter_context(SignalThread(self._react))
         for number in requests():
             previous = signal.signal(number, self._handle)
             self.contexts.callback(signal.signal, number, previous)
@@ -73,21 +77,21 @@ class StopRequest:
         if not self.begun:
             interrupt(number, frame)
 
-    def _hear(self, number: int) -> None:
-        """Take a signal in a thread of its own, whatever the main thread is doing."""
+    def _react(self, number: int) -> None:
+        """React in the signal thread, even while the main thread waits in C++."""
         if not self.begun:
             end_after_grace(number, unless=lambda: self.begun)
-        elif self.first_interrupt is None and number == signal.SIGINT:
+        elif number == signal.SIGINT or (number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ):
+            self._count_interrupt(number)
+
+    def _count_interrupt(self, number: int) -> None:
+        """End the process at the second Ctrl-C, which torchrun passes on as SIGTERM."""
+        if self.first_interrupt is None:
+            if number != signal.SIGINT:
+                return
             self.first_interrupt = time.monotonic()
             if self.file is not None:  # one rank of the run prints it
-                sys.stderr.write(
-                    "Ctrl-C: the run saves and stops after this step; once more ends it at once\n"
-                )
-        elif self._ends_at_once(number):
+                line = "Ctrl-C: the run saves and stops after this step; once more ends it at once"
+                print(line, file=sys.stderr, flush=True)
+        elif time.monotonic() - self.first_interrupt > PASSED_ON_SECONDS:
             os._exit(status_after_signal(number))
-
-    def _ends_at_once(self, number: int) -> bool:
-        """Whether a signal stands for a second Ctrl-C, which torchrun passes on as SIGTERM."""
-        if self.first_interrupt is None or number not in (signal.SIGINT, signal.SIGTERM):
-            return False
-        return time.monotonic() - self.first_interrupt > PASSED_ON_SECONDS

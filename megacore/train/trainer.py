@@ -191,7 +191,7 @@ class Trainer:
             self.say(line)
         status = FINISHED
         try:
-            self.check_stop()  # a request during start-up
+            self.check_stop()  # the file STOP may be there already
             self.loop()
             with self.mesh.observers.aside("saving"):  # whoever judges before a save does so at the end too
                 self.saving.finish(last=True)

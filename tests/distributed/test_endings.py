@@ -79,6 +79,38 @@ def test_a_finished_run_keeps_its_status() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (75, "the last words", "")
 
 
+LATE_HANDLER = """
+import atexit, os, signal, threading, time
+from megacore.tools.cli import exit_rank_with
+
+def upload():
+    time.sleep(3.0)
+    print("uploaded", end="")
+
+def run(argv, place):
+    atexit.register(upload)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.Signals[argv[0]])).start()
+    return 75
+
+exit_rank_with(run)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_after_the_end_changes_no_status(number: str) -> None:
+    """A scheduler would not requeue the run, and the records of its last steps would not be uploaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_HANDLER, number],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "uploaded", "")
+
+
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint to show and to write texts with."""

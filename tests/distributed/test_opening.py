@@ -63,6 +63,6 @@ def test_tensor_ranks_on_several_hosts_are_reported(
 def test_thousands_of_tensor_groups_are_one_line() -> None:
     """4,096 ranks that are dealt to 512 hosts in turn."""
     machines = [rank % 512 for rank in range(4096)]
-    groups, right = opening.split_groups(machines, {"pp": 4, "dp": 128, "cp": 1, "tp": 8})
+    groups, right = opening.split_groups(machines, "tp", {"pp": 4, "dp": 128, "cp": 1, "tp": 8})
     assert len(groups) == 512 and groups[0] == tuple(range(8)) and right == IN_TURN
-    assert opening.split_groups(sorted(machines), {"pp": 4, "dp": 128, "cp": 1, "tp": 8})[0] == []
+    assert opening.split_groups(sorted(machines), "tp", {"pp": 4, "dp": 128, "cp": 1, "tp": 8})[0] == []

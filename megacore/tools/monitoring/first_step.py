@@ -44,21 +44,23 @@ class FirstStep(Observer):
             )
 
 
-class StartUpEnds(Observer):
-    """Tells a `StopRequest` when a request to stop has something to save: from the first step on.
+class StartUpObserver(Observer):
+    """Calls `StopRequest.begin` at the first step, from which on a request to stop saves a checkpoint.
 
     A first step that compiles the model takes minutes, and counts as start-up.
     """
 
     def __init__(self, stop: StopRequest, compiles: bool) -> None:
         self.stop = stop
-        self.steps_left = 2 if compiles else 1  # until start-up is over
+        self.start_up_steps = 1 if compiles else 0
+        self.steps = 0  # that have begun
 
     def step_begins(self, step: int, logged: bool) -> None:
-        self.steps_left -= 1
-        if self.steps_left == 0:
+        self.steps += 1
+        if self.steps > self.start_up_steps:
             self.stop.begin()
 
     def aside_begins(self, phase: str) -> None:
-        """Validations and saves come after a step, which may be the only one."""
-        self.stop.begin()
+        """A validation or a save after the only step."""
+        if self.steps:
+            self.stop.begin()

@@ -17,7 +17,7 @@ from megacore.errors import shown
 from megacore.files import ROOT
 from megacore.tools.launchers import LAUNCHERS
 from megacore.tools.processes import descendants
-from megacore.tools.stop_request import STOP, StopRequest
+from megacore.tools.stop_request import STOP, requests
 from megacore.tools.sweep.folder import SweepFolder
 from megacore.tools.sweep.results import figure, last_line, row_of
 from megacore.tools.sweep.trials import Trial
@@ -28,18 +28,23 @@ OUTPUT = "output.txt"
 RANKS_OWN = {name for names in LAUNCHERS.values() for name in names}
 
 
-class Stopping(StopRequest):
-    """Requests to stop a sweep. After a second one trials are not waited for."""
+class Stopping:
+    """A context in which signals ask a sweep to stop. After a second one trials are not waited for."""
 
+    requested = False
     at_once = False
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        self.previous = {number: signal.signal(number, self._handle) for number in requests()}
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.at_once = self.signalled
-        self.signalled = True
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.at_once = self.requested
+        self.requested = True
 
 
 class Local:
