@@ -41,9 +41,15 @@ def meet(place: RankInfo, timeout: timedelta, patience: timedelta | None = None)
     check_name(address, patience.total_seconds() if "KUBERNETES_SERVICE_HOST" in os.environ else NAME_SECONDS)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher holds it
         try:
-            store, *_ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=patience))
+            launcher_store, *_ = next(
+                dist.rendezvous("env://", place.rank, place.world_size, timeout=patience)
+            )
         except dist.DistError as error:
             raise not_opened(place, patience) from error
+        # `torchrun --max-restarts` keeps its store: it still has the addresses and alarms of failed starts.
+        store: dist.Store = dist.PrefixStore(
+            f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", launcher_store
+        )
     else:
         store = meet_at_rank_0(place, patience)
     store.set_timeout(timeout)

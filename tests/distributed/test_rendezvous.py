@@ -1,5 +1,6 @@
 """Ranks meet where no other program and no other job listens; else the job ends with one line."""
 
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from megacore.distributed import rendezvous
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import meet
 from megacore.errors import ConfigError
+from megacore.tools.diagnosis.failure_note import FAILURE
 from megacore.tools.local_ranks import free_port, rank_environment
 from tests import training
 from tests.distributed.test_launch import ENVIRONMENT
@@ -31,6 +33,27 @@ from launch import pretrain
 from megacore.distributed import rendezvous
 rendezvous.IN_USE_SECONDS, rendezvous.ANSWER = 1.0, timedelta(seconds=3)
 pretrain.exit_rank_with(pretrain.run)
+"""
+
+
+# The last rank is killed at step 2 of the first start, and the notes of all starts are kept.
+KILLED_ONCE = """
+import os
+import signal
+from pathlib import Path
+from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote
+from tests.signals import in_step
+
+begin = FailureNote.begin
+
+def keep_note(note):
+    begin(note)
+    kept = Path(__file__).with_name(f"note_{os.environ['TORCHELASTIC_RESTART_COUNT']}.json")
+    kept.write_text((note.folder / FAILURE).read_text())
+
+FailureNote.begin = keep_note
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    in_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL))
 """
 
 
@@ -94,11 +117,13 @@ sys.stdin.read()
 """
 
 
-def ended(command: list[str], tmp_path: Path, environments: list[dict[str, str]]) -> tuple[list[int], str]:
+def ended(
+    command: list[str], tmp_path: Path, environments: list[dict[str, str]], preparation: str = ""
+) -> tuple[list[int], str]:
     """The statuses of processes of a job, and what they printed on stderr."""
     config = training.write_config(tmp_path, training.write_corpus(tmp_path))
     script = tmp_path / "pretrain.py"
-    script.write_text(SCRIPT)
+    script.write_text(preparation + SCRIPT)
     arguments = [*command, str(script), "--config", config, f"log.dir={tmp_path}/run"]
     processes = [
         subprocess.Popen(
@@ -147,6 +172,17 @@ def test_the_deepspeed_launcher_ends_with_the_line(port: int, tmp_path: Path) ->
     statuses, printed = ended(command, tmp_path, [{}])
     assert statuses == [2] and printed.count("config error") == 1 and line_of(port) in printed.splitlines()
     assert "Traceback" not in printed
+
+
+def test_ranks_that_torchrun_restarts_meet_anew(port: int, tmp_path: Path) -> None:
+    """All restarts failed: they found the addresses and the alarm of the first start in torchrun's store."""
+    command = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    environment = {"PYTHONPATH": str(ROOT)}
+    statuses, printed = ended(command, tmp_path, [environment], KILLED_ONCE)
+    assert statuses == [0], printed
+    notes = [json.loads((tmp_path / f"note_{start}.json").read_text()) for start in range(2)]
+    assert notes[0]["start"] != notes[1]["start"], "a rank of the first start could write into the second's"
+    assert json.loads((tmp_path / "run" / FAILURE).read_text()) == notes[1]
 
 
 @pytest.mark.parametrize("world", [2, 4])
