@@ -401,6 +401,23 @@ def test_ranks_that_a_launcher_ends_after_a_failure_are_not_blamed(three: Cluste
     assert set(three.verdicts().values()) == {"rank 3 (host b) failed: ValueError: nothing"}
 
 
+@pytest.mark.parametrize("beats_later", [1, 3])
+def test_a_host_that_is_down_comes_before_the_ranks_that_lose_it(
+    three: Cluster, tmp_path: Path, beats_later: int
+) -> None:
+    """A rank that has lost its peer ends before the host counts as lost: the supervisor must still leave out
+    the host, or the next start fails too.
+    """
+    three.stop("b")
+    three.wait(beats_later * BEAT)
+    three.ranks[4].report("rank 4 (host c) failed: RuntimeError: Connection closed by peer", 4)
+    three.wait(1.2 * SECONDS)
+    verdicts = three.verdicts()
+    assert sorted(verdicts) == [0, 1, 5]
+    assert all(verdict.startswith("nothing was heard from host b") for verdict in verdicts.values())
+    assert note(tmp_path)["hosts"] == ["b"]
+
+
 def test_every_host_knows_which_ranks_do_not_run(three: Cluster, sleeper: "subprocess.Popen[bytes]") -> None:
     """The watchdog of another host would say that a host is down of whose only rank is stopped."""
     three.ranks[6] = Rank(three, "c", 6, sleeper.pid)

@@ -274,6 +274,8 @@ class Heartbeat:
             verdict = self._explain(loss, lost_ranks, silent_beats)
             self.decide(verdict, [host.name for host in lost_hosts])
             return
+        if any(host.missed >= FEW for host in self.hosts.values()):
+            return  # if that host is down, a rank that has ended may only be one that has lost its peer
         for gone in (self.gone, *(host.gone for host in self.hosts.values())):
             if self.failure is not None and any(beats >= GRACE_BEATS for beats in gone.values()):
                 self.decide(self.failure.reason)
