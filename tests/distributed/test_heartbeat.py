@@ -120,8 +120,7 @@ class PlayedHost(heartbeat.Heartbeat):
             self.due = self._turn(self.due)
             if self.due > self.cluster.now:
                 return
-        if self.is_hub or not self.verdict:
-            self.part()
+        self._finish()
         self.ended = True
 
 
@@ -290,7 +289,7 @@ def test_an_ended_rank_is_named_if_the_others_go_on(three: Cluster) -> None:
     verdicts = three.verdicts()
     assert sorted(verdicts) == [0, 1, 2, 4, 5]
     assert set(verdicts.values()) == {
-        "rank 3 on host b has ended, and others go on: killed, or out of memory?"
+        "rank 3 on host b has ended without a reason: killed, or out of memory?"
     }
     for rank in verdicts:
         three.ranks[rank].end()
@@ -388,9 +387,20 @@ def test_a_killed_rank_comes_before_those_that_fail_without_it(
     three.wait(BEAT)
     three.ranks[4].report(reason, blamed)
     three.wait(SECONDS)
-    guess = "rank 3 on host b has ended, and others go on: killed, or out of memory?"
+    guess = "rank 3 on host b has ended without a reason: killed, or out of memory?"
     verdict = reason if is_better else guess
     assert set(three.verdicts().values()) == {verdict} and note(tmp_path)["reason"] == verdict
+
+
+def test_a_killed_rank_is_recorded_though_all_end_at_once(three: Cluster, tmp_path: Path) -> None:
+    """The others often end within a second, so there is no verdict: the supervisor would know no reason."""
+    three.ranks[3].end()
+    three.wait(BEAT)
+    for rank in (0, 1, 2, 4, 5):
+        three.ranks[rank].report(f"rank {rank} failed: RuntimeError: Connection closed by peer", rank)
+    three.wait(3 * BEAT)
+    assert three.ended() == "abc"
+    assert note(tmp_path)["reason"].startswith("rank 3 on host b has ended")
 
 
 def test_ranks_that_a_launcher_ends_after_a_failure_are_not_blamed(three: Cluster, tmp_path: Path) -> None:

@@ -133,6 +133,12 @@ class Heartbeat:
         due = time.monotonic() + self.beat
         while not self._over():
             due = self._turn(due)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Record a failure for which there was no verdict, because all ranks ended too soon, and part."""
+        if self.is_hub and not self.verdict and self.failure is not None:
+            self._record(self.failure.reason)
         if self.is_hub or not self.verdict:
             self.part()
 
@@ -310,7 +316,7 @@ class Heartbeat:
 
     def _guess(self, rank: int, host: str) -> None:
         """A rank has ended without a farewell, and has not reported why. Only the hub guesses."""
-        reason = f"rank {rank} on host {host} has ended, and others go on: killed, or out of memory?"
+        reason = f"rank {rank} on host {host} has ended without a reason: killed, or out of memory?"
         self._learn(Failure(reason, [rank], is_guess=True))
 
     def _record(self, reason: str, hosts: Sequence[str] = (), weight: Weight = Weight.DECISION) -> None:
