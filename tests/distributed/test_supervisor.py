@@ -17,7 +17,7 @@ import pytest
 from megacore.distributed.processes import ENDED, process_state
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.fleet import Fleet
-from megacore.tools.relaunch.supervisor import Supervisor, environment
+from megacore.tools.relaunch.supervisor import Supervisor, cause_of, environment
 from megacore.tools.stop_request import STOP
 from tests.pool import CONTEXT, PATIENCE
 from tests.unit.test_guardians import DAMAGED
@@ -132,6 +132,42 @@ def test_the_same_end_three_times_is_given_up(
     assert lines[-1].endswith(f"beyond step 5 (status 3){reason}")
     first = f": {reasons[0]}" if reasons else ""
     assert lines[0] == f"supervise: the run ended with status 3 at step 5, checkpoint 4{first}; again in 0 s"
+
+
+HUNG = "{} never entered tp all_reduce #{} of [64, 32] float32 (step {}); {} in data.py:{} for {} s; {}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ranks 4 and 5 are dead", "ranks 6 and 7 are dead"),
+        ("no route to 10.0.0.1", "no route to 10.0.0.2"),
+        ("data error: /data/1.bin: is cut off", "data error: /data/2.bin: is cut off"),
+        ("GPU 3 has fallen off the bus", "GPU 5 has fallen off the bus"),
+        (HUNG.format("rank 1", 7, 5, "it is", 8, 4, ""), HUNG.format("rank 2", 7, 5, "it is", 8, 4, "")),
+    ],
+)
+def test_ends_with_different_causes_are_told_apart(first: str, second: str) -> None:
+    """The run would be given up though each start failed on another machine or file."""
+    assert cause_of(first) != cause_of(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (
+            HUNG.format("rank 1", 7, 5, "it is", 8, 4, "rank 0 waits there"),
+            HUNG.format("rank 1", 1204, 60, "it is", 9, 8.5, "ranks 0 and 2 wait there"),
+        ),
+        (STUCK.format(8), STUCK.format(12.5)),
+        ("the kernel at 0xFFa0 failed", "the kernel at 0x7fb1 failed"),
+        ("allocate 2.00 GiB, 31 MiB are free", "allocate 1.50 GiB, 7 MiB are free"),
+        ("failed at layers.py:88", "failed at layers.py:90"),
+    ],
+)
+def test_ends_with_the_same_cause_are_recognized(first: str, second: str) -> None:
+    """Every restart would hold all machines of the run for minutes, and fail the same way."""
+    assert cause_of(first) == cause_of(second)
 
 
 def test_a_reason_of_an_earlier_start_is_not_quoted(

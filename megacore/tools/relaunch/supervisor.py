@@ -40,8 +40,10 @@ MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
 NOTE_BYTES = 65536  # of the note about a failure
 SAME_REASON = 3  # starts in a row that end for one reason without progress, after which no more are tried
-# What may differ between two ends for one reason: numbers that are no rank and no part of a name.
-COUNTERS = re.compile(r"0x[0-9a-f]+|(?<![\w.-])(?<!rank )(?<!host )\d+(?:[.,]\d+)*")
+# Numbers that may differ between two failures with the same cause.
+COUNTERS = re.compile(
+    r"0[xX][0-9a-fA-F]+|(?:(?<=#)|(?<=\bstep )|(?<=\.py:))\d+|\b\d[\d.,]*(?= (?:s|MiB|GiB)\b)"
+)
 LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
 # The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network
 # is cut.
@@ -115,7 +117,7 @@ class Supervisor:
     def _run(self) -> int:
         initial = self.best = self.progress()
         fruitless = same_reason = 0
-        last_reason = ""
+        last_cause = ""
         waits = False
         listens = threading.current_thread() is threading.main_thread()
         previous = {number: signal.signal(number, self._note) for number in requests()} if listens else {}
@@ -160,14 +162,14 @@ class Supervisor:
                 if (self.folder / STOP).exists():
                     say(f"stopped on request; remove {self.folder / STOP} to go on")
                     return STOPPED
-                reason = COUNTERS.sub("#", self.failure.reason)
-                is_same = bool(reason) and reason == last_reason
+                cause = cause_of(self.failure.reason)
+                is_same = bool(cause) and cause == last_cause
                 same_reason = 0 if gained else same_reason + 1 if is_same else 1
-                last_reason = reason
+                last_cause = cause
                 fruitless = 0 if gained else fruitless + 1
-                why = f": {shown(self.failure.reason)}" if reason else ""
+                why = f": {shown(self.failure.reason)}" if self.failure.reason else ""
                 given_up = ""
-                if reason and same_reason >= SAME_REASON:
+                if cause and same_reason >= SAME_REASON:
                     given_up = f"{SAME_REASON} starts in a row ended for the same reason, without progress"
                 elif fruitless > self.restarts:
                     given_up = f"{self.restarts} restarts in a row brought no progress"
@@ -333,6 +335,12 @@ class Supervisor:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.requests:
             time.sleep(LOOK_SECONDS)
+
+
+def cause_of(reason: str) -> str:
+    """What two reasons have in common if their cause is the same: the first clause, without counters."""
+    first_clause, *_ = reason.split("; ")  # the others are about ranks that wait
+    return COUNTERS.sub("#", first_clause)
 
 
 def environment(*, unbuffered: bool) -> dict[str, str]:
