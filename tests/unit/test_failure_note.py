@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.tools.diagnosis import failure_note
-from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote, Weight
+from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote
 from tests.pool import PATIENCE
 
 
@@ -28,14 +28,14 @@ def test_the_first_reason_stays_and_hosts_are_added(tmp_path: Path) -> None:
     assert recorded(tmp_path) == ("rank 1 is stopped", ["b", "c"])
 
 
-def test_a_host_that_is_cut_off_is_overruled(tmp_path: Path) -> None:
-    """It may write first, and blames rank 0's host, which is healthy."""
+def test_the_decision_of_rank_0s_host_is_the_last_word(tmp_path: Path) -> None:
+    """A host that is cut off blames rank 0's host, which is healthy: the next start would do without both."""
     note = FailureNote(tmp_path, "now")
     note.begin()
-    note.add("host b hears nothing from host a", ["a"], Weight.CUT_OFF)
-    note.add("nothing was heard from host b", ["b"], Weight.DECISION)
-    note.add("rank 0 failed", [], Weight.FIRST)
-    assert recorded(tmp_path)[0] == "nothing was heard from host b"
+    note.add("host b hears nothing from host a", ["a"])
+    note.add("nothing was heard from host b", ["b"], is_decision=True)
+    note.add("host b hears nothing from host a", ["a"])
+    assert recorded(tmp_path) == ("nothing was heard from host b", ["b"])
 
 
 def test_an_earlier_start_writes_nothing_into_a_later_one(tmp_path: Path) -> None:
@@ -64,7 +64,14 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "7", "{", '{"start": "now"}', '{"start": "now", "reason": 1, "hosts": 2, "weight": "x"}'],
+    [
+        "",
+        "[]",
+        "7",
+        "{",
+        '{"start": "now"}',
+        '{"start": "now", "reason": 1, "hosts": 2, "is_decision": false}',
+    ],
 )
 def test_a_damaged_note_ends_nobody(tmp_path: Path, text: str) -> None:
     """Ranks and heartbeats write it while they end, and must end."""

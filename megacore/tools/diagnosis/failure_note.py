@@ -10,7 +10,6 @@ import json
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from megacore.errors import shown
@@ -18,15 +17,6 @@ from megacore.files import write_whole
 
 FAILURE = "failure.json"
 WRITE_SECONDS = 2.0  # that a write may take
-
-
-class Weight(IntEnum):
-    """How much the author of a reason knows. A reason replaces those of less weight."""
-
-    NONE = 0  # the file has no reason yet
-    CUT_OFF = 1  # a host that does not hear rank 0's host: either of the two may be the one that is cut off
-    FIRST = 2  # the first rank that reports why it ends
-    DECISION = 3  # rank 0's host, which hears all others
 
 
 @dataclass(frozen=True)
@@ -39,32 +29,33 @@ class FailureNote:
     def begin(self) -> None:
         """Empty the file at the start of a run."""
         with contextlib.suppress(OSError):
-            self._write("", [], Weight.NONE)
+            self._write("", [], is_decision=False)
 
-    def add(self, reason: str, hosts: Iterable[str] = (), weight: Weight = Weight.FIRST) -> None:
-        """Record a reason, unless one of this weight or more is there, and add hosts that were lost.
+    def add(self, reason: str, hosts: Iterable[str] = (), is_decision: bool = False) -> None:
+        """Record the reason, if there is none yet, and add hosts that were lost.
 
-        A file system that hangs, which may be the failure itself, is not waited for.
+        `is_decision`: the author is rank 0's host, which hears all others. Its reason and hosts replace what
+        is there, and nothing is added afterwards. A file system that hangs, which may be the failure itself,
+        is not waited for.
         """
-        writer = threading.Thread(target=self._add, args=(reason, list(hosts), weight), daemon=True)
+        writer = threading.Thread(target=self._add, args=(reason, list(hosts), is_decision), daemon=True)
         writer.start()
         writer.join(WRITE_SECONDS)
 
-    def _add(self, reason: str, hosts: list[str], weight: Weight) -> None:
+    def _add(self, reason: str, hosts: list[str], is_decision: bool) -> None:
         try:
             note = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
-            if note["start"] != self.start:
+            if note["start"] != self.start or (note["is_decision"] and not is_decision):
                 return
-            all_hosts = [str(host) for host in dict.fromkeys([*note["hosts"], *hosts])]
-            is_better = int(note["weight"]) < weight
+            if not is_decision:
+                reason = note["reason"] or reason
+                hosts = list(dict.fromkeys([*note["hosts"], *hosts]))
+            reason = shown(reason)
         except (OSError, ValueError, KeyError, TypeError):
             return  # deleted, not shared with this host, or overwritten by something else
-        if is_better:
-            note |= {"reason": shown(reason), "weight": weight}
-        if is_better or all_hosts != note["hosts"]:
-            with contextlib.suppress(OSError):
-                self._write(note["reason"], all_hosts, note["weight"])
+        with contextlib.suppress(OSError):
+            self._write(reason, hosts, is_decision)
 
-    def _write(self, reason: str, hosts: list[str], weight: int) -> None:
-        values = {"start": self.start, "reason": reason, "hosts": hosts, "weight": int(weight)}
+    def _write(self, reason: str, hosts: list[str], is_decision: bool) -> None:
+        values = {"start": self.start, "reason": reason, "hosts": hosts, "is_decision": is_decision}
         write_whole(self.folder / FAILURE, json.dumps(values) + "\n")

@@ -41,7 +41,7 @@ from megacore.tools.diagnosis.beats import (
     same_user,
     unpacked,
 )
-from megacore.tools.diagnosis.failure_note import FailureNote, Weight
+from megacore.tools.diagnosis.failure_note import FailureNote
 
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats, after which a host counts as quiet
@@ -138,7 +138,7 @@ class Heartbeat:
     def _finish(self) -> None:
         """Record a failure for which there was no verdict, because all ranks ended too soon, and part."""
         if self.is_hub and not self.verdict and self.failure is not None:
-            self._record(self.failure.reason)
+            self._record(self.failure.reason, is_decision=True)
         if self.is_hub or not self.verdict:
             self.part()
 
@@ -310,7 +310,7 @@ class Heartbeat:
         self.messages.clear()
         if failure.is_guess:
             return
-        self._record(failure.reason, weight=Weight.FIRST)
+        self._record(failure.reason)
         if self.hub is not None and not self.is_hub:
             self._send(self.hub.address)  # the hub must hear of it before it hears that the rank has ended
 
@@ -319,12 +319,11 @@ class Heartbeat:
         reason = f"rank {rank} on host {host} has ended without a reason: killed, or out of memory?"
         self._learn(Failure(reason, [rank], is_guess=True))
 
-    def _record(self, reason: str, hosts: Sequence[str] = (), weight: Weight = Weight.DECISION) -> None:
+    def _record(self, reason: str, hosts: Sequence[str] = (), is_decision: bool = False) -> None:
         """Record why the run ends. Only the hub does so, except where the hub cannot hear of it."""
         is_apart = self.hub is None or not self.heard or self.hub.missed >= FEW
-        if self.note is None or not (self.is_hub or is_apart):
-            return
-        self.note.add(reason, hosts, weight if self.is_hub else Weight.CUT_OFF)
+        if self.note is not None and (self.is_hub or is_apart):
+            self.note.add(reason, hosts, is_decision=is_decision and self.is_hub)
 
     def decide(self, verdict: str, lost: Sequence[str] = ()) -> None:
         """Print the verdict, and have all ranks end.
@@ -338,7 +337,7 @@ class Heartbeat:
         for host in self.hosts.values():
             self._send(host.address)
         self._end_ranks()
-        self._record(verdict, lost)
+        self._record(verdict, lost, is_decision=True)
 
     @property
     def ranks_here(self) -> list[int]:
