@@ -109,6 +109,7 @@ def train(
     from megacore.tools.choices.check_engine import check_engine
     from megacore.tools.choices.run import trainer_of
     from megacore.tools.crowd import share_cores
+    from megacore.tools.diagnosis.failure_note import NOT_MET, FailureNote
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
     from megacore.tools.garbage import Garbage
@@ -130,6 +131,7 @@ def train(
         lock = FolderLock(folder) if place.rank == 0 else None
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
+            FailureNote(folder, NOT_MET).begin()  # the reason of an earlier run would outlive a failure below
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
         if place.rank == 0:

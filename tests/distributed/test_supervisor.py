@@ -180,6 +180,23 @@ def test_a_reason_of_an_earlier_start_is_not_quoted(
     assert "rank 7" not in said and said.count("rank 1 is dead") == 1
 
 
+UNMET = """
+import sys
+from pathlib import Path
+from megacore.tools.diagnosis.failure_note import NOT_MET, FailureNote
+FailureNote(Path(sys.argv[1]), NOT_MET).add("nobody opened the store")
+sys.exit(1)
+"""
+
+
+def test_a_reason_is_quoted_though_rank_0_was_not_started(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 empties the file, so the others could not record that they have waited for it in vain."""
+    assert Supervisor([sys.executable, "-c", UNMET, str(tmp_path)], tmp_path, restarts=0).run() == 1
+    assert "nobody opened the store" in capfd.readouterr().err
+
+
 @pytest.fixture
 def time_flies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the played run sleeps, hours pass between two looks at the clock."""

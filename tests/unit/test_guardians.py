@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from launch.pretrain import train
 from launch.ray_train import figures
 from megacore.distributed.init import joined
 from megacore.distributed.processes import stat_fields
 from megacore.distributed.rank_info import RankInfo
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, UserError
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
 from megacore.tools.diagnosis.failure_note import FAILURE
@@ -223,6 +224,32 @@ def test_a_run_on_one_host_records_why_it_failed(tmp_path: Path) -> None:
         raise ValueError("no such thing\nat all")
     reason = json.loads((tmp_path / FAILURE).read_text())["reason"]
     assert reason.startswith("rank 0 (host ") and reason.endswith("failed: ValueError: no such thing")
+
+
+def test_a_start_that_never_trains_leaves_no_reason_of_an_earlier_run(tmp_path: Path) -> None:
+    """A user who mistypes a path would look for a rank that was killed last week."""
+    (tmp_path / FAILURE).write_text('{"start": "earlier", "reason": "rank 7 is dead", "hosts": []}')
+    config = load(training.write_config(tmp_path, "/nonexistent"), [f"log.dir={tmp_path}"], 1).config
+    with pytest.raises(UserError, match="/nonexistent"):
+        train(config, RankInfo(), StopRequest())
+    assert json.loads((tmp_path / FAILURE).read_text())["reason"] == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """A supervisor would restart the run again and again, and never print why it cannot start."""
+
+    def meet(*_: object) -> NoReturn:
+        raise TimeoutError("nobody opened the store")
+
+    monkeypatch.setattr("megacore.distributed.init.meet", meet)
+    config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
+    places = [RankInfo(number, 2, number, 2, guest=True) for number in range(2)]
+    guards = [Guardians(config, place, cpu, tmp_path) for place in places]
+    with pytest.raises(TimeoutError), joined(config, places[rank], cpu, guards[rank]):
+        pass
+    reason = json.loads((tmp_path / FAILURE).read_text())["reason"]
+    assert reason.startswith(f"rank {rank} (host ") and reason.endswith("nobody opened the store")
 
 
 def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The file in a run's folder that records why its last start failed, and which hosts were lost.
 
-Rank 0 empties the file at every start, and marks it with an identifier of this start. Whoever failed in an
-earlier start and writes late finds another identifier, and leaves the file alone. Standard library only,
-because the heartbeat process uses it.
+Rank 0 empties the file when it has locked the folder. Once the ranks have met, the file has an identifier of
+this start. A process of an earlier start that writes late sees another identifier and does not write.
+Standard library only, because the heartbeat process uses it.
 """
 
 import contextlib
@@ -16,12 +16,16 @@ from megacore.errors import shown
 from megacore.files import write_whole
 
 FAILURE = "failure.json"
+NOT_MET = ""  # the identifier of a start whose ranks have not met
 WRITE_SECONDS = 2.0  # that a write may take
 
 
 @dataclass(frozen=True)
 class FailureNote:
-    """The file as one start of a run writes it. What cannot be written is not: the reason is also printed."""
+    """The file as one start of a run writes it.
+
+    A write that fails is ignored, because the reason is also printed.
+    """
 
     folder: Path
     start: str  # the identifier of this start, the same on all ranks

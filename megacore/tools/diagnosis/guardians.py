@@ -18,7 +18,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import sizes_of
 from megacore.tools.diagnosis.device_work import DeviceWork
 from megacore.tools.diagnosis.failure import fail
-from megacore.tools.diagnosis.failure_note import FailureNote
+from megacore.tools.diagnosis.failure_note import NOT_MET, FailureNote
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 from megacore.tools.diagnosis.store_kv import StoreKV
@@ -51,8 +51,7 @@ class Guardians(Guard):
         self.heartbeats: HeartbeatClient | None = None
         self.failure_folder = folder
         self.note: FailureNote | None = None
-        if place.world_size == 1:
-            self._begin_note(secrets.token_hex(START_BYTES))
+        self._begin_note(NOT_MET if place.world_size > 1 else secrets.token_hex(START_BYTES))
         if on_gpu:
             prepare_flight_recorder()
 

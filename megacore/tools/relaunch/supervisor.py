@@ -25,7 +25,7 @@ from megacore.distributed.processes import ENDED, process_state
 from megacore.errors import ConfigError, shown
 from megacore.files import open_plain, read_plain
 from megacore.records import Record, complaint
-from megacore.tools.diagnosis.failure_note import FAILURE
+from megacore.tools.diagnosis.failure_note import FAILURE, NOT_MET, FailureNote
 from megacore.tools.metrics_file import newest
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.child_watch import ChildWatch
@@ -248,6 +248,7 @@ class Supervisor:
         self.stalled = False
         note = self.folder / FAILURE
         note.unlink(missing_ok=True)
+        FailureNote(self.folder, NOT_MET).begin()  # a rank may fail before rank 0 has started
         self.failure = FailureRecord()
         pipe = None if self.listener is None else subprocess.PIPE
         try:
