@@ -20,9 +20,14 @@ def status_after_signal(number: int) -> int:
     return 128 + number
 
 
+def signal_of(error: KeyboardInterrupt) -> signal.Signals:
+    """The signal for which `interrupt`, or Python's own handler, has raised this error."""
+    return signal.Signals(error.args[0]) if error.args else signal.SIGINT
+
+
 def interrupted_status(error: KeyboardInterrupt) -> int:
     """The exit status after `interrupt` has raised this error."""
-    return status_after_signal(error.args[0] if error.args else signal.SIGINT)
+    return status_after_signal(signal_of(error))
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.diagnosis.failure import fail
 from megacore.tools.diagnosis.failure_note import FAILURE
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.metrics_file import LINE_BYTES, recorded
@@ -250,6 +252,29 @@ def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     reason = json.loads((tmp_path / FAILURE).read_text())["reason"]
     assert reason.startswith(f"rank {rank} (host ") and reason.endswith("nobody opened the store")
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "status"),
+    [(KeyboardInterrupt(15), "SIGTERM", 143), (KeyboardInterrupt(), "SIGINT", 130)],
+)
+def test_a_rank_that_a_signal_ends_reports_the_signal(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: KeyboardInterrupt,
+    name: str,
+    status: int,
+) -> None:
+    """It would count as killed, perhaps for want of memory, where a scheduler has ended it. It stays quiet,
+    because all ranks of a job get the signal.
+    """
+    reasons = list[str]()
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        fail(error, RankInfo(3, 4, 3, 4), None, report=reasons.append)
+    assert ended.value.code == status
+    assert reasons == [f"rank 3 (host {socket.gethostname()}) was ended by {name}"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.diagnosis.watchdog import Watchdog, say
 from megacore.tools.error_report import GRACE_SECONDS, record, say_once
-from megacore.tools.interrupt import interrupted_status
+from megacore.tools.interrupt import interrupted_status, signal_of
 
 # What gloo and NCCL say when the other side is gone.
 LOST_PEER = (
@@ -45,13 +45,17 @@ def fail(
     """Prints this rank's traceback, then its reason in one line, and ends the process with status 1.
 
     It does not clean up, because leaving a process group would wait for ranks that may never answer. The
-    launcher ends the other ranks. If this rank only lost its peer, the doctor speaks instead, if there is
-    one. `report` is called with the line before the process ends. A `UserError` is one line and status 2.
-    After a signal the status is 128 + signal, and nothing is printed.
+    launcher ends the other ranks. If this rank only lost its peer, the watchdog prints its verdict instead,
+    if there is one. `report` is called with the line before the process ends. A `UserError` is one line and
+    status 2. After a signal the status is 128 + signal, and the line is not printed.
 
     In another program's process it returns, so that the program gets the exception.
     """
+    where = "" if mesh is None else f", {mesh.coordinates_text}"
+    rank_text = f"rank {place.rank} (host {socket.gethostname()}{where})"
     if isinstance(error, KeyboardInterrupt):
+        if report is not None:
+            report(f"{rank_text} was ended by {signal_of(error).name}")
         os._exit(interrupted_status(error))
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
         error.of_this_machine = True
@@ -67,11 +71,8 @@ def fail(
         if doctor is not None:
             doctor.ask(f"{type(error).__name__}: {first_line}")
         time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
-    where = "" if mesh is None else f", {mesh.coordinates_text}"
     trace = "".join(traceback.format_exception(error))
-    reason = (
-        f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
-    )
+    reason = f"{rank_text} failed: {type(error).__name__}: {first_line}"
     say(trace + reason)
     record(reason)
     if report is not None:
