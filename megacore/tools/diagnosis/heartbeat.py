@@ -45,7 +45,7 @@ from megacore.tools.diagnosis.failure_note import FailureNote
 
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats, after which a host counts as quiet
-STOPPED_BEATS = 2  # in a row in which a rank is stopped: a profiler that attaches for a moment is no news
+STOPPED_BEATS = 2  # in a row in which a rank is stopped: a profiler that attaches for a moment is not reported
 GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they know more
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
