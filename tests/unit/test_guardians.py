@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from launch.pretrain import train
 from launch.ray_train import figures
@@ -26,8 +27,9 @@ from megacore.errors import ConfigError, UserError
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
 from megacore.tools.diagnosis.failure import fail
-from megacore.tools.diagnosis.failure_note import FAILURE
+from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote
 from megacore.tools.diagnosis.guardians import Guardians
+from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 from megacore.tools.metrics_file import LINE_BYTES, recorded
 from megacore.tools.processes import descendants
 from megacore.tools.records import open_metrics
@@ -252,6 +254,38 @@ def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     reason = json.loads((tmp_path / FAILURE).read_text())["reason"]
     assert reason.startswith(f"rank {rank} (host ") and reason.endswith("nobody opened the store")
+
+
+def test_all_ranks_record_under_one_identifier(tmp_path: Path) -> None:
+    """A rank with another one would count as a process of an earlier start, and its reason would be lost."""
+    overrides = ["parallel.hang_seconds=null"]
+    config = load(training.write_config(tmp_path, "nothing"), overrides, 2).config
+    store, cpu = dist.HashStore(), torch.device("cpu")
+    guards = [Guardians(config, RankInfo(rank, 2, rank, 2), cpu, tmp_path) for rank in range(2)]
+    for guard in reversed(guards):
+        guard.met(store)
+    guards[1]._report("rank 1 failed")
+    note = json.loads((tmp_path / FAILURE).read_text())
+    assert note["start"] and note["reason"] == "rank 1 failed"
+
+
+def test_a_rank_reports_to_its_hosts_process_or_to_the_folder(tmp_path: Path) -> None:
+    """The host's process passes the reason on to other hosts. If it has ended, the reason must not be lost."""
+    note = FailureNote(tmp_path, "now")
+    note.begin()
+    client = HeartbeatClient(dist.HashStore(), RankInfo(), None, note)
+    client.connection, process = socket.socketpair()
+    client.report("a reason\n" + "x" * 9000, range(1000))
+    line = process.recv(1 << 16)
+    assert line.endswith(b"\n") and len(line) < heartbeat.LINE_BYTES
+    message = json.loads(line)
+    assert message["reason"].startswith("a reason\\nx") and message["ranks"][:3] == [0, 1, 2]
+    assert json.loads((tmp_path / FAILURE).read_text())["reason"] == ""
+
+    process.close()
+    client.report("another reason", [0])
+    assert json.loads((tmp_path / FAILURE).read_text())["reason"] == "another reason"
+    client.connection.close()
 
 
 @pytest.mark.parametrize(
