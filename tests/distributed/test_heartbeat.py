@@ -403,6 +403,24 @@ def test_a_killed_rank_is_recorded_though_all_end_at_once(three: Cluster, tmp_pa
     assert note(tmp_path)["reason"].startswith("rank 3 on host b has ended")
 
 
+def test_the_answers_of_rank_0s_host_carry_no_failure(
+    three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hosts ignore it there, and thousands of answers a beat would be longer."""
+    answers: list[Beat] = []
+    hear = PlayedHost._hear
+
+    def keep(self: PlayedHost, beat: Beat, address: Any) -> None:
+        answers.extend([beat] if beat.name == "a" else [])
+        hear(self, beat, address)
+
+    monkeypatch.setattr(PlayedHost, "_hear", keep)
+    three.ranks[3].report("rank 3 failed", 3)
+    three.wait(2 * BEAT)
+    assert three.hosts["a"].failure == Failure("rank 3 failed", [3])
+    assert answers and all(beat.failure == Failure() for beat in answers)
+
+
 def test_ranks_that_a_launcher_ends_after_a_failure_are_not_blamed(three: Cluster, tmp_path: Path) -> None:
     """It kills the failed rank's neighbours, which can report nothing."""
     three.ranks[3].report("rank 3 (host b) failed: ValueError: nothing", 3)

@@ -26,6 +26,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.diagnosis.beats import RankStates
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote
 from megacore.tools.diagnosis.guardians import Guardians
@@ -270,7 +271,7 @@ def test_all_ranks_record_under_one_identifier(tmp_path: Path) -> None:
 
 
 def test_a_rank_reports_to_its_hosts_process_or_to_the_folder(tmp_path: Path) -> None:
-    """The host's process passes the reason on to other hosts. If it has ended, the reason must not be lost."""
+    """The host's process passes the reason on to other hosts. If that has ended, it must not be lost."""
     note = FailureNote(tmp_path, "now")
     note.begin()
     client = HeartbeatClient(dist.HashStore(), RankInfo(), None, note)
@@ -286,6 +287,16 @@ def test_a_rank_reports_to_its_hosts_process_or_to_the_folder(tmp_path: Path) ->
     client.report("another reason", [0])
     assert json.loads((tmp_path / FAILURE).read_text())["reason"] == "another reason"
     client.connection.close()
+
+
+def test_heartbeats_that_end_while_the_watchdog_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog asks in its own thread: an exception there would take the place of its verdict."""
+    answers: list[RankStates | None] = []
+    states = property(lambda _: answers.pop(0), lambda _, value: None)
+    monkeypatch.setattr(HeartbeatClient, "states", states, raising=False)
+    client = HeartbeatClient(dist.HashStore(), RankInfo(), None)
+    answers[:] = [RankStates(gone=[3]), None]
+    assert client.state(3) == "gone"
 
 
 @pytest.mark.parametrize(

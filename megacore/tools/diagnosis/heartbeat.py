@@ -45,7 +45,9 @@ from megacore.tools.diagnosis.failure_note import FailureNote
 
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats, after which a host counts as quiet
-STOPPED_BEATS = 2  # in a row in which a rank is stopped: a profiler that attaches for a moment is not reported
+STOPPED_BEATS = (
+    2  # in a row in which a rank is stopped: a profiler that attaches for a moment is not reported
+)
 GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they know more
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
@@ -364,7 +366,9 @@ class Heartbeat:
             states = RankStates(list(self.gone), self.stopped)
             if self.is_hub and self.states is not None:
                 states = self.states
-            failure = self.failure or Failure()
+            failure = (
+                Failure() if self.is_hub else self.failure or Failure()
+            )  # hosts report theirs to the hub
             beat = Beat(self.name, self.verdict, parting, self.ranks, self.ranks_here, states, failure)
             self.messages[parting] = beat.packed(self.token)
         with contextlib.suppress(OSError):  # this host's own network is down: the others' silence will tell

@@ -74,7 +74,8 @@ class HeartbeatClient:
 
     def state(self, rank: int) -> str:
         """The state of a rank's process on any host, as `RankStates.state`; ? if hosts are not watched."""
-        return "?" if self.states is None else self.states.state(rank)
+        states = self.states  # the heartbeats' thread may set it to None
+        return "?" if states is None else states.state(rank)
 
     def report(self, reason: str, ranks: Sequence[int]) -> None:
         """Tell this host's process why this rank ends, before it does; `ranks` are those to blame.
