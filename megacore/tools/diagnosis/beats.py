@@ -36,7 +36,6 @@ class Failure:
 
     reason: str = ""
     ranks: list[int] = field(default_factory=list)  # the ranks that the reason blames
-    is_guess: bool = False
 
 
 @dataclass(frozen=True)

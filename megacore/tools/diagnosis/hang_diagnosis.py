@@ -108,24 +108,26 @@ def _silent(
         found.setdefault(kind if seat.pid else "absent", []).append(seat)
     kind = next(kind for kind in ("dead", "stopped", "absent", "unreachable", "silent") if kind in found)
     those = found[kind]
-    who = _list(those)
-    several = len(those) > 1
-    hosts = ", ".join(sorted({seat.host for seat in those}))
     if kind == "unreachable" and len(heard) == 1 and len({seat.host for seat in silent}) > 1:
         text = f"no rank of another host answers: the network of host {min(heard)} is cut"
         return Diagnosis(kind, sorted(snapshots), text + _who_waits(snapshots))
-    text = {
-        "dead": f"{who} {'are' if several else 'is'} dead: no such process any more (killed, or out of "
-        "memory?)",
-        "stopped": f"{who} {'are' if several else 'is'} stopped (by SIGSTOP or a debugger)",
-        "absent": f"{who} {'have' if several else 'has'} not come to where the ranks meet: not started, "
-        "dead, or held up on the way",
-        "unreachable": f"{who} {'do' if several else 'does'} not answer, nor does any rank of host "
-        f"{hosts}: down, or its network is cut",
-        "silent": f"{who} {'do' if several else 'does'} not answer, though the process runs: something in "
-        "it holds the interpreter",
-    }[kind]
+    text = silence_text(kind, those)
     return Diagnosis(kind, [seat.rank for seat in those], text + _who_waits(snapshots))
+
+
+def silence_text(kind: str, seats: Sequence[RankProcess]) -> str:
+    """Why some ranks do not answer, in words; `kind` is one of `Diagnosis.cause`."""
+    is_are, has_have, does_do = ("are", "have", "do") if len(seats) > 1 else ("is", "has", "does")
+    hosts = ", ".join(sorted({seat.host for seat in seats}))
+    text = {
+        "dead": f"{is_are} dead: no such process any more (killed, or out of memory?)",
+        "stopped": f"{is_are} stopped (by SIGSTOP or a debugger)",
+        "absent": f"{has_have} not come to where the ranks meet: not started, dead, or held up on the way",
+        "unreachable": f"{does_do} not answer, nor does any rank of host {hosts}: down, or its network is "
+        "cut",
+        "silent": f"{does_do} not answer, though the process runs: something in it holds the interpreter",
+    }[kind]
+    return f"{_list(seats)} {text}"
 
 
 def _who_waits(snapshots: Mapping[int, Snapshot]) -> str:

@@ -107,6 +107,7 @@ class Heartbeat:
         self.states: RankStates | None = None  # of all hosts' ranks; None before rank 0's host is heard
         self.failure: Failure | None = None  # the first one
         self.failed_at = 0  # the beat at which it was learned
+        self.killed_rank: int | None = None  # the rank that `failure` is about, if that is a guess
         self.hosts: dict[str, Host] = {}  # by address; those that beat to this one, if it is rank 0's
         self.hub: Host | None = None  # rank 0's host, if that is another
         self.heard = self.warned = False  # from the hub; whether it was said that it has never been heard
@@ -298,28 +299,24 @@ class Heartbeat:
         if failure is None:
             return loss
         is_earlier = self.beats - self.failed_at > silent_beats
-        blames_lost = not failure.is_guess and not set(failure.ranks).isdisjoint(lost_ranks)
+        blames_lost = self.killed_rank is None and not set(failure.ranks).isdisjoint(lost_ranks)
         return failure.reason if is_earlier or blames_lost else loss
 
     def _learn(self, failure: Failure) -> None:
         """Keep the first failure that is reported; it replaces a guess about a rank that it blames."""
-        known = self.failure
-        if known is not None:
-            is_better = known.is_guess and not failure.is_guess
-            if not is_better or set(known.ranks).isdisjoint(failure.ranks):
-                return
-        self.failure, self.failed_at = failure, self.beats
-        self.messages.clear()
-        if failure.is_guess:
+        if self.failure is not None and self.killed_rank not in failure.ranks:
             return
+        self.failure, self.failed_at, self.killed_rank = failure, self.beats, None
+        self.messages.clear()
         self._record(failure.reason)
         if self.hub is not None and not self.is_hub:
             self._send(self.hub.address)  # the hub must hear of it before it hears that the rank has ended
 
     def _guess(self, rank: int, host: str) -> None:
         """A rank has ended without a farewell, and has not reported why. Only the hub guesses."""
-        reason = f"rank {rank} on host {host} has ended without a reason: killed, or out of memory?"
-        self._learn(Failure(reason, [rank], is_guess=True))
+        if self.failure is None:
+            reason = f"rank {rank} on host {host} has ended without a reason: killed, or out of memory?"
+            self.failure, self.failed_at, self.killed_rank = Failure(reason, [rank]), self.beats, rank
 
     def _record(self, reason: str, hosts: Sequence[str] = (), is_decision: bool = False) -> None:
         """Record why the run ends. Only the hub does so, except where the hub cannot hear of it."""

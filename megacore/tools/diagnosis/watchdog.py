@@ -28,7 +28,14 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import use_device
 from megacore.tools.diagnosis.beats import QUIET
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder, line_of
-from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot, judge, operation_text
+from megacore.tools.diagnosis.hang_diagnosis import (
+    Diagnosis,
+    RankProcess,
+    Snapshot,
+    judge,
+    operation_text,
+    silence_text,
+)
 from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.error_report import record
@@ -375,16 +382,11 @@ class Watchdog:
             return
         first, state = self.first or NOBODY, self._first_state()
         if state in ENDED:
-            reason = f"{first} is dead: no such process any more (killed, or out of memory?)"
+            reason = silence_text("dead", [first])
         elif state in STOPPED:
-            reason = (
-                f"{first} is stopped (by SIGSTOP or a debugger), and with it the store in which the ranks met"
-            )
+            reason = silence_text("stopped", [first]) + ", and with it the store in which the ranks met"
         elif state == QUIET:
-            reason = (
-                f"{first} does not answer, nor does any rank of host {first.host}: down, or its network "
-                "is cut"
-            )
+            reason = silence_text("unreachable", [first])
         else:
             reason = (
                 f"the store in which the ranks met, beside {first}, does not answer: dead, or the network "
