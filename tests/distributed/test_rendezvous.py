@@ -48,6 +48,8 @@ begin = FailureNote.begin
 
 def keep_note(note):
     begin(note)
+    if not note.start:  # the ranks have not met
+        return
     kept = Path(__file__).with_name(f"note_{os.environ['TORCHELASTIC_RESTART_COUNT']}.json")
     kept.write_text((note.folder / FAILURE).read_text())
 
