@@ -44,7 +44,7 @@ rank = int(sys.argv[1])
 store = dist.TCPStore("node0", 29700, 2, rank == 0, timedelta(seconds=600), wait_for_workers=False)
 place = RankInfo(rank, 2, 0, 1, "node0", 29700)
 pulse = HeartbeatClient(store, place, float(sys.argv[2]))
-while not store.check(["doctor/heartbeat/hub"]) or pulse.connection is None:
+while not store.check(["watchdog/heartbeat/hub"]) or pulse.connection is None:
     time.sleep(0.1)
 time.sleep(5)
 print("beating", flush=True)
@@ -300,8 +300,8 @@ def test_a_host_that_is_gone_comes_back(four: Hosts, folder: Path) -> None:
     rank is the cause of that start.
     """
     with Run(four, folder, "gone", ["node0", "node1", "node2"]) as run:
-        # The dying host's kernel may still close its connections: then its peers notice, and the hang doctor
-        # judges.
+        # The kernel of the dying host may still close its connections. Then its peers notice, and the
+        # watchdog judges.
         named = (
             r"nothing was heard from host node1 \(rank 1\)|rank 1 \(host node1.* nor does any rank of "
             r"host node1"
@@ -390,7 +390,7 @@ def test_the_first_failure_is_the_one_that_is_reported(
                 four.mend(host)
             if fault == "host down":
                 four.boot(host)
-        verdicts = [each for each in lines("") if re.search("(hang doctor|heartbeat): ", each[1])]
+        verdicts = [each for each in lines("") if re.search("(hang watchdog|heartbeat): ", each[1])]
         named, line = verdicts[0]
         ended, last = lines("supervise: the run ended")[0]
         times = f"named after {named - struck:.1f} s, ended after {ended - struck:.1f} s"

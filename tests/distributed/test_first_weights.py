@@ -127,7 +127,7 @@ def test_every_layout_starts_from_the_bits_of_one_process(
             slice_of(covered[name], offset, piece.shape).fill_(True)
         for name, (copy, offset) in built.copies.items():
             assert torch.equal(copy, slice_of(whole[name], offset, copy.shape)), name
-        assert built.notes["drawing weights"] > 0, "the hang doctor would take a long start for a hang"
+        assert built.notes["drawing weights"] > 0, "the hang watchdog would take a long start for a hang"
     assert [name for name, seen in covered.items() if not seen.all()] == []
 
 

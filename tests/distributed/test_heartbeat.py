@@ -647,7 +647,7 @@ def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
         "127.0.0.1", port, 2, rank == 0, timedelta(seconds=PATIENCE), wait_for_workers=False
     )
     ours = pulse.HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), LIMIT)
-    while ours.connection is None or not store.check(["doctor/heartbeat/hub"]):
+    while ours.connection is None or not store.check(["watchdog/heartbeat/hub"]):
         time.sleep(0.05)
     store.set(f"beats{rank}", "yes")
     store.wait(["beats0", "beats1"])

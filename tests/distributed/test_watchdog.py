@@ -556,7 +556,7 @@ def test_a_lost_store_is_explained_by_rank_0_on_another_host(
     monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: pytest.fail("a process of this host"))
     monkeypatch.setattr(watchdog.os, "_exit", lambda status: None)
     dog._lost_store()
-    assert capsys.readouterr().err.startswith(f"hang doctor: {reason}")
+    assert capsys.readouterr().err.startswith(f"hang watchdog: {reason}")
     ((reported, ranks),) = cast(Any, dog.heartbeats).reports
     assert reported.startswith(reason) and ranks == [0]
 

@@ -24,8 +24,7 @@ from megacore.distributed.init import joined
 from megacore.distributed.processes import stat_fields
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
-from megacore.tools.diagnosis import heartbeat
-from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.diagnosis import heartbeat, watchdog
 from megacore.tools.diagnosis.beats import RankStates
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.diagnosis.failure_note import FAILURE, FailureNote
@@ -209,7 +208,7 @@ class Lost(io.StringIO):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
-@pytest.mark.parametrize("say", [doctor.say, heartbeat.say, supervisor.say])
+@pytest.mark.parametrize("say", [watchdog.say, heartbeat.say, supervisor.say])
 def test_a_guardian_that_nobody_reads_goes_on(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that has ended took their stderr with it; their ranks may still hang."""
     monkeypatch.setattr(sys, "stderr", Lost())
@@ -322,9 +321,9 @@ def test_a_rank_that_a_signal_ends_reports_the_signal(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_continues_though_its_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ended without a word, and a hang after that had no end."""
-    ours: Any = object.__new__(doctor.Watchdog)
+    ours: Any = object.__new__(watchdog.Watchdog)
     ours.device, ours.rank, ours.tick, ours.round, ours.alarmed, ours.first = (
         torch.device("cpu"),
         0,

@@ -1,4 +1,4 @@
-"""What the hang doctor says: of every kind of hang, from records made up here, it
+"""What the hang watchdog says: of every kind of hang, from records made up here, it
 must name the cause and the rank.
 """
 

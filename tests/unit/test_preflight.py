@@ -442,7 +442,7 @@ def test_ranks_may_take_long_if_they_get_on(tmp_path: Path, monkeypatch: pytest.
 def test_limits_grow_with_the_world_and_keep_their_order(world: int) -> None:
     """Setting up 2,048 GPUs has taken 1,047 s.
 
-    The doctor speaks before a rank is ended, and that before the launcher is.
+    The watchdog speaks before a rank is ended, and that before the launcher is.
     """
     limits = dict(word.split("=") for word in short(world))
     verdict = START_UP * float(limits["parallel.hang_seconds"])
@@ -477,8 +477,8 @@ def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pyte
 
 def test_what_failed_ranks_say() -> None:
     text = (
-        "node1: warning: x\nnode0: hang doctor: the network between node0 and node1 is cut\n"
+        "node1: warning: x\nnode0: hang watchdog: the network between node0 and node1 is cut\n"
         "pdsh@node0: node0: ssh exited\n"
     )
-    assert reason_in(text) == "node0: hang doctor: the network between node0 and node1 is cut"
+    assert reason_in(text) == "node0: hang watchdog: the network between node0 and node1 is cut"
     assert reason_in("Traceback\nRuntimeError: no\n\n") == "RuntimeError: no"

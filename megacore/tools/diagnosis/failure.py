@@ -39,7 +39,7 @@ def fail(
     error: BaseException,
     place: RankInfo,
     mesh: Mesh | None,
-    doctor: Watchdog | None = None,
+    watchdog: Watchdog | None = None,
     report: Callable[[str], None] | None = None,
 ) -> None:
     """Prints this rank's traceback, then its reason in one line, and ends the process with status 1.
@@ -68,8 +68,8 @@ def fail(
         os._exit(2)
     first_line = (str(error).strip() or "no message").splitlines()[0]
     if lost_peer(error):
-        if doctor is not None:
-            doctor.ask(f"{type(error).__name__}: {first_line}")
+        if watchdog is not None:
+            watchdog.ask(f"{type(error).__name__}: {first_line}")
         time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
     trace = "".join(traceback.format_exception(error))
     reason = f"{rank_text} failed: {type(error).__name__}: {first_line}"
@@ -77,8 +77,8 @@ def fail(
     record(reason)
     if report is not None:
         report(reason)
-    if doctor is not None:
-        doctor.last_words(reason)
+    if watchdog is not None:
+        watchdog.last_words(reason)
     sys.stdout.flush()
     if not place.guest:
         os._exit(1)

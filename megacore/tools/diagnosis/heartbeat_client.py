@@ -98,7 +98,7 @@ class HeartbeatClient:
             verdict: str = message["verdict"]
         except Exception as error:
             self.states = None  # they would be out of date
-            # without a word, nobody would know that this host is not watched; without the store the doctor
+            # without a word, nobody would know that this host is not watched; without the store the watchdog
             # ends it
             if not self.closed:
                 heartbeat.say(f"rank {self.place.rank} on {socket.gethostname()} has none: {error}")

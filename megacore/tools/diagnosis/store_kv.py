@@ -26,7 +26,7 @@ class StoreKV:
 
         The main thread may be waiting over its connection, so this one is another.
         """
-        self.store = dist.PrefixStore("doctor", store.clone())  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self.answers = 0  # of the store
 
     def write(self, key: str, value: Any) -> None:

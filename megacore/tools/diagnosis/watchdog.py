@@ -1,4 +1,4 @@
-"""The hang doctor notices that training stands still, finds out which rank causes
+"""The hang watchdog notices that training stands still, finds out which rank causes
 it, and says so in a sentence.
 
 Each rank has a thread that checks every few seconds whether its flight recorder has grown, and whether some
@@ -53,7 +53,7 @@ NOBODY = RankProcess(0, "unknown", 0, "still joining")
 
 
 class Watchdog:
-    """One rank's doctor, from when the rank has reached the store.
+    """One rank's watchdog, from when the rank has reached the store.
 
     Call `close` before the rank leaves the mesh.
     """
@@ -95,9 +95,9 @@ class Watchdog:
         self.asked, self.closed = threading.Event(), threading.Event()
         self.round, self.alarmed = 0, False
         self.progress, self.idle, self.first_step = -1, 0.0, 0
-        self.thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
-        threading.Thread(target=self._watch_store, name="doctor's own", daemon=True).start()
+        threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True).start()
 
     @property
     def settle_seconds(self) -> float:
@@ -146,7 +146,7 @@ class Watchdog:
                 failures += 1
                 reason = f"rank {self.rank} could not look: {type(error).__name__}: {error}"
                 if failures == 1:
-                    say(f"hang doctor: {reason}")
+                    say(f"hang watchdog: {reason}")
                 if self.alarmed and failures == TRIES:
                     self._report(reason, [self.rank])
                     os._exit(HUNG)
@@ -262,16 +262,16 @@ class Watchdog:
         if self.notices.is_first(f"{folder}/judge", str(self.rank)):
             verdict = self._judge(folder)
             if verdict.cause != "failed":  # a failed rank has printed its reason itself
-                say(f"hang doctor: {verdict.text}")
+                say(f"hang watchdog: {verdict.text}")
                 if verdict.fatal:
-                    record(f"hang doctor: {verdict.text}")
+                    record(f"hang watchdog: {verdict.text}")
             self.notices.write(f"{folder}/verdict", asdict(verdict))
         else:
             deadline = time.monotonic() + self.patience
             while not (found := self.notices.read([f"{folder}/verdict"])):
                 if time.monotonic() > deadline:
                     reason = f"rank {self.rank} was promised a verdict and got none"
-                    say(f"hang doctor: {reason}")
+                    say(f"hang watchdog: {reason}")
                     self._report(reason, [self.rank])
                     os._exit(HUNG)
                 time.sleep(self.tick)
@@ -343,7 +343,7 @@ class Watchdog:
                 time.sleep(LINGER_SECONDS)
             sys.stdout.flush()
         except Exception as error:
-            say(f"hang doctor: at the end of rank {self.rank}: {type(error).__name__}: {error}")
+            say(f"hang watchdog: at the end of rank {self.rank}: {type(error).__name__}: {error}")
         finally:
             os._exit(HUNG)
 
@@ -393,7 +393,7 @@ class Watchdog:
                 "to it is cut"
             )
         if self.local_rank == 0 or self.rank == 1:
-            say(f"hang doctor: {reason}")
+            say(f"hang watchdog: {reason}")
         self._report(reason, [0])
         if state in STOPPED and self._is_first_here:
             with contextlib.suppress(ProcessLookupError):  # another rank did it

@@ -96,7 +96,7 @@ def watched(command: list[str], said: Path, seconds: float, say: Say) -> tuple[s
 def reason_in(text: str) -> str:
     """The line that says most of why ranks failed."""
     lines = [line.strip() for line in text.splitlines()]
-    telling = [line for line in lines if re.search(r"hang doctor: |(config|data) error: | failed: ", line)]
+    telling = [line for line in lines if re.search(r"hang watchdog: |(config|data) error: | failed: ", line)]
     return telling[0][:500] if telling else last_line(text)
 
 

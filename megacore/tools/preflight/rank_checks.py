@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # for a machine to look at itself once its rank has come, and to look who else has
 FACTS_SECONDS, LOOK_SECONDS = 10.0, 10.0
-VERDICT_SECONDS = 30.0  # for the hang doctor to judge, after which a rank ends, whatever holds it
+VERDICT_SECONDS = 30.0  # for the hang watchdog to judge, after which a rank ends, whatever holds it
 
 
 class Meeting:
@@ -167,7 +167,7 @@ def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, A
 def short(world: int) -> list[str]:
     """Overrides for a run that tries links alone: nobody wants to wait longer for a verdict.
 
-    The doctor judges after `patience`.
+    The watchdog judges after `patience`.
     """
     return [f"parallel.timeout_seconds={patience(world) / 2}", f"parallel.hang_seconds={patience(world) / 4}"]
 
