@@ -49,7 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=int,
         default=3,
         metavar="N",
-        help="gives up after so many restarts in a row without progress (3), and at once if three starts "
+        help="gives up after N restarts in a row without progress (3), and at once if three starts "
         "in a row end for the same reason without progress",
     )
     parser.add_argument(

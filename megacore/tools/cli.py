@@ -196,7 +196,7 @@ def status_after(error: BaseException) -> int:
 def original_ending(error: BaseException) -> BaseException:
     """Return the exception by which a signal ends the script, if `error` has replaced it.
 
-    An extension module that is interrupted in its import raises an error of its own.
+    An extension module that is interrupted in its import raises another error.
     """
     if not isinstance(error, ImportError | SystemError):
         return error

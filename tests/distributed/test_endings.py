@@ -264,7 +264,7 @@ exit_with(run)
 
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_in_the_import_of_an_extension_module(number: str, status: int) -> None:
-    """sentencepiece raises an error of its own then, whose traceback looks like a broken installation."""
+    """sentencepiece raises another error then, whose traceback looks like a broken installation."""
     done = subprocess.run(
         [sys.executable, "-c", REPLACED, number],
         cwd=ROOT,

@@ -177,9 +177,9 @@ class Cluster:
 
 
 def note(folder: Path) -> dict[str, Any]:
-    """What the run's folder says of its end."""
-    found: dict[str, Any] = json.loads((folder / FAILURE).read_text())
-    return found
+    """The record of why the run has ended."""
+    values: dict[str, Any] = json.loads((folder / FAILURE).read_text())
+    return values
 
 
 THREE = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}

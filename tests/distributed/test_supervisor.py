@@ -176,8 +176,8 @@ def test_a_reason_of_an_earlier_start_is_not_quoted(
     """A user would repair what is not broken any more."""
     tmp_path.joinpath("failure.json").write_text('{"hosts": ["b"], "reason": "rank 7 is dead"}')
     assert supervised(tmp_path, {"always": 5, "reasons": ["rank 1 is dead"]}, restarts=0).run() == 3
-    said = capfd.readouterr().err
-    assert "rank 7" not in said and said.count("rank 1 is dead") == 1
+    printed = capfd.readouterr().err
+    assert "rank 7" not in printed and printed.count("rank 1 is dead") == 1
 
 
 UNMET = """

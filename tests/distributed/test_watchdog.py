@@ -217,21 +217,22 @@ def test_a_rank_that_compiles_is_waited_for(pool: Any, tmp_path: Path) -> None:
     after each restart. What hangs in compiled code is still a hang.
     """
     config = training.write_config(tmp_path, "nothing")
-    found = pool.run(2, compiling_rank, config, True, str(tmp_path))
-    printed = "\n".join(line for lines, _ in found for line in lines)  # by the judges, which may be any rank
+    results = pool.run(2, compiling_rank, config, True, str(tmp_path))
+    # any rank may be the judge, which prints
+    printed = "\n".join(line for lines, _ in results for line in lines)
     line = (
         r"rank 0 \(host .*\) compiles for \d+ s \(step 2\); rank 1 waits in world all_reduce #2 of \[3\] fl"
     )
     assert re.search(line, printed), printed
-    for _, (verdict,) in found:
+    for _, (verdict,) in results:
         assert (verdict["cause"], verdict["ranks"], verdict["fatal"]) == ("python", [0], True)
         assert "(step 3, " in verdict["text"] and "test_watchdog.py" in verdict["text"], verdict["text"]
 
 
 def test_without_the_note_a_compilation_is_a_hang(pool: Any, tmp_path: Path) -> None:
     """Shows that the test above can fail."""
-    found = pool.run(2, compiling_rank, training.write_config(tmp_path, "nothing"), False, str(tmp_path))
-    for _, (verdict,) in found:
+    results = pool.run(2, compiling_rank, training.write_config(tmp_path, "nothing"), False, str(tmp_path))
+    for _, (verdict,) in results:
         assert (verdict["cause"], verdict["ranks"], verdict["fatal"]) == ("python", [0], True)
         assert "(step 2, " in verdict["text"], verdict["text"]
 
@@ -465,7 +466,7 @@ def test_a_device_times_what_is_asked_for() -> None:
 
 
 class Heartbeats:
-    """What heartbeats say of the ranks of other hosts, from the first time on that somebody asks."""
+    """The states of other hosts' ranks as heartbeats report them, from the first question on."""
 
     settle_seconds = 1.0
 

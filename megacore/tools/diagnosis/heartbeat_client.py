@@ -67,7 +67,7 @@ class HeartbeatClient:
 
     @property
     def settle_seconds(self) -> float:
-        """How long a host may be down before `state` says so; 0 if hosts are not watched."""
+        """How long a host may be down before `state` reports it; 0 if hosts are not watched."""
         if self.seconds is None or self.states is None:
             return 0.0
         return (heartbeat.FEW + 2) * self.seconds / heartbeat.BEATS
@@ -98,8 +98,8 @@ class HeartbeatClient:
             verdict: str = message["verdict"]
         except Exception as error:
             self.states = None  # they would be out of date
-            # without a word, nobody would know that this host is not watched; without the store the watchdog
-            # ends it
+            # Without this line users would not know that this host is not watched. Without the store the
+            # watchdog ends it.
             if not self.closed:
                 heartbeat.say(f"rank {self.place.rank} on {socket.gethostname()} has none: {error}")
             return

@@ -304,7 +304,7 @@ class Watchdog:
             }
             if silent <= cannot_answer:
                 break
-            # A rank that is said to run may be on a host that is down since a moment ago.
+            # A rank that was reported to run may be on a host that went down a moment ago.
             may_be_down = any(state not in (*ENDED, *STOPPED, QUIET) for state in reported.values())
             patience = ANSWER_SECONDS + 2 * self.tick
             if time.monotonic() - began >= max(patience, self.settle_seconds if may_be_down else 0.0):
