@@ -275,11 +275,11 @@ def test_a_rank_reports_to_its_hosts_process_or_to_the_folder(tmp_path: Path) ->
     note.begin()
     client = HeartbeatClient(dist.HashStore(), RankInfo(), None, note)
     client.connection, process = socket.socketpair()
-    client.report("a reason\n" + "x" * 9000, range(1000))
+    client.report("a reason\n" + "🔥" * 9000, range(1000))
     line = process.recv(1 << 16)
     assert line.endswith(b"\n") and len(line) < heartbeat.LINE_BYTES
     message = json.loads(line)
-    assert message["reason"].startswith("a reason\\nx") and message["ranks"][:3] == [0, 1, 2]
+    assert message["reason"].startswith("a reason\\n🔥") and message["ranks"][:3] == [0, 1, 2]
     assert json.loads((tmp_path / FAILURE).read_text())["reason"] == ""
 
     process.close()

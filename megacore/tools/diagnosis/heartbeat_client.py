@@ -173,7 +173,7 @@ class HeartbeatClient:
         self.connection.send(self._line(**message))
 
     def _line(self, **message: Any) -> bytes:
-        return f"{self.token}{json.dumps(message)}\n".encode()
+        return f"{self.token}{json.dumps(message, ensure_ascii=False)}\n".encode()
 
 
 def heard(lines: IO[bytes]) -> dict[str, Any]:
