@@ -56,7 +56,7 @@ def watch_importing(reach: Reach) -> None:
 
 
 def watch_meeting(reach: Reach) -> None:
-    """Rank 1 waits for what nobody writes into the store; alone, for rank 0 to open it."""
+    """Rank 1 waits for a key that no rank writes into the store; alone, for rank 0 to open it."""
     from megacore.distributed import init
 
     meet = init.meet
@@ -111,6 +111,17 @@ def hold(reach: Reach) -> None:
     time.sleep(HOLD_SECONDS)
 
 
+def hold_before(owner: Any, name: str, reach: Reach) -> None:
+    """Hold the phase at each call of a function of a module, or of a method of a class."""
+    function = getattr(owner, name)
+
+    def held(*args: Any, **options: Any) -> Any:
+        hold(reach)
+        return function(*args, **options)
+
+    setattr(owner, name, held)
+
+
 def watch_first_step(reach: Reach) -> None:
     in_step(1, lambda: hold(reach))
 
@@ -145,49 +156,25 @@ def watch_saving(reach: Reach) -> None:
 def watch_validating(reach: Reach) -> None:
     from megacore.train import trainer
 
-    evaluate = trainer.evaluate
-
-    def slow(*args: Any, **options: Any) -> Any:
-        hold(reach)
-        return evaluate(*args, **options)
-
-    trainer.evaluate = slow
+    hold_before(trainer, "evaluate", reach)
 
 
 def watch_evaluating(reach: Reach) -> None:
     from megacore.train import evaluation
 
-    evaluate = evaluation.evaluate
-
-    def slow(*args: Any, **options: Any) -> Any:
-        hold(reach)
-        return evaluate(*args, **options)
-
-    evaluation.evaluate = slow
+    hold_before(evaluation, "evaluate", reach)
 
 
 def watch_generating(reach: Reach) -> None:
     from megacore.tools.text.decoding import Decoder
 
-    read = Decoder.read
-
-    def slow(self: Decoder, tokens: Any) -> Any:
-        hold(reach)
-        return read(self, tokens)
-
-    Decoder.read = slow  # type: ignore[method-assign]
+    hold_before(Decoder, "read", reach)
 
 
 def watch_preparing(reach: Reach) -> None:
     from megacore.tools.prepare.indexed_writer import IndexedWriter
 
-    write = IndexedWriter.write
-
-    def slow(self: IndexedWriter, *args: Any) -> Any:
-        hold(reach)
-        return write(self, *args)
-
-    IndexedWriter.write = slow  # type: ignore[method-assign]
+    hold_before(IndexedWriter, "write", reach)
 
 
 RANK_0 = (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2"))
@@ -268,20 +255,20 @@ def end_in(
     """
     folder.mkdir()
     phase = PHASES[name]
-    own = dict(phase.alone) if launcher == "alone" else {}
+    place = dict(phase.alone) if launcher == "alone" else {}
     inherited = {key: value for key, value in os.environ.items() if key not in dict(RANK_0)}
     with (folder / "output").open("w+") as output:
         process = subprocess.Popen(
             command_in(name, launcher, inputs, folder),
             cwd=ROOT,
-            env=inherited | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | own | variables,
+            env=inherited | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | place | variables,
             stdout=output,
             stderr=output,
             start_new_session=True,
             preexec_fn=heed_interrupts,
         )
         try:
-            ranks = [int(own.get("RANK", 0))] if launcher == "alone" else [0, 1]
+            ranks = [int(place.get("RANK", 0))] if launcher == "alone" else [0, 1]
             deadline = time.monotonic() + PATIENCE
             while not all((folder / REACHED.format(rank)).exists() for rank in ranks):
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -160,8 +160,8 @@ def port_in_use(place: RankInfo) -> ConfigError:
 def not_opened(place: RankInfo, patience: timedelta) -> TimeoutError:
     """The error of a store that does not exist."""
     return TimeoutError(
-        f"nobody opened the store of the ranks at {place.master_address}:{place.master_port} within "
-        f"{patience.total_seconds():.0f} s: rank 0 was not started, or the network to it is cut"
+        f"rank 0 did not open the store of the ranks at {place.master_address}:{place.master_port} within "
+        f"{patience.total_seconds():.0f} s: it was not started, or the network to it is cut"
     )
 
 

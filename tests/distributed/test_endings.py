@@ -65,17 +65,23 @@ exit_rank_with(run)
 """
 
 
-def test_a_finished_run_keeps_its_status() -> None:
-    """With an ordinary end: terminate called without an active exception, status 134."""
-    done = subprocess.run(
-        [sys.executable, "-c", LATE],
+def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with this code. Ctrl-C ends it also where the suite was started to ignore Ctrl-C."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def test_a_finished_run_keeps_its_status() -> None:
+    """With an ordinary end: terminate called without an active exception, status 134."""
+    done = run_code(LATE)
     assert (done.returncode, done.stdout, done.stderr) == (75, "the last words", "")
 
 
@@ -99,15 +105,7 @@ exit_rank_with(run)
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_a_signal_after_the_end_changes_no_status(number: str) -> None:
     """A scheduler would not requeue the run, and the records of its last steps would not be uploaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", LATE_HANDLER, number],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = run_code(LATE_HANDLER, number)
     assert (done.returncode, done.stdout, done.stderr) == (75, "uploaded", "")
 
 
@@ -265,15 +263,7 @@ exit_with(run)
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_in_the_import_of_an_extension_module(number: str, status: int) -> None:
     """sentencepiece raises another error then, whose traceback looks like a broken installation."""
-    done = subprocess.run(
-        [sys.executable, "-c", REPLACED, number],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+    done = run_code(REPLACED, number)
     assert (done.returncode, done.stderr) == (status, "")
 
 

@@ -221,6 +221,6 @@ def test_a_port_that_is_freed_is_waited_for(port: int, monkeypatch: pytest.Monke
 def test_a_rank_waits_for_rank_0_as_long_as_it_may(port: int) -> None:
     """And no longer: a rank 0 that was not started is reported by the others."""
     with pytest.raises(
-        TimeoutError, match=f"nobody opened the store of the ranks at 127.0.0.1:{port} within 1"
+        TimeoutError, match=f"rank 0 did not open the store of the ranks at 127.0.0.1:{port} within 1"
     ):
         meet(rank(1, port), MINUTE, timedelta(seconds=1))

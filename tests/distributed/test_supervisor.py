@@ -42,7 +42,8 @@ while step < 20:
     if step % 2 == 0:
         (saved / f"step_{step:08d}").mkdir(exist_ok=True)
     if step == plan.get("lost", [0])[0] and start == 1:
-        (folder / "failure.json").write_text(json.dumps({"hosts": plan["lost"][1:], "reason": f"host {plan['lost'][1]} is lost"}))
+        failure = {"hosts": plan["lost"][1:], "reason": f"host {plan['lost'][1]} is lost"}
+        (folder / "failure.json").write_text(json.dumps(failure))
     if step == plan.get("damage") and start == 1:
         with (folder / "metrics.jsonl").open("ab") as out:
             out.write((folder / "damaged").read_bytes())
@@ -184,7 +185,7 @@ UNMET = """
 import sys
 from pathlib import Path
 from megacore.tools.diagnosis.failure_note import NOT_MET, FailureNote
-FailureNote(Path(sys.argv[1]), NOT_MET).add("nobody opened the store")
+FailureNote(Path(sys.argv[1]), NOT_MET).add("rank 0 did not open the store")
 sys.exit(1)
 """
 
@@ -194,7 +195,7 @@ def test_a_reason_is_quoted_though_rank_0_was_not_started(
 ) -> None:
     """Rank 0 empties the file, so the others could not record that they have waited for it in vain."""
     assert Supervisor([sys.executable, "-c", UNMET, str(tmp_path)], tmp_path, restarts=0).run() == 1
-    assert "nobody opened the store" in capfd.readouterr().err
+    assert "rank 0 did not open the store" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -334,7 +334,7 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_long_for_a_store_that_is_not_opened() -> None:
-    with pytest.raises(TimeoutError, match="nobody opened the store of the ranks at 127.0.0.1:"):
+    with pytest.raises(TimeoutError, match="rank 0 did not open the store of the ranks at 127.0.0.1:"):
         meet(RankInfo(1, 2, 1, 2, master_port=free_port()), timedelta(seconds=600), timedelta(seconds=1))
 
 
@@ -485,7 +485,7 @@ class Heartbeats:
 
 @pytest.fixture
 def dog_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., watchdog.Watchdog]]:
-    """Makes the watchdog of a rank that is alone on its host, with heartbeats that say so much."""
+    """Make the watchdog of a rank that is alone on its host. Its heartbeats report the given states."""
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
     for thread in ("_watch", "_watch_store"):
@@ -539,7 +539,7 @@ def test_a_rank_alone_on_its_host_is_told_from_its_host(
         ),
         (["T"], "rank 0 (host b, dp 0) is stopped (by SIGSTOP or a debugger), and with it the store"),
         (["R", "quiet"], "rank 0 (host b, dp 0) does not answer, nor does any rank of host b: down, or its"),
-        (["R"], "the store in which the ranks met, beside rank 0 (host b, dp 0), does not answer"),
+        (["R"], "the store in which the ranks met, next to rank 0 (host b, dp 0), does not answer"),
     ],
 )
 def test_a_lost_store_is_explained_by_rank_0_on_another_host(

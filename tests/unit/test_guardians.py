@@ -244,7 +244,7 @@ def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     """A supervisor would restart the run again and again, and never print why it cannot start."""
 
     def meet(*_: object) -> NoReturn:
-        raise TimeoutError("nobody opened the store")
+        raise TimeoutError("rank 0 did not open the store")
 
     monkeypatch.setattr("megacore.distributed.init.meet", meet)
     config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
@@ -253,7 +253,7 @@ def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(TimeoutError), joined(config, places[rank], cpu, guards[rank]):
         pass
     reason = json.loads((tmp_path / FAILURE).read_text())["reason"]
-    assert reason.startswith(f"rank {rank} (host ") and reason.endswith("nobody opened the store")
+    assert reason.startswith(f"rank {rank} (host ") and reason.endswith("rank 0 did not open the store")
 
 
 def test_all_ranks_record_under_one_identifier(tmp_path: Path) -> None:

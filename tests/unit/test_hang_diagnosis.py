@@ -333,15 +333,16 @@ ALONE = seats("a", "b", "c", "d")  # a rank a host: no neighbour sees how its pr
 )
 def test_heartbeats_tell_a_rank_from_its_host(reported: str | None, cause: str, text: str) -> None:
     """A host that beats is not down because its only rank is stopped or dead: it would be left out."""
-    found = judge(ALONE, world(WAITS, *REST), PATIENCE, {} if reported is None else {1: reported})
-    assert (found.cause, found.ranks, found.fatal) == (cause, [1], True) and found.text.startswith(text)
+    verdict = judge(ALONE, world(WAITS, *REST), PATIENCE, {} if reported is None else {1: reported})
+    assert (verdict.cause, verdict.ranks, verdict.fatal) == (cause, [1], True)
+    assert verdict.text.startswith(text)
 
 
 def test_a_host_that_no_other_answers_is_the_one_that_is_cut_off() -> None:
     """As with heartbeats: that all others went down together is less likely."""
-    found = judge(ALONE, world(WAITS), PATIENCE, dict.fromkeys((1, 2, 3), "quiet"))
-    assert (found.cause, found.ranks) == ("unreachable", [0])
-    assert found.text.startswith("no rank of another host answers: the network of host a is cut")
+    verdict = judge(ALONE, world(WAITS), PATIENCE, dict.fromkeys((1, 2, 3), "quiet"))
+    assert (verdict.cause, verdict.ranks) == ("unreachable", [0])
+    assert verdict.text.startswith("no rank of another host answers: the network of host a is cut")
 
 
 def over(name: str, operation: str, x: torch.Tensor, key: str = "") -> Operation:

@@ -13,9 +13,9 @@ from megacore.tools.stop_request import StopRequest
 @pytest.fixture
 def statuses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The statuses with which the process would have ended."""
-    found: list[int] = []
-    monkeypatch.setattr(os, "_exit", found.append)
-    return found
+    exit_statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", exit_statuses.append)
+    return exit_statuses
 
 
 @pytest.mark.parametrize(

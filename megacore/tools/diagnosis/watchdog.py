@@ -389,7 +389,7 @@ class Watchdog:
             reason = silence_text("unreachable", [first])
         else:
             reason = (
-                f"the store in which the ranks met, beside {first}, does not answer: dead, or the network "
+                f"the store in which the ranks met, next to {first}, does not answer: dead, or the network "
                 "to it is cut"
             )
         if self.local_rank == 0 or self.rank == 1:
