@@ -24,13 +24,13 @@ NUMBERS: list[Row] = [
         "config error: parallel: 2000000 ranks are more than any run has (at most 1,048,576)",
     ),
     *(
-        ("plan", config("--write", f"@{'x' * length}.json"), "config error: --write: cannot write @xxx")
+        ("plan", config("--output", f"@{'x' * length}.json"), "config error: --output: cannot write @xxx")
         for length in (236, 245, 250, 300)
     ),
     (
         "plan",
-        config("--write", "@nowhere/x.json"),
-        "config error: --write: cannot write @nowhere/x.json: No such file",
+        config("--output", "@nowhere/x.json"),
+        "config error: --output: cannot write @nowhere/x.json: No such file",
     ),
     (
         "plan",

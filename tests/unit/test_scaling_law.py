@@ -278,7 +278,7 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     spend = [
         "--budget",
         "1e17",
-        "--device",
+        "--gpu",
         "h100",
         "--world",
         "2",
@@ -391,12 +391,12 @@ BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (
         one,
         ("--device-hours", "2"),
-        "config error: --device-hours: what they compute depends on the device (also --device and --world)",
+        "config error: --device-hours: what they compute depends on the device (also --gpu and --world)",
     ),
     (
         one,
-        ("--budget", "1e9", "--device", "h100"),
-        "config error: --world: a plan needs both (--device and --world)",
+        ("--budget", "1e9", "--gpu", "h100"),
+        "config error: --world: a plan needs both (--gpu and --world)",
     ),
     (
         one,
