@@ -63,8 +63,8 @@ OF_ALL = ("loss", "norm")  # a few numbers, which have no column
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --gpu h100 --cluster dgx_h100"
 NOTES = (
-    "FLOPs count matrix products, and for attention those that its implementation executes. Memory is the peak of "
-    "the fullest tensor rank. The bubble is simulated; the FLOPs of each stage are its time."
+    "FLOPs count matrix products, and for attention those that its implementation executes. Memory is the "
+    "peak of the fullest tensor rank. The bubble is simulated; the FLOPs of each stage are its time."
 )
 STATUS = "0 done, 1 a simulated rank differs from the prediction or would hang, 2 wrong arguments"
 

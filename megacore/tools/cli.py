@@ -43,10 +43,10 @@ UNHEARD = 141  # what they report for a command whose reader, such as head, has 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `ConfigError`s, and whose help has one form in all scripts.
 
-    Usage, `purpose` (one sentence), arguments and options with their defaults, one or more `example`s (commands),
-    and an epilogue of a few lines: `notes`, the exit `status`, and the `page` of the documents that says more.
-    The name of the program in the usage line is that of the example. With `ranks`, a launcher starts the script
-    once for every rank.
+    The help has a usage line, `purpose` (one sentence), arguments and options with their defaults, one or
+    more `example` commands, and an epilogue of a few lines: `notes`, the exit `status`, and the `page` of the
+    documents that says more. The program's name in the usage line is taken from the first example. With
+    `ranks`, a launcher starts the script once for every rank.
     """
 
     def __init__(
@@ -136,7 +136,10 @@ def json_to_terminal(words: Sequence[str]) -> Iterator[str]:
 
 
 def script_and_program(example: str) -> tuple[str, str]:
-    """Return the script in an example, and how it was started: by its path, with `python -m`, or by `megacore`."""
+    """Return the script in an example, and its name in the usage line.
+
+    The name is its path, `python -m MODULE`, or `megacore NAME` if it was started by that command.
+    """
     words = example.split()
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word in ("-m", "--module"):
@@ -164,10 +167,34 @@ def counts(text: str) -> list[int]:
 def add_weights(parser: Parser) -> None:
     """Add the option `--weights`, for `checkpoint_weights.choose_weights`."""
     what = (
-        "average: the averaged weights, which optim.ema or a schedule-free optimizer keeps; trained: those of "
-        "the last step (default: average, if the run kept one)"
+        "average: the averaged weights, which optim.ema or a schedule-free optimizer keeps; trained: the "
+        "weights of the last step (default: average, if the run kept one)"
     )
     parser.add_argument("--weights", choices=("average", "trained"), help=what)
+
+
+def add_checkpoint(parser: Parser) -> None:
+    """Add the option `--checkpoint`, for `checkpoint.locate`."""
+    what = "folder of a run, its checkpoints folder, or one step_ folder; the newest checkpoint is read"
+    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help=what)
+
+
+def add_device(parser: Parser) -> None:
+    """Add the option `--device`, where a script computes; `train.device` has the same values."""
+    what = "device to compute on; auto: a GPU if there is one"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=what)
+
+
+def add_tokenizer(parser: Parser) -> None:
+    """Add the option `--tokenizer` of a script that reads a checkpoint."""
+    what = "bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)"
+    parser.add_argument("--tokenizer", metavar="FILE", help=what)
+
+
+def add_source(parser: Parser) -> None:
+    """Add the option `--source`, for `checkpoint_weights.sections_to_run`."""
+    what = "run the code of this file, if the checkpoint is of a custom model (model.source)"
+    parser.add_argument("--source", metavar="FILE", help=what)
 
 
 def add_config(parser: Parser, what: str = "config of the run, such as configs/gpt_tiny.json") -> None:

@@ -1,7 +1,7 @@
 """The text of `-h`, written from a parser's actions.
 
-argparse's own formatter differs between versions of Python, and the reference of all scripts is generated from
-these texts, so they must be the same everywhere.
+argparse's own formatter differs between versions of Python, and the reference of all scripts is generated
+from these texts, so they must be the same everywhere.
 """
 
 import argparse
