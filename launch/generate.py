@@ -106,8 +106,8 @@ def parser() -> Parser:
         "--bos",
         choices=("auto", "always", "never"),
         default="auto",
-        help="whether the prompt starts with the tokenizer's BOS token; auto: as in the training documents, or "
-        "else as the tokenizer's own library does",
+        help="whether the prompt starts with the tokenizer's BOS token; auto: as in the training documents, "
+        "or else as the tokenizer's own library does",
     )
     add_device(parser)
     add_weights(parser)

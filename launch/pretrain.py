@@ -54,8 +54,8 @@ def parser() -> Parser:
     )
     add_config(parser)
     short = "DeepSpeed config; short for engine.kind=deepspeed engine.config=FILE"
-    parser.add_argument("--deepspeed", metavar="FILE", help=short)
-    parser.add_alias("--deepspeed_config", "--deepspeed")
+    parser.add_argument(DEEPSPEED[0], metavar="FILE", help=short)
+    parser.add_alias(DEEPSPEED[1], DEEPSPEED[0])
     parser.add_argument(
         "--print-config", action="store_true", help="print every value and where it comes from, and stop"
     )

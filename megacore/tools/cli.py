@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
     def help_text(self, width: int = help_text.WIDEST) -> str:
         """Return the help, with lines of up to `width` characters: the same on every machine."""
         status = f"Exit status: {self.status}."
-        page = f"More: {self.page}" if self.page else ""
+        page = f"More:\xa0{self.page}" if self.page else ""  # not on two lines
         return help_text.help_text(self, self.examples, [self.notes, f"{status} {page}".rstrip()], width)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

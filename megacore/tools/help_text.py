@@ -160,7 +160,7 @@ def help_text(
         section("options", [*options, ("-h, --help", "show this help and exit")], width),
         "\n".join(["example:", *(command_lines(example, width) for example in examples)]),
         "\n".join(
-            textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+            textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False).replace("\xa0", " ")
             for text in epilogue
             if text
         ),

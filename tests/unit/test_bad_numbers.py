@@ -71,10 +71,14 @@ NUMBERS: list[Row] = [
         for value in ("-1", "nan", "0", "inf")
     ),
     *(
-        ("drill", config("--fault", "kill:step=2", "--ranks", value), f"config error: --ranks: {value} is")
+        ("drill", config("--fault", "kill:step=2", "--world", value), f"config error: --world: {value} is")
         for value in ("0", "-1", HUGE)
     ),
-    ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
+    (
+        "drill",
+        config("--fault", "kill:step=2", "--hang-seconds", "nan"),
+        "config error: --hang-seconds: nan is not usable",
+    ),
     (
         "pretrain",
         config("parallel.heartbeat_seconds=0.1"),
@@ -180,8 +184,8 @@ NUMBERS: list[Row] = [
     *(
         (
             "supervise",
-            ("--ranks", value, "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED),
-            f"config error: --ranks: {line}",
+            ("--world", value, "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED),
+            f"config error: --world: {line}",
         )
         for value, line in (
             ("0", "0 is no number of ranks"),
@@ -301,7 +305,7 @@ BENCHMARKS = [
     *((name, "--rounds") for name in ("checkpoint", "context", "documents", "kernels", "schedules")),
     *((name, "--steps") for name in ("predicted", "throughput")),
     *(("attention", option) for option in ("--heads", "--lengths")),
-    *(("collectives", "--repeat"), ("heartbeats", "--hosts"), ("judging", "--ranks")),
+    *(("collectives", "--repeat"), ("heartbeats", "--hosts"), ("judging", "--world")),
 ]
 
 

@@ -224,7 +224,7 @@ def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) ->
     ("command", "status", "said"),
     [
         ("launch/compare.py -h >&-", 2, "config error: stdout: cannot be written: Bad file descriptor"),
-        ("launch/compare.py -h 2>&-", 0, "example:"),
+        ("launch/compare.py -h 2>&-", 0, "usage:"),
         ("launch/compare.py one 2>&-", 2, ""),
         ("launch/compare.py one >&- 2>&1", 2, ""),
         ("launch/compare.py one <&- >&- 2>&-", 2, ""),

@@ -56,7 +56,7 @@ class Machines(ABC):
         self.looking: Future[str] | None = None
 
     answers = "machines that answer"  # what would be right where none does
-    size_option = "--ranks"
+    size_option = "--world"
 
     @abstractmethod
     def named(self) -> dict[str, int]:
