@@ -49,24 +49,28 @@ SWITCHES = (
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("data", type=Path, metavar="DATA.csv", help="the table of measured steps")
+    parser = Parser(
+        "Compare predicted step times with a table of measured ones.",
+        example=EXAMPLE,
+        page="docs/step_time.md",
+    )
+    parser.add_argument("data", type=Path, metavar="FILE.csv", help="table of measured steps")
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="fits the constants again (two minutes), and writes them to megacore/tools/planner",
+        help="fit the planner's constants again and write them to megacore/tools/planner/fitted.json",
     )
     parser.add_argument(
         "--weak-scaling",
         type=Path,
-        metavar="TABLE.csv",
-        help="also predicts table 1 of Narayanan et al. 2021",
+        metavar="FILE.csv",
+        help="also predict table 1 of Narayanan et al. 2021",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="PREFIX",
-        help="writes PREFIX.json and .md, the charts in docs/figures, and the error bars",
+        help="write PREFIX.json, PREFIX.md, the charts in docs/figures, and the error bars",
     )
     return parser.parse_args(argv)
 

@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 
-import tests.strict
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from tests.strict.cases import CASES
@@ -14,14 +13,24 @@ from tests.strict.runs import Runs
 
 def main(argv: list[str]) -> int:
     """Prints a line for each layout and mistake; returns the exit status."""
-    parser = Parser("python -m tests.strict", tests.strict.__doc__)
+    parser = Parser(
+        "Prove layouts over a process group with the ordering rules of NCCL, and plant mistakes.",
+        example="python -m tests.strict",
+        status="0 all as expected, 1 otherwise, 2 wrong arguments",
+        page="docs/proof.md",
+    )
     parser.add_argument(
-        "--seeds", type=int, nargs=3, default=(1, 2, 3), metavar="S", help="with own queues, 8 and 1 (1 2 3)"
+        "--seeds",
+        type=int,
+        nargs=3,
+        default=(1, 2, 3),
+        metavar="N",
+        help="random seeds, for runs with own queues, 8 queues and 1 queue",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="LAYOUT", help="some layouts, such as pp4 or cp2, and no mistakes"
     )
-    parser.add_argument("--mistakes", action="store_true", help="the mistakes alone")
+    parser.add_argument("--mistakes", action="store_true", help="only the planted mistakes")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     args = parser.parse_args(argv)
     if args.write and (args.only or args.mistakes):

@@ -304,7 +304,7 @@ def test_bad_input_is_one_line(script: str, arguments: tuple[str, ...], line: st
 BENCHMARKS = [
     *((name, "--rounds") for name in ("checkpoint", "context", "documents", "kernels", "schedules")),
     *((name, "--steps") for name in ("predicted", "throughput")),
-    *(("attention", option) for option in ("--heads", "--lengths")),
+    *(("attention", option) for option in ("--head-sizes", "--lengths")),
     *(("collectives", "--repeat"), ("heartbeats", "--hosts"), ("judging", "--world")),
 ]
 
