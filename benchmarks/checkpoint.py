@@ -37,7 +37,7 @@ from megacore.tools.retention import retention
 from megacore.tools.settings.load import load
 
 EXAMPLES = (
-    "python -m benchmarks.checkpoint --folder /tmp",
+    "python -m benchmarks.checkpoint --rounds 3",
     "torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2",
 )
 TARGET = 0.1  # of what a save in the loop costs it

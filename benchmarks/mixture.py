@@ -43,7 +43,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         example=EXAMPLE,
         page="benchmarks/README.md",
     )
-    parser.add_argument("--config", default=CONFIG, metavar="FILE", help="config of an MoE model")
+    parser.add_argument(
+        "--config",
+        default=CONFIG,
+        metavar="FILE",
+        help="config of an MoE model (default: configs/moe_tiny.json)",
+    )
     parser.add_argument("--layouts", default="one,dp2ep2", metavar="LAYOUT,LAYOUT", help="layouts to measure")
     parser.add_argument("--rounds", type=count, default=9, metavar="N", help="measured rounds")
     parser.add_argument(

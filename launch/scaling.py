@@ -119,7 +119,7 @@ def parser() -> Parser:
         metavar="X",
         help="hidden size of the best model, divided by its layers (default: that of the largest run)",
     )
-    parser.add_alias("--gpu", "--gpu")
+    parser.add_alias("--device", "--gpu")
     parser.add_alias("--samples", "--resamples")
     return parser
 

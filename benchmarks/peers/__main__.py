@@ -56,7 +56,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "environment.",
         page="benchmarks/README.md",
     )
-    parser.add_argument("--config", default=CONFIG, metavar="FILE", help="config of a GPT-2 model")
+    parser.add_argument(
+        "--config",
+        default=CONFIG,
+        metavar="FILE",
+        help="config of a GPT-2 model (default: benchmarks/speed.json)",
+    )
     parser.add_argument("--quick", action="store_true", help="measure 3 rounds instead of 7")
     parser.add_argument("--rounds", type=count, metavar="N", help="measured rounds (default: 7)")
     parser.add_argument(
@@ -67,7 +72,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="NAME,NAME",
         help="precisions to measure (default: fp32,bf16; fp32 where a CPU has no bf16 units)",
     )
-    parser.add_argument("--peers", default=",".join(PEERS), metavar="NAME,NAME", help="libraries to measure")
+    parser.add_argument(
+        "--peers",
+        default=",".join(PEERS),
+        metavar="NAME,NAME",
+        help=f"libraries to measure, of {', '.join(PEERS)} (default: all)",
+    )
     parser.add_argument(
         "--settings",
         default=",".join(SETTINGS),

@@ -128,10 +128,15 @@ def settings_plain(words: Iterable[str]) -> Iterator[str]:
 
 def json_to_terminal(words: Sequence[str]) -> Iterator[str]:
     """The words of a command, in which a `--json` without a file has the file `-`, the terminal."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for place, word in enumerate(words):
         yield word
+        if word != "--json":
+            continue
+        following = words[place + 1] if place + 1 < len(words) else ""
         is_option = following.startswith("-") and following != "-"
-        if word == "--json" and (not following or is_option or SETTING.fullmatch(f"--{following}")):
+        setting = SETTING.fullmatch(f"--{following}")
+        is_setting = setting is not None and setting[2] is not None
+        if not following or is_option or is_setting:
             yield "-"
 
 

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         page="docs/proof.md",
     )
     parser.add_argument(
-        "--seeds",
+        "--random-seeds",
         type=int,
         nargs=3,
         default=(1, 2, 3),
@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="LAYOUT", help="some layouts, such as pp4 or cp2, and no mistakes"
     )
+    parser.add_alias("--seeds", "--random-seeds")
     parser.add_argument("--mistakes", action="store_true", help="only the planted mistakes")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     args = parser.parse_args(argv)
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         try:
             layouts, mistakes = {}, {}
             for case in chosen:
-                layouts[case.name] = run_case(runs, case, args.seeds)
+                layouts[case.name] = run_case(runs, case, args.random_seeds)
                 wrong += any(layouts[case.name])
                 print(
                     f"{case.name}: {', '.join(verdict or 'equal' for verdict in layouts[case.name])}",

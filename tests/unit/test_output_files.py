@@ -33,6 +33,8 @@ def written_options(path: Path) -> set[str]:
     """The options of a script that name a file to write."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "add_json":
+            found.add("--json")
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             values = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             names = {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
@@ -48,7 +50,7 @@ WRITING = [path for path in SCRIPTS if written_options(path)]
 @pytest.mark.parametrize("path", WRITING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_script_looks_before_it_works(path: Path) -> None:
     """An hour's measurement would be lost for a mistyped folder."""
-    assert re.search(r"check_(output|plot)\(", path.read_text()), written_options(path)
+    assert re.search(r"check_(output|plot|json)\(", path.read_text()), written_options(path)
 
 
 def test_scripts_are_found() -> None:
