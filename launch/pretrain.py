@@ -35,7 +35,7 @@ NOTES = (
 )
 STATUS = (
     "0 finished, 2 bad config, data or arguments, 75 stopped on request after saving a checkpoint, 128 + "
-    "signal if a signal ended the run before the first step or a second Ctrl-C did, any other failed"
+    "signal if a signal ended the run before the first step or a second Ctrl-C did, any other: failed"
 )
 
 

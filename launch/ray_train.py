@@ -47,7 +47,7 @@ NOTES = (
 )
 STATUS = (
     "0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 130 or 143 after "
-    "Ctrl-C or SIGTERM, any other failed"
+    "Ctrl-C or SIGTERM, any other: failed"
 )
 # Ray's, of checkpoints that we may have removed since: it would then start no run
 SNAPSHOT = "checkpoint_manager_snapshot.json"

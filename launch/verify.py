@@ -26,8 +26,9 @@ EXAMPLES = (
 )
 NOTES = (
     "A small version of the model, with the same structure, is trained for three steps by gloo ranks on this "
-    "machine's CPU in each layout, and by plain code on one process in fp64. Differences up to 1e-9 pass. "
-    "Otherwise the first module, tensor and microbatch that differ are reported."
+    "machine's CPU in each layout, and by plain code on one process in fp64. Differences up to 1e-9 pass, "
+    "larger ones only if rounding explains them. Otherwise the first module and tensor that differ are "
+    "reported."
 )
 STATUS = (
     "0 equal (in bf16 the last line may say what could not be checked), 1 not equal, not proved or a "

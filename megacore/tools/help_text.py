@@ -15,7 +15,8 @@ from typing import Any
 COLUMN = 24  # where the meaning of an option begins
 WIDEST = 100  # columns; a longer line is hard to read, and documents show the text
 SHORT_CHOICES = 40  # characters of choices that the option itself lists
-WORD = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\S)+")  # of a command: text between quotes is kept together
+WORD = r"(?:'[^']*'|\"[^\"]*\"|\S)+"  # of a command: text between quotes is kept together
+PART = re.compile(rf"--[\w-]+ (?!-){WORD}|{WORD}")  # a word, or an option with its value
 
 
 def usage(parser: argparse.ArgumentParser, width: int) -> str:
@@ -125,7 +126,7 @@ def section(title: str, rows: Iterable[tuple[str, str]], width: int) -> str:
 def command_lines(command: str, width: int) -> str:
     """Return an example, indented; a long command continues on the next line after a backslash."""
     lines, line = [], " "
-    for word in WORD.findall(command):
+    for word in PART.findall(command):
         if len(line) + len(word) + 3 > width:
             lines.append(f"{line} \\")
             line = "     "

@@ -48,7 +48,7 @@ VARIANTS = {
 }
 FORMER = {"--out", "--links", "--look", "--watch", "--ranks", "--figure", "--corpus", "--device-file"}
 IDIOMS = re.compile(
-    r"\b(beside|behind|so (many|long|often)|go(es|ing)? on|whoever|nobody|somebody|stands? (in|at))\b|%\(|\d core"
+    r"\b(beside|behind|so (many|long|often)|go(es|ing)? on|whoever|nobody|somebody|stands? (in|at))\b|%\("
 )
 
 

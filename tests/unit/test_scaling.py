@@ -234,7 +234,7 @@ def test_the_supervisor_is_never_kept_waiting(world: World, monkeypatch: pytest.
     wrong in a look is its to say.
     """
     monkeypatch.undo()
-    fleet = world.fleet(look=0.0)
+    fleet = world.fleet(poll=0.0)
     world.start(fleet)
     world.name(a=2, b=2)
     deadline = time.monotonic() + PATIENCE

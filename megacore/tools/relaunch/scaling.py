@@ -24,7 +24,7 @@ class Rules:
 
     least: int = 0  # ranks below which the run waits; 0: it never waits
     most: int = 1 << 20
-    look: float = 0.0  # seconds between looks at the machines
+    poll: float = 0.0  # seconds between checks of the machines
     pause: float = 0.0  # seconds after a start in which a run is not stopped to use other machines
     command: tuple[str, ...] = ()  # prints how many ranks there shall be
 
