@@ -70,8 +70,8 @@ def parser() -> Parser:
         type=int,
         default=0,
         metavar="N",
-        help="number of batches to read, spread evenly over the corpus; 0: all. With train.eval_batches of "
-        "the run, the loss is that of its own validation",
+        help="number of batches to read, spread evenly over the corpus; 0: all. The run's "
+        "train.eval_batches gives its validation loss",
     )
     add_tokenizer(parser)
     parser.add_argument(

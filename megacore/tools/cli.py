@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("prog", program)
         super().__init__(description=purpose, allow_abbrev=False, **options)
         if program.startswith("megacore "):
-            examples = [text.replace(f"python {script}", program) for text in examples]
+            examples = [with_command(text, script, program) for text in examples]
         self.examples = examples
         self.notes, self.status, self.page = notes, status, page
         if ranks:  # the deepspeed launcher adds it; the script reads it from the environment
@@ -153,6 +153,14 @@ def script_and_program(example: str) -> tuple[str, str]:
             command = f"megacore {os.path.basename(word).removesuffix('.py')}"
             return word, command if sys.argv[0] == command else word
     return words[0], words[0]
+
+
+def with_command(example: str, script: str, command: str) -> str:
+    """Return an example with `command`, such as `megacore plan`, instead of the script; under a launcher as a
+    module.
+    """
+    module = "--module" if example.startswith("deepspeed ") else "-m"
+    return example.replace(f"python {script}", command).replace(script, f"{module} {command}")
 
 
 def count(text: str) -> int:

@@ -92,7 +92,7 @@ def name_of(action: argparse.Action) -> str:
 
 
 def meaning(action: argparse.Action) -> str:
-    """Return what an option means, ending with its default, which is said in the same way everywhere."""
+    """Return what an option means, ending with its default in one form."""
     text = (action.help or "") % vars(action) if "%(" in (action.help or "") else action.help or ""
     default = default_text(action.default)
     return text if "(default: " in text or not default else f"{text} (default: {default})"

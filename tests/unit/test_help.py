@@ -85,7 +85,7 @@ def complaints(parser: Parser) -> list[str]:
     page = epilogue[-1].rpartition("More: ")[2]
     actions = [each for each in shown_actions(parser) if not isinstance(each, argparse._SubParsersAction)]
     sentence = parts[1].replace("\n", " ")
-    found = {
+    faults = {
         "a line is longer than 100 characters": any(len(line) > WIDEST for line in text.splitlines()),
         "the usage line is not first": not parts[0].startswith(f"usage: {parser.prog}"),
         "the purpose is not one sentence": not re.fullmatch(r"[A-Z][^.]*(\.\w[^.]*)*\.", sentence),
@@ -98,7 +98,7 @@ def complaints(parser: Parser) -> list[str]:
         "it depends on the machine": str(ROOT) in text or tempfile.gettempdir() in text,
         "it is worded otherwise in the style guide": IDIOMS.search(text),
     }
-    return [complaint for complaint, is_so in found.items() if is_so]
+    return [complaint for complaint, is_so in faults.items() if is_so]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -170,16 +170,16 @@ def disagreements(parsers: dict[str, Parser]) -> list[str]:
             for action in shown_actions(each):
                 for option in action.option_strings:
                     shapes[option][shape(action).split(" [")[0]].append(name)
-    found = [f"{option} is a former name" for option in sorted(FORMER & shapes.keys())]
+    reports = [f"{option} is a former name" for option in sorted(FORMER & shapes.keys())]
     for option, names in sorted(shapes.items()):
         if len(set(names) - VARIANTS.get(option, set())) > (0 if option in VARIANTS else 1):
-            found.append(f"{option}: {dict(names)}")
-    return found
+            reports.append(f"{option}: {dict(names)}")
+    return reports
 
 
 def test_an_option_has_one_meaning() -> None:
-    found = disagreements({name: parser_of(name) for name in SCRIPTS})
-    assert not found, "\n".join(found)
+    reports = disagreements({name: parser_of(name) for name in SCRIPTS})
+    assert not reports, "\n".join(reports)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,10 @@ def test_the_command_megacore_shows_its_own_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["megacore plan", "-h"])
     text = plan.parser().help_text()
     assert text.startswith("usage: megacore plan --config FILE ") and "\n  megacore plan --config " in text
+    monkeypatch.setattr(sys, "argv", ["megacore pretrain", "-h"])
+    text = importlib.import_module("launch.pretrain").parser().help_text()
+    assert "\n  megacore pretrain --config " in text
+    assert "\n  deepspeed --num_gpus 8 --module megacore pretrain --config " in text
     monkeypatch.setattr(sys, "argv", ["megacore sweep", "-h"])
     assert plan.parser().help_text().startswith("usage: launch/plan.py ")
 
