@@ -105,7 +105,7 @@ def parser() -> Parser:
         metavar="FILE.png",
         help="draw the tensor statistics (log.statistics) and expert loads of each run",
     )
-    add_json(parser, "write what was compared")
+    add_json(parser, "what was compared")
     parser.add_argument(
         "--tolerance",
         type=float,

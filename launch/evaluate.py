@@ -80,7 +80,7 @@ def parser() -> Parser:
         help="replace the first input token of each window by the BOS token, as models such as Gemma need",
     )
     add_device(parser)
-    add_json(parser, "write the metrics")
+    add_json(parser, "the metrics")
     add_weights(parser)
     add_source(parser)
     add_overrides(parser, "values that replace the run's, such as parallel.tensor=2 or train.precision=fp32")

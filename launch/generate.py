@@ -25,7 +25,6 @@ from megacore.tools.cli import (
     StdoutLost,
     add_checkpoint,
     add_device,
-    add_json,
     add_overrides,
     add_source,
     add_tokenizer,
@@ -81,7 +80,12 @@ def parser() -> Parser:
         metavar="N",
         help="texts to generate for each prompt, with seeds that count up from --seed",
     )
-    add_json(parser, "write each text with its prompt and seed, one JSON object a line")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write each text, with its prompt and seed, as a line of JSON; - prints the lines instead of "
+        "the texts",
+    )
     parser.add_argument("--tokens", type=count, default=200, metavar="N", help="tokens to generate at most")
     parser.add_argument(
         "--temperature",

@@ -86,7 +86,7 @@ def parser() -> Parser:
         metavar="COMMAND",
         help="command that runs a command line on a host; {host} is replaced",
     )
-    add_json(parser, "write everything that was found")
+    add_json(parser, "everything that was found")
     parser.add_argument(
         "--dry-run", action="store_true", help="start nothing; print what a launch would run on each host"
     )

@@ -61,7 +61,7 @@ def parser() -> Parser:
     )
     add_device(parser)
     add_source(parser)
-    add_json(parser, "write what was found")
+    add_json(parser, "what was found")
     add_overrides(parser, f"where {', '.join(OWN)} are now, if not where the run had them")
     return parser
 

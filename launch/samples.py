@@ -74,7 +74,7 @@ def parser() -> Parser:
         "(default: the config's parallel.data)"
     )
     parser.add_argument("--layouts", metavar="dp4:100,dp8", help=layouts)
-    add_json(parser, "write what was found")
+    add_json(parser, "what was found")
     add_overrides(parser)
     return parser
 

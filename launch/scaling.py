@@ -88,7 +88,7 @@ def parser() -> Parser:
         "--level", type=float, default=0.95, metavar="P", help="probability that the intervals cover"
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw the runs, the best sizes and the fit")
-    add_json(parser, "write the fits")
+    add_json(parser, "the fits")
     parser.add_argument(
         "--budget", type=float, metavar="FLOPS", help="find the best model for this number of model FLOPs"
     )

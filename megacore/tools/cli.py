@@ -224,7 +224,9 @@ def add_overrides(
 
 def add_json(parser: Parser, what: str) -> None:
     """Add the option `--json`, for `output_files.check_json` and `output_files.write_results`."""
-    parser.add_argument("--json", metavar="FILE", help=f"{what}, as JSON; - prints it instead of the report")
+    parser.add_argument(
+        "--json", metavar="FILE", help=f"write {what} as JSON; - prints the JSON instead of the report"
+    )
 
 
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:

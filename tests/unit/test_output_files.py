@@ -11,7 +11,7 @@ from megacore.errors import ConfigError
 from megacore.tools.output_files import check_output
 from tests.pool import ROOT
 
-WRITTEN = {"--output", "--plot", "--heat-map", "--gpu-file", "--cluster-file"}
+WRITTEN = {"--json", "--output", "--plot", "--heat-map", "--gpu-file", "--cluster-file"}
 
 
 @pytest.mark.parametrize("path", ["/proc/x", "/proc/self/x.json", "/sys/x", "nowhere/x", "/dev/fd/nowhere/x"])
