@@ -151,7 +151,7 @@ NUMBERS: list[Row] = [
             ("backoff", ["-1.0", "nan", "inf"]),
             ("stall", ["nan", "0.0"]),
             ("spares", ["-1"]),
-            ("look", ["nan", "0.0", "-1.0"]),
+            ("poll", ["nan", "0.0", "-1.0"]),
             ("resize-pause", ["nan", "inf", "-1.0"]),
         )
         for value in values
@@ -167,7 +167,7 @@ NUMBERS: list[Row] = [
             (*words, "torchrun", *SUPERVISED),
             f"config error: {words[0]}: the command has no --hostfile",
         )
-        for words in (("--ranks", "1:2"), ("--ranks-command", "echo 1"))
+        for words in (("--world", "1:2"), ("--ranks-command", "echo 1"))
     ),
     *(
         ("supervise", ("--hosts-command", *words, *SUPERVISED), f"config error: --hosts-command: {line}")
@@ -188,8 +188,8 @@ NUMBERS: list[Row] = [
             f"config error: --world: {line}",
         )
         for value, line in (
-            ("0", "0 is no number of ranks"),
-            ("3:2", "3:2 is no"),
+            ("0", "0 is not a number of ranks"),
+            ("3:2", "3:2 is not a number of ranks"),
             ("2:4", "1 ranks have room, and there shall be 2"),
         )
     ),
