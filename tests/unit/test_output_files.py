@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.tools.output_files import check_output
+from megacore.tools.output_files import check_json, check_output, report_unless_json, write_results
 from tests.pool import ROOT
 
 WRITTEN = {"--json", "--output", "--plot", "--heat-map", "--gpu-file", "--cluster-file"}
@@ -55,3 +55,18 @@ def test_every_script_looks_before_it_works(path: Path) -> None:
 
 def test_scripts_are_found() -> None:
     assert len(WRITING) > 20
+
+
+def test_json_on_the_terminal_replaces_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`--json -` prints nothing but JSON, a file leaves the report, and None writes nothing."""
+    path = str(tmp_path / "results.json")
+    for target in ("-", path, None):
+        check_json(target)
+        with report_unless_json(target):
+            print("the report")
+        write_results(target, {"loss": 1.5})
+        printed = capsys.readouterr().out
+        assert printed == ('{\n  "loss": 1.5\n}\n' if target == "-" else "the report\n")
+    assert Path(path).read_text() == '{\n  "loss": 1.5\n}\n'
+    with pytest.raises(ConfigError, match="^config error: --json: cannot write"):
+        check_json(str(tmp_path))
