@@ -28,12 +28,12 @@ def new_figure(height: float, width: float = PAGE_INCHES) -> "Figure":
 
 def use_log_scale(axes: "Axes") -> None:
     """Make the vertical axis logarithmic, with plain numbers: 0.5 rather than 5 × 10⁻¹."""
-    from matplotlib.ticker import LogFormatter
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.7)))
-    axes.tick_params(which="minor", labelsize=SMALL)
+    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def label_panel(axes: "Axes", title: str, x_label: str = "", y_label: str = "") -> None:

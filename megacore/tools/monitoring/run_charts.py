@@ -52,7 +52,7 @@ def run_title(run: Run) -> str:
     last = run.steps[-1]
     memory = max(line.memory_bytes for line in run.steps) / GIB
     return (
-        f"{run.name}: {last.step:,} steps, {EngFormatter()(last.tokens)} tokens, "
+        f"{run.name}: {last.step:,} steps, {EngFormatter(places=1)(last.tokens)} tokens, "
         f"{run.seconds()[-1]:,.0f} s, {memory:.2f} GiB on the fullest rank"
     )
 
