@@ -26,7 +26,7 @@ EXAMPLE = "python launch/monitoring/picture.py --url http://localhost:9090 --min
 DASHBOARD = Path(__file__).parent / "dashboard.json"
 POINTS = 400  # of a line
 GAP = 10  # seconds without a value, after which a line begins anew; and twice a point's
-PANEL_INCHES = 2.5  # height of a row of panels, legends included
+PANEL_INCHES = 2.6  # height of a row of panels, legends included
 SHORT_LEGEND = 8  # letters: four such legends stand next to each other
 UNITS = {"s": "seconds", "bytes": "GiB", "percentunit": "%"}
 SCALES = {"bytes": 2.0**-30, "percentunit": 100.0}
@@ -136,7 +136,7 @@ def draw_panel(axes: Any, panel: dict[str, Any], lines: Lines, start: float, end
     # Below the panel, because next to it legends would take a third of the width.
     columns = 4 if all(len(legend) <= SHORT_LEGEND for legend, _ in curves) else 2
     axes.legend(
-        fontsize=SMALL, frameon=False, ncols=columns, loc="upper left", bbox_to_anchor=(-0.05, -0.1),
+        fontsize=SMALL, frameon=False, ncols=columns, loc="upper left", bbox_to_anchor=(-0.05, -0.16),
         columnspacing=1.0, handlelength=1.2, borderaxespad=0,
     )  # fmt: skip
 
