@@ -189,7 +189,7 @@ def documents(results: Path) -> None:
     )
     times.set_xticks(lengths, [f"{length:,}" for length in lengths])
     times.minorticks_off()
-    times.set_ylim(bottom=0.004)  # room for the legend below the lines
+    times.set_ylim(bottom=0.004)  # space for the legend below the lines
     times.set_title("squares: without document_mask", loc="left", fontsize=SMALL)
     times.legend(frameon=False, fontsize=SMALL)
     rows, at = found["packing"], np.arange(len(found["packing"]))

@@ -61,6 +61,7 @@ next:
   bash launch/quickstart.sh                                            resumes from the last checkpoint
   .venv/bin/python launch/generate.py --checkpoint runs/quickstart --prompt "import "
   .venv/bin/python launch/evaluate.py --checkpoint runs/quickstart
+  .venv/bin/python launch/compare.py --plot runs/quickstart/loss.png runs/quickstart
   .venv/bin/tensorboard --logdir runs/quickstart
   .venv/bin/python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png
   bash tests/run.sh                                                    the tests

@@ -45,8 +45,8 @@ def requirements(declared: dict[str, Any]) -> dict[str, Requirement]:
     lines = declared["dependencies"] + [
         line for extra in declared["optional-dependencies"].values() for line in extra
     ]
-    found = [Requirement(line) for line in lines]
-    return {requirement.name: requirement for requirement in found if requirement.name != "megacore"}
+    parsed = [Requirement(line) for line in lines]
+    return {requirement.name: requirement for requirement in parsed if requirement.name != "megacore"}
 
 
 def imported_names(declared: dict[str, Any]) -> set[str]:

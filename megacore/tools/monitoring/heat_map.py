@@ -29,8 +29,8 @@ KINDS = {
 }
 # kinds whose rows are not those of activations; their colours are linear
 OWN_ROWS = ("largest_logit", "expert_load")
-COLUMNS = 2  # of panels: more of them would leave no room for layers' names at the width of a page
-ROW_INCHES = 0.16  # of a layer: room for its name
+COLUMNS = 2  # of panels: more of them would leave no space for layers' names at the width of a page
+ROW_INCHES = 0.16  # of a layer: space for its name
 MOST_ROWS = 400  # of a panel; more are thinner, and only some have their names
 TITLE_INCHES = 0.8  # of a panel: title and steps
 MOST_INCHES = 400.0  # of the picture, within what an image file can hold
@@ -103,7 +103,7 @@ def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
         colours = figure.colorbar(image, ax=axes, aspect=25)
         colours.ax.tick_params(labelsize=SMALL, which="both")
         if image.norm.vmax >= 10 * image.norm.vmin > 0:
-            colours.minorformatter = NullFormatter()  # powers of ten are enough, and have room
+            colours.minorformatter = NullFormatter()  # powers of ten are enough, and do not overlap
     figure.savefig(path)
 
 
