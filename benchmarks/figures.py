@@ -1,7 +1,6 @@
-"""Draws the figures of the README and the documents from a run of the quickstart and from measured results.
+"""Draw the pictures of the README and the documents, from runs and from measured results.
 
-Run `bash launch/quickstart.sh` first: the loss curve is that run's, and stays as it is where there is no such
-run.
+Run `bash launch/quickstart.sh` first: the loss curve is that run's, and stays as it is without such a run.
 """
 
 import argparse
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from benchmarks.documents import pairs_in_blocks
+from megacore.tools.charts import SMALL, TITLE, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/figures"
@@ -24,44 +22,17 @@ BLUE, ORANGE, RED, GREY = "#2f6fab", "#e67e22", "#c0392b", "#8a8a8a"
 AXES = {"pp": 2, "dp": 4, "tp": 2}  # of the drawn mesh: two machines with 8 devices each
 
 
-def figure(width: float, height: float) -> Figure:
-    """A figure that needs no display."""
-    drawn = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(drawn)
-    return drawn
+def launch(script: str, *arguments: str) -> None:
+    """Run a script of launch/ from the repository root, without what it prints."""
+    command = [sys.executable, f"launch/{script}", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def loss(run: Path, corpus: Path) -> None:
-    """The quickstart's losses over steps, beside the loss of a model that only
-    knows how frequent each token is.
-    """
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    unigram = json.loads(Path(f"{corpus}.json").read_text(encoding="utf-8"))["unigram_entropy"]
-    trained = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    validated = [(line["step"], line["valid_loss"]) for line in lines if "valid_loss" in line]
-    drawn = figure(7.6, 3.4)
-    axes = drawn.add_subplot()
-    axes.plot(*zip(*trained, strict=True), color=BLUE, linewidth=1.4, label="training")
-    axes.plot(*zip(*validated, strict=True), color=ORANGE, marker="o", linestyle="none", label="validation")
-    axes.axhline(unigram, color=GREY, linestyle="--", linewidth=1.2)
-    last = trained[-1][0]
-    axes.text(
-        last,
-        unigram + 0.08,
-        f"a model that only knows how frequent each token is: {unigram:.2f}",
-        ha="right",
-        color="#555555",
-    )
-    step, value = validated[-1]
-    axes.annotate(
-        f"{value:.2f}", (step, value), (0, 8), textcoords="offset points", ha="center", color=ORANGE
-    )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a token")
-    axes.set_xlim(0, last * 1.03)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.97))
-    drawn.savefig(FOLDER / "loss.png")
+def loss(run: Path) -> None:
+    """Draw a run's losses, and what log.statistics measured if it did."""
+    launch("compare.py", str(run), "--plot", str(FOLDER / "loss.png"))
+    if '"activation_rms/' in (run / "metrics.jsonl").read_text(encoding="utf-8"):
+        launch("compare.py", str(run), "--heat-map", str(FOLDER / "statistics.png"))
 
 
 def mesh() -> None:
@@ -71,7 +42,7 @@ def mesh() -> None:
     ranks = np.arange(np.prod(shape)).reshape(shape)
     chosen = 4
     at = np.unravel_index(chosen, shape)
-    drawn = figure(8.6, 4.3)
+    drawn = new_figure(4.5)
     axes = drawn.add_subplot()
     for (pp, dp, tp), rank in np.ndenumerate(ranks):
         x, y = dp + pp * 5.0, tp
@@ -105,12 +76,12 @@ def mesh() -> None:
         axes.add_patch(Rectangle((left - 0.08, -0.08), 4.16, 2.16, fill=False, edgecolor="#bbbbbb"))
         axes.text(left + 2, -0.62, f"machine {pp}: pipeline stage {pp}", ha="center", fontsize=11)
         for dp in range(AXES["dp"]):
-            axes.text(left + dp + 0.5, -0.2, f"dp {dp}", ha="center", fontsize=9, color="#555555")
+            axes.text(left + dp + 0.5, -0.2, f"dp {dp}", ha="center", fontsize=SMALL, color="#555555")
     for tp in range(AXES["tp"]):
-        axes.text(-0.25, tp + 0.5, f"tp {tp}", ha="right", va="center", fontsize=9, color="#555555")
+        axes.text(-0.25, tp + 0.5, f"tp {tp}", ha="right", va="center", fontsize=SMALL, color="#555555")
     said = {
         BLUE: "tensor group: holds the other half of every matrix; both ranks compute the same tokens",
-        ORANGE: "data group: holds the same weights, reads other samples; gradients are summed over it",
+        ORANGE: "data group: holds the same weights, reads other samples; gradients are all-reduced over it",
         RED: "pipeline group: holds the other half of the layers; hidden states go there and gradients "
         "come back",
     }
@@ -131,19 +102,28 @@ def mesh() -> None:
     drawn.savefig(FOLDER / "mesh.png")
 
 
-def schedule() -> None:
-    """Schedules of four pipeline ranks, as the planner simulates and draws them."""
-    pictures = {"schedule.png": [], "schedule_zb_v.png": ["parallel.schedule=zb_v", "model.num_layers=64"]}
-    for name, more in pictures.items():
-        options = ["parallel.pipeline=4", "train.global_batch_size=32", *more, "--plot", str(FOLDER / name)]
-        command = [sys.executable, "launch/plan.py", "--config", "configs/gpt_1b.json", *options]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def schedules() -> None:
+    """Draw schedules of four pipeline ranks, as the planner simulates them."""
+    zb_v = ["parallel.schedule=zb_v", "model.num_layers=64"]
+    for name, overrides in {"schedule.png": [], "schedule_zb_v.png": zb_v}.items():
+        launch(
+            "plan.py", "--config", "configs/gpt_1b.json", "parallel.pipeline=4", "train.global_batch_size=32",
+            *overrides, "--plot", str(FOLDER / name),
+        )  # fmt: skip
+
+
+def searches() -> None:
+    """Draw the searches of docs/planning.md, which take minutes."""
+    large = ["--config", "configs/gpt_175b.json", "--world", "512"]
+    largest = ["--config", "configs/gpt_1t.json", "--world", "4096", "train.global_batch_size=4096"]
+    for name, options in {"search.png": large, "search_1t.png": largest}.items():
+        launch("plan.py", *options, "--search", "--plot", str(FOLDER / name))
 
 
 def peers(results: Path) -> None:
     """megacore's speed over the best other library's, as users get it and with equal process settings."""
     found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-    drawn = figure(8.0, 3.3)
+    drawn = new_figure(3.7)
     panels = drawn.subplots(1, 2, sharey=True)
     for axes, (precision, ways) in zip(panels, found["ratios"].items(), strict=True):
         for i, ((way, ratios), colour) in enumerate(zip(ways.items(), (BLUE, ORANGE), strict=True)):
@@ -158,20 +138,22 @@ def peers(results: Path) -> None:
                         rotation=90,
                         ha="center",
                         va="bottom",
-                        fontsize=8,
+                        fontsize=SMALL,
                         color="#444444",
                     )
                 else:
-                    axes.text(x, 0.05, f"{ratio:.2f}", ha="center", va="bottom", fontsize=8, color="white")
+                    axes.text(
+                        x, 0.05, f"{ratio:.2f}", ha="center", va="bottom", fontsize=SMALL, color="white"
+                    )
         axes.axhline(1, color="#444444", linewidth=1)
         axes.set_xticks(range(len(found["layouts"])), found["layouts"])
-        axes.set_title(precision, loc="left", fontsize=10)
+        axes.set_title(precision, loc="left", fontsize=TITLE)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylim(0, 2.8)
     panels[0].set_ylabel("megacore's speed / best peer's")
-    drawn.suptitle(f"{found['machine']}, {found['date']}, medians; no GPU", x=0.01, ha="left", fontsize=10)
+    drawn.suptitle("tokens a second on a CPU, medians", x=0.01, ha="left", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    drawn.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
     drawn.savefig(FOLDER / "peers.png")
 
 
@@ -181,7 +163,7 @@ def documents(results: Path) -> None:
     within = [row for row in found["steps"] if row["document_tokens"]]
     (whole,) = [row for row in found["steps"] if not row["document_tokens"]]
     lengths = [row["document_tokens"] for row in within]
-    drawn = figure(9.6, 3.6)
+    drawn = new_figure(3.6)
     times, cuts = drawn.subplots(1, 2, width_ratios=(1.25, 1))
     kinds = (
         ("step_seconds", "a training step", ORANGE),
@@ -207,35 +189,33 @@ def documents(results: Path) -> None:
     )
     times.set_xticks(lengths, [f"{length:,}" for length in lengths])
     times.minorticks_off()
-    times.set_title("squares: without document_mask", loc="left", fontsize=9)
-    times.legend(frameon=False, fontsize=8)
+    times.set_ylim(bottom=0.004)  # space for the legend below the lines
+    times.set_title("squares: without document_mask", loc="left", fontsize=SMALL)
+    times.legend(frameon=False, fontsize=SMALL)
     rows, at = found["packing"], np.arange(len(found["packing"]))
     ways = (("cut_consecutive", "consecutive tokens", GREY, -0.2), ("cut", "best_fit", BLUE, 0.2))
     for key, name, colour, beside in ways:
         bars = cuts.bar(
             at + beside, [100 * row[key] / row["documents"] for row in rows], 0.38, color=colour, label=name
         )
-        cuts.bar_label(bars, fmt="%.0f", fontsize=8)
-    cuts.set_xticks(at, [f"{row['seq_len']:,}\n{row['padding']:.2%}" for row in rows], fontsize=8)
+        cuts.bar_label(bars, fmt="%.0f", fontsize=SMALL)
+    cuts.set_xticks(at, [f"{row['seq_len']:,}\n{row['padding']:.2%}" for row in rows], fontsize=SMALL)
     cuts.set(
         xlabel="tokens of a sample; below, best_fit's padding", ylabel="documents that are cut, per cent"
     )
-    cuts.legend(frameon=False, fontsize=8)
+    cuts.legend(frameon=False, fontsize=SMALL)
     for axes in (times, cuts):
         axes.spines[["top", "right"]].set_visible(False)
     drawn.savefig(FOLDER / "documents.png")
 
 
 def main() -> None:
-    """Draws them all."""
+    """Draw all pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--run", type=Path, default=ROOT / "runs/quickstart", help="the run whose loss is drawn"
-    )
-    parser.add_argument(
-        "--corpus", type=Path, default=ROOT / "data/stdlib_valid", help="its validation corpus"
     )
     parser.add_argument(
         "--peers",
@@ -252,14 +232,15 @@ def main() -> None:
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     if (args.run / "metrics.jsonl").is_file():
-        loss(args.run, args.corpus)
+        loss(args.run)
     else:
         print(
             f"no run in {args.run}: the loss curve stays as it is (bash launch/quickstart.sh)",
             file=sys.stderr,
         )
     mesh()
-    schedule()
+    schedules()
+    searches()
     peers(args.peers)
     documents(args.documents)
 

@@ -7,6 +7,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+megacore_extras='[test]'
 source launch/environment.sh
 export OMP_NUM_THREADS=1 MEGACORE_CLUSTER=1
 python -m pytest --numprocesses 0 -v --durations 0 --durations-min 1 tests/cluster "$@"

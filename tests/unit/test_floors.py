@@ -40,6 +40,7 @@ ROOMS = [
         "megacore.tools.error_report",
         "megacore.tools.help_text",
         "megacore.tools.output_files",
+        "megacore.tools.charts",
         "megacore.tools.interrupt",
     ],
     ["megacore.tools.metrics_file", "megacore.tools.stop_request"],
