@@ -1,0 +1,32 @@
+"""Which pages and blocks are generated, and how they are written and checked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.pages import cli, config
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "python -m tests.pages"
+
+# Whole pages, by path.
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/config.md": config.page,
+    "docs/cli.md": cli.page,
+}
+
+
+def current_texts() -> dict[str, str]:
+    """Return the text that each generated page should have, by path."""
+    return {path: write() for path, write in PAGES.items()}
+
+
+def stale_pages(texts: dict[str, str], root: Path = ROOT) -> list[str]:
+    """Return a line for each page that differs from the text that it should have."""
+    lines = []
+    for path, text in texts.items():
+        file = root / path
+        if not file.exists():
+            lines.append(f"{path} is missing: run `{COMMAND}`")
+        elif file.read_text(encoding="utf-8") != text:
+            lines.append(f"{path} is stale: run `{COMMAND}`")
+    return lines
