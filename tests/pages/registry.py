@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.pages import cli, config
+from tests import engines
+from tests.faults import checks
+from tests.pages import cli, config, proved
+from tests.strict import report
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m tests.pages"
@@ -12,6 +15,10 @@ COMMAND = "python -m tests.pages"
 PAGES: dict[str, Callable[[], str]] = {
     "docs/config.md": config.page,
     "docs/cli.md": cli.page,
+    "docs/engine_features.md": engines.page,
+    "tests/faults/README.md": checks.document,
+    "tests/strict/README.md": report.document,
+    "tests/proved_layouts.md": proved.page,
 }
 
 
