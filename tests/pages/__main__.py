@@ -5,6 +5,7 @@ import sys
 import tests.pages
 from megacore.tools.cli import Parser, exit_with
 from tests.pages.registry import ROOT, current_texts, stale_pages
+from tests.pages.results import problems
 
 
 def parser() -> Parser:
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> int:
     texts = current_texts()
     stale = stale_pages(texts)
     if args.check:
+        stale += [f"benchmarks/results/{line}" for line in problems()]
         print(
             "\n".join(stale) or f"{len(texts)} generated pages are current",
             file=sys.stderr if stale else None,
