@@ -4,7 +4,7 @@ import sys
 
 import tests.pages
 from megacore.tools.cli import Parser, exit_with
-from tests.pages.registry import ROOT, current_texts, stale_pages
+from tests.pages.registry import ROOT, current_texts, stale_pages, wrong_numbers
 from tests.pages.results import problems
 
 
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
     stale = stale_pages(texts)
     if args.check:
         stale += [f"benchmarks/results/{line}" for line in problems()]
+        stale += wrong_numbers()
         print(
             "\n".join(stale) or f"{len(texts)} generated pages are current",
             file=sys.stderr if stale else None,

@@ -57,6 +57,26 @@ NUMBERS: dict[str, Callable[[], int]] = {
 }
 
 
+# What pages say in plain words, and the number that it must be.
+PHRASES = {
+    re.compile(r"\b(?:in|runs|the|and) ((\d+) layouts)\b"): "default_layouts",
+    re.compile(r"\b((\d+) (?:planted|known) (?:faults|mistakes|bugs))\b"): "faults",
+    re.compile(r"\b((\d+) families of transformers)\b"): "families",
+}
+
+
+def wrong_numbers(text: str, page: str) -> list[str]:
+    """Return a line for each number in a page's sentences that is not the one of the code."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = []
+    for phrase, name in PHRASES.items():
+        number = NUMBERS[name]()
+        for match in phrase.finditer(prose):
+            if int(match[2]) != number:
+                lines.append(f"{page}: {match[1]}, and there are {number} {name}")
+    return lines
+
+
 def filled(text: str, page: str) -> str:
     """Return a page's text with its blocks and numbers as they should be.
 

@@ -27,6 +27,9 @@ PAGES: dict[str, Callable[[], str]] = {
 WRITTEN = ("*.md", "docs/*.md", "kernels/*.md", "benchmarks/*.md", "benchmarks/results/*.md")
 
 
+GUIDES = WRITTEN[:-1]  # without results, which keep the numbers of their day
+
+
 def current_texts() -> dict[str, str]:
     """Return the text that each generated page, or page with generated blocks, should have, by path."""
     texts = {path: write() for path, write in PAGES.items()}
@@ -37,6 +40,16 @@ def current_texts() -> dict[str, str]:
             if path not in texts and blocks.MARK in text:
                 texts[path] = blocks.filled(text, path)
     return texts
+
+
+def wrong_numbers() -> list[str]:
+    """Return a line for each number that several pages share and that one has wrong."""
+    lines = []
+    for pattern in GUIDES:
+        for file in sorted(ROOT.glob(pattern)):
+            path = file.relative_to(ROOT).as_posix()
+            lines += blocks.wrong_numbers(file.read_text(encoding="utf-8"), path)
+    return lines
 
 
 def stale_pages(texts: dict[str, str], root: Path = ROOT) -> list[str]:

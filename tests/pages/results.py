@@ -7,6 +7,7 @@ sentence that tells what it shows.
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +106,20 @@ def cell(text: str) -> str:
 
 
 def pages_of(path: Path) -> list[str]:
-    """Return the files that cite a result, by its name, or by its name without ending and `.*`."""
-    citing = []
-    for pattern in CITING:
-        for file in sorted(ROOT.glob(pattern)):
-            if file == RESULTS / INDEX:
-                continue
-            text = file.read_text(encoding="utf-8")
-            # a program may build the name of a picture from that of the data
-            same_page = file.parent == path.parent and file.stem == path.stem
-            if same_page or path.name in text or f"{path.stem}.*" in text:
-                citing.append(file.relative_to(ROOT).as_posix())
-    return list(dict.fromkeys(citing))
+    """Return the files that cite a result. Files with one name and several endings are one result."""
+    place = path.relative_to(ROOT)
+    return [
+        name
+        for name, text in citing_texts().items()
+        if f"{place.stem}." in text or Path(name).with_suffix("") == place.with_suffix("")
+    ]
+
+
+@cache
+def citing_texts() -> dict[str, str]:
+    """Return the texts of all files that may cite a result, by path."""
+    files = {file for pattern in CITING for file in ROOT.glob(pattern)} - {RESULTS / INDEX}
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in sorted(files)}
 
 
 def relative(name: str) -> str:
