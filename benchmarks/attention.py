@@ -66,21 +66,29 @@ def calls(config: Config, device: torch.device) -> Iterator[float]:
 
 def main(argv: list[str]) -> None:
     """Prints a line for each precision, length and head size."""
-    parser = Parser(EXAMPLE, __doc__)
+    parser = Parser(
+        "Time attention on this device, forward and backward, for each implementation.",
+        example=EXAMPLE,
+        notes="Prints milliseconds and what model.attention=auto chooses. The implementations take turns.",
+        page="benchmarks/README.md",
+    )
     parser.add_argument(
         "--lengths",
         type=counts,
         default="64,128,256,512,1024,2048,4096",
-        metavar="N,…",
-        help="of sequences, in tokens",
+        metavar="N,N",
+        help="sequence lengths, in tokens",
     )
-    parser.add_argument("--heads", type=counts, default="32,64,128", metavar="N,…", help="features of a head")
-    parser.add_argument("--precisions", default="fp32,bf16", metavar="NAMES")
+    parser.add_argument("--head-sizes", type=counts, default="32,64,128", metavar="N,N", help="head sizes")
+    parser.add_argument(
+        "--precisions", default="fp32,bf16", metavar="NAME,NAME", help="precisions: fp32, bf16, fp16"
+    )
+    parser.add_alias("--heads", "--head-sizes")
     args = parser.parse_args(argv)
     mesh = join(config_of("sdpa", "fp32", 64, 64), RankInfo())
     print(f"{mesh.device}, {torch.get_num_threads()} threads, {HEADS} heads, ms")
     print("precision | tokens | head | eager | sdpa | eager is | auto takes")
-    for precision, head, length in product(args.precisions.split(","), args.heads, args.lengths):
+    for precision, head, length in product(args.precisions.split(","), args.head_sizes, args.lengths):
         sizes = (precision, length, head)
         contenders = [calls(config_of(kind, *sizes), mesh.device) for kind in ("eager", "sdpa")]
         seconds: list[list[float]] = [[], []]

@@ -31,13 +31,15 @@ from megacore.checkpoint.write import bytes_of, places_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.files import check_folder
-from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.cli import Parser, add_overrides, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.retention import retention
 from megacore.tools.settings.load import load
 
-EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
-MORE = "More ranks: torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2"
+EXAMPLES = (
+    "python -m benchmarks.checkpoint --rounds 3",
+    "torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2",
+)
 TARGET = 0.1  # of what a save in the loop costs it
 SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 WAYS = ("none", "in the loop", "beside it")
@@ -45,25 +47,26 @@ WAYS = ("none", "in the loop", "beside it")
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument(
-        "--config",
-        default="benchmarks/checkpoint.json",
-        metavar="FILE",
-        help="a JSON file (%(default)s: 29 M parameters)",
+    parser = Parser(
+        "Measure how much longer training steps take while a checkpoint is saved.",
+        example=EXAMPLES,
+        notes="Blocks of steps without a save, with one in the loop and with one in the background take "
+        "turns.",
+        page="benchmarks/README.md",
+        ranks=True,
     )
     parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        metavar="DIR",
-        help="where to save (%(default)s)",
+        "--config", default="benchmarks/checkpoint.json", metavar="FILE", help="config of the run"
     )
     parser.add_argument(
-        "--rounds", type=count, default=5, metavar="N", help="blocks of each kind (%(default)s)"
+        "--folder", type=Path, metavar="FOLDER", help="folder to save in (default: the temporary folder)"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    parser.add_argument(
+        "--rounds", type=count, default=5, metavar="N", help="measured blocks of steps of each kind"
+    )
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
+    args.folder = args.folder or Path(tempfile.gettempdir())
     check_folder("--folder", args.folder)
     return args
 

@@ -34,7 +34,7 @@ from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.cli import Parser, add_config, add_overrides, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.traffic import ring_share
@@ -66,29 +66,37 @@ class Line:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__, ranks=True)
-    parser.add_argument("--config", required=True, metavar="FILE", help="whose mesh it is")
-    parser.add_argument("--largest", type=float, default=1024.0, metavar="MIB", help="largest message (1024)")
+    parser = Parser(
+        "Measure how fast each process group of a layout communicates, from 1 KiB to 1 GiB.",
+        example=EXAMPLE,
+        notes="Reports the median time of the slowest rank, and the algorithm and bus bandwidth.",
+        page="benchmarks/README.md",
+        ranks=True,
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--largest", type=float, default=1024.0, metavar="MIB", help="largest message, in MiB"
+    )
     parser.add_argument(
         "--repeat",
         type=count,
         default=5,
         metavar="N",
-        help="calls of each size, after 2 that do not count (5)",
+        help="measured calls of each size, after 2 that are not",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE.json",
-        help="default: benchmarks/results/collectives_<date>.json; a chart beside it",
+        help="results to write, with a chart next to it (default: benchmarks/results/collectives_DATE.json)",
     )
     parser.add_argument(
         "--cluster-file",
         type=Path,
         metavar="FILE.json",
-        help="writes these links for launch/plan.py --cluster",
+        help="write the links as a file for launch/plan.py --cluster",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     if not args.largest * 2**20 >= SMALLEST:
         parser.error("argument --largest: must be at least 1 KiB")

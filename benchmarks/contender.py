@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.peers.process import EQUAL, OWN, SETTINGS, equalise, observed
 from benchmarks.training import LoneStage, Training, join
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_overrides, exit_with
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.train.metrics import peak_memory
@@ -70,16 +70,21 @@ def main(argv: list[str]) -> None:
     """Builds the contender, says what its process has, and serves; what it cannot
     do it answers with the reason.
     """
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("config", metavar="FILE")
+    parser = Parser(
+        "Take one training step and print its time for each line on standard input.",
+        example=EXAMPLE,
+        notes="One process of benchmarks.speed or benchmarks.peers.",
+        page="benchmarks/README.md",
+    )
+    parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("config", metavar="FILE", help="config of the run")
     parser.add_argument(
         "--settings",
         choices=SETTINGS,
         default=OWN,
-        help=f"of a peer's process; {EQUAL}: those of megacore's ({OWN})",
+        help=f"process settings of other libraries; {EQUAL}: those of megacore",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     # Answers alone go to the real stdout; what libraries print there joins stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)

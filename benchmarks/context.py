@@ -45,7 +45,7 @@ from megacore.tools.settings.load import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = (
-    "python -m benchmarks.context --output benchmarks/results/context.json --figure docs/figures/context.png"
+    "python -m benchmarks.context --output benchmarks/results/context.json --plot docs/figures/context.png"
 )
 RANKS, HEADS, HEAD = 4, 8, 64
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "send")
@@ -233,7 +233,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """Measures in ranks of its own. Raises `RuntimeError` with what they say if they fail."""
-    options = ["--tokens", args.tokens, "--kv-heads", args.kv_heads, "--rounds", str(args.rounds)]
+    options = ["--lengths", args.lengths, "--kv-heads", args.kv_heads, "--rounds", str(args.rounds)]
     launcher = [
         sys.executable,
         "-m",
@@ -259,23 +259,32 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str], place: RankInfo) -> None:
     """The table, or one rank's part in it."""
-    parser = Parser(EXAMPLE, __doc__, ranks=True)
-    parser.add_argument("--tokens", default="8192", metavar="N,…", help="of sequences (8192)")
+    parser = Parser(
+        "Compare ring, gather and ulysses: bytes sent and time of attention over divided sequences.",
+        example=EXAMPLE,
+        notes="Starts four gloo ranks on this machine. The planner's prediction is printed next to the "
+        "measurement.",
+        page="benchmarks/README.md",
+        ranks=True,
+    )
+    parser.add_argument("--lengths", default="8192", metavar="N,N", help="sequence lengths, in tokens")
     parser.add_argument(
-        "--kv-heads", default="8,2", metavar="N,…", help=f"key/value heads, for {HEADS} heads (8,2)"
+        "--kv-heads", default="8,2", metavar="N,N", help=f"numbers of key/value heads, for {HEADS} heads"
     )
     parser.add_argument(
-        "--rounds", type=count, default=5, metavar="N", help="that are measured, after one that is not (5)"
+        "--rounds", type=count, default=5, metavar="N", help="measured rounds, after one that is not"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the figures down")
-    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draws them")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results")
+    parser.add_alias("--tokens", "--lengths")
+    parser.add_alias("--figure", "--plot")
     args = parser.parse_args(argv)
     if args.output is not None:
         check_output("--output", str(args.output))
-    if args.figure is not None:
-        check_plot("--figure", str(args.figure))
+    if args.plot is not None:
+        check_plot("--plot", str(args.plot))
     cases = [
-        (int(tokens), int(heads)) for tokens in args.tokens.split(",") for heads in args.kv_heads.split(",")
+        (int(tokens), int(heads)) for tokens in args.lengths.split(",") for heads in args.kv_heads.split(",")
     ]
     if "RANK" in os.environ:
         mesh = join(config_of(METHODS[0], *cases[0]), place)
@@ -288,8 +297,8 @@ def main(argv: list[str], place: RankInfo) -> None:
     show(report["rows"])
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if args.figure is not None:
-        draw(report, args.figure)
+    if args.plot is not None:
+        draw(report, args.plot)
 
 
 if __name__ == "__main__":

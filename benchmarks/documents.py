@@ -32,7 +32,7 @@ from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.output_files import check_output
 from megacore.tools.settings.load import resolve
 
-EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"
+EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --data data/stdlib"
 SEQ_LEN, LENGTHS = 8192, (256, 512, 1024, 2048, 4096, 8192)
 MODEL = {
     "num_layers": 2,
@@ -226,19 +226,26 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: list[str]) -> None:
     """Measures and prints; `--output` keeps the figures."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--corpus", metavar="PREFIX", help="also pack this corpus, such as data/stdlib")
-    parser.add_argument(
-        "--rounds", type=count, default=3, metavar="N", help="after one that does not count (3)"
+    parser = Parser(
+        "Measure what data.document_mask and best-fit packing cost and save.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
     )
     parser.add_argument(
-        "--seq-len", type=count, default=SEQ_LEN, metavar="N", help=f"tokens of a sample ({SEQ_LEN})"
+        "--data", metavar="PREFIX", help="prefix of a prepared corpus to pack, such as data/stdlib"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument(
+        "--rounds", type=count, default=3, metavar="N", help="measured rounds, after one that is not"
+    )
+    parser.add_argument(
+        "--seq-len", type=count, default=SEQ_LEN, metavar="N", help="length of a sample, in tokens"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results")
+    parser.add_alias("--corpus", "--data")
     args = parser.parse_args(argv)
     if args.output is not None:
         check_output("--output", str(args.output))
-    packed = [] if args.corpus is None else [packing(args.corpus, seq_len) for seq_len in PACKED]
+    packed = [] if args.data is None else [packing(args.data, seq_len) for seq_len in PACKED]
     for row in packed:
         print(
             f"samples of {row['seq_len']:,}: padding {row['padding']:.2%}; documents cut {row['cut']:,}, "

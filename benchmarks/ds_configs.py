@@ -50,10 +50,14 @@ class Result(NamedTuple):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of DeepSpeedExamples")
-    parser.add_argument("--commit", metavar="HASH", help="the checkout's commit (default: git is asked)")
-    parser.add_argument("--output", default=PAGE, metavar="FILE", help="the page (%(default)s)")
+    parser = Parser(
+        "Report which ds_configs of DeepSpeedExamples start unchanged, and why others do not.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="checkout of DeepSpeedExamples")
+    parser.add_argument("--commit", metavar="HASH", help="commit of the checkout (default: that of git)")
+    parser.add_argument("--output", default=PAGE, metavar="FILE.md", help="page to write")
     return parser.parse_args(argv)
 
 

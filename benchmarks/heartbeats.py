@@ -28,9 +28,20 @@ def cpu_seconds(pid: int) -> float:
 
 def run(argv: list[str]) -> int:
     """Prints the figures."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--hosts", type=count, default=4096, metavar="N", help="hosts that beat (4096)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="parallel.heartbeat_seconds (15)")
+    parser = Parser(
+        "Measure the CPU time that answering the heartbeats of many hosts takes.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
+    )
+    parser.add_argument("--hosts", type=count, default=4096, metavar="N", help="number of hosts")
+    parser.add_argument(
+        "--heartbeat-seconds",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="parallel.heartbeat_seconds of the run",
+    )
+    parser.add_alias("--seconds", "--heartbeat-seconds")
     args = parser.parse_args(argv)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     hub = subprocess.Popen(
@@ -40,7 +51,7 @@ def run(argv: list[str]) -> int:
     settings = {
         "name": "node0",
         "token": TOKEN,
-        "seconds": args.seconds,
+        "seconds": args.heartbeat_seconds,
         "world_size": 8 * args.hosts + 1,
         "note": None,
     }
@@ -65,7 +76,7 @@ def run(argv: list[str]) -> int:
         for i, (each, message) in enumerate(zip(sockets, messages, strict=True)):
             each.sendto(message, ("127.0.0.1", port))
             sent += 1
-            due = began + (number + i / args.hosts) * args.seconds / heartbeat.BEATS
+            due = began + (number + i / args.hosts) * args.heartbeat_seconds / heartbeat.BEATS
             while (left := due - time.monotonic()) > 0:  # hosts beat at times of their own
                 time.sleep(min(left, 0.05))
             if number:
@@ -82,7 +93,7 @@ def run(argv: list[str]) -> int:
         for i, (each, message) in enumerate(zip(sockets, messages, strict=True)):
             if i != silent:
                 each.sendto(message, ("127.0.0.1", port))
-        time.sleep(args.seconds / heartbeat.BEATS / 2)
+        time.sleep(args.heartbeat_seconds / heartbeat.BEATS / 2)
         with contextlib.suppress(BlockingIOError):
             verdict += rank.recv(65536)
     print(f"one that fell silent was named after {time.monotonic() - struck:.1f} s")

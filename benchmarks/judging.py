@@ -1,7 +1,7 @@
 """How long the watchdog needs for its verdict on many ranks, which are made up here: a real
 store, a real watchdog, no training.
 
-python -m benchmarks.judging --ranks 4096
+python -m benchmarks.judging --world 4096
 """
 
 import multiprocessing
@@ -87,19 +87,31 @@ def judged(ranks: int, port: int) -> tuple[Diagnosis, float, int]:
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status."""
-    parser = Parser("python -m benchmarks.judging --ranks 4096", __doc__)
-    parser.add_argument("--ranks", type=count, default=4096, help=f"a multiple of {TENSOR * PIPELINE}")
+    parser = Parser(
+        "Measure how long the hang watchdog takes to find the slow rank among many.",
+        example="python -m benchmarks.judging --world 4096",
+        status="0 the right rank is found, 1 otherwise, 2 wrong arguments",
+        page="benchmarks/README.md",
+    )
+    parser.add_argument(
+        "--world",
+        type=count,
+        default=4096,
+        metavar="N",
+        help=f"number of ranks, a multiple of {TENSOR * PIPELINE}",
+    )
+    parser.add_alias("--ranks", "--world")
     args = parser.parse_args(argv)
     port = free_port()
     holder = multiprocessing.get_context("spawn").Process(target=hold, args=(port,), daemon=True)
     holder.start()
     try:
-        verdict, seconds, questions = judged(args.ranks, port)
+        verdict, seconds, questions = judged(args.world, port)
     finally:
         holder.kill()
-    print(f"{args.ranks} ranks: {seconds:.2f} s, {questions} questions to the store")
+    print(f"{args.world} ranks: {seconds:.2f} s, {questions} questions to the store")
     print(verdict.text)
-    return int(verdict.ranks != [args.ranks // 3])
+    return int(verdict.ranks != [args.world // 3])
 
 
 if __name__ == "__main__":

@@ -46,41 +46,53 @@ LINES = {"triton": "#1f6fb4", "eager": "#999999", "compile": "#e6a23c", "liger":
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
+    parser = Parser(
+        "Measure the fused kernels on a GPU, or compile them for four GPUs without one.",
+        example=EXAMPLE,
+        status="0 done, 1 a wrong result, or with --compile-only a slow kernel, 2 wrong arguments",
+        page="kernels/README.md",
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
-        "--compile-only", action="store_true", help="compile at the models' sizes; needs no GPU"
+        "--compile-only", action="store_true", help="compile at the sizes of the models, without a GPU"
     )
     kind.add_argument(
         "--dry-run",
         action="store_true",
-        help="tiny sizes through Triton's interpreter: no speeds, but all that the run does",
+        help="run every step at tiny sizes in Triton's interpreter, without measuring speed",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="operations, such as rms_norm; default: all"
+        "--only", nargs="+", metavar="NAME", help="operations, such as rms_norm (default: all)"
     )
     parser.add_argument(
         "--models",
         nargs="+",
         metavar="NAME",
-        help="with --compile-only: of configs/; default: gpt_124m to gpt_175b",
+        help="with --compile-only: names of configs/ (default: gpt_124m to gpt_175b)",
     )
     parser.add_argument(
         "--dtypes",
         nargs="+",
         choices=DTYPES,
         metavar="NAME",
-        help="bf16, fp16, fp32; default: bf16, to compile also fp32",
+        help="bf16, fp16 or fp32 (default: bf16, and to compile also fp32)",
     )
-    parser.add_argument("--rounds", type=count, default=21, metavar="N", help="turns of each contender (21)")
+    parser.add_argument("--rounds", type=count, default=21, metavar="N", help="measurements of each kernel")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), metavar="S", help="no new size is begun after so many"
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="time after which no new size is begun, in seconds",
     )
     parser.add_argument(
-        "--processes", type=count, default=2, metavar="N", help="that compile side by side (2)"
+        "--processes", type=count, default=2, metavar="N", help="processes that compile in parallel"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for JSON and chart; default: benchmarks/results"
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for JSON file and chart (default: benchmarks/results)",
     )
     args = parser.parse_args(argv)
     for flag in ("rounds", "processes"):

@@ -36,16 +36,15 @@ from megacore.config import Config
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
-from megacore.tools.cli import Parser, exit_rank_with
+from megacore.tools.cli import Parser, add_overrides, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = "python -m benchmarks.memory train.precision=bf16"
-MORE = (
-    "One layout: torchrun --nproc-per-node 4 -m benchmarks.memory --config benchmarks/memory.json "
-    "engine.kind=fsdp parallel.tensor=2"
+EXAMPLES = (
+    "python -m benchmarks.memory train.precision=bf16",
+    "torchrun --nproc-per-node 4 -m benchmarks.memory engine.kind=fsdp parallel.tensor=2",
 )
 
 ENGINES = {
@@ -253,11 +252,17 @@ def show(args: argparse.Namespace) -> None:
 
 def main(argv: list[str], place: RankInfo) -> None:
     """The table, or one rank's part in a measurement."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument(
-        "--config", default="benchmarks/memory.json", metavar="FILE", help="default: benchmarks/memory.json"
+    parser = Parser(
+        "Measure bytes of parameters, gradients and optimizer state next to the planner's prediction.",
+        example=EXAMPLES,
+        notes="Alone it starts each engine on 1 and 4 data ranks; under a launcher it measures that layout.",
+        page="benchmarks/README.md",
+        ranks=True,
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    parser.add_argument(
+        "--config", default="benchmarks/memory.json", metavar="FILE", help="config of the run"
+    )
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     if "RANK" in os.environ:
         measure_here(args, place)

@@ -24,7 +24,7 @@ from benchmarks.layer_parts import PARTS
 from benchmarks.peers.contenders import threads_of
 from benchmarks.rounds import ROOT, Contender, race
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.cli import Parser, add_overrides, count, exit_with
 from megacore.tools.output_files import check_output
 from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse as parse_layout
@@ -38,21 +38,26 @@ MIXTURE, DENSE, BEFORE = "mixture", "dense", "mixture before"
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument(
-        "--config", default=CONFIG, metavar="FILE", help="of a mixture of experts (configs/moe_tiny.json)"
-    )
-    parser.add_argument("--layouts", default="one,dp2ep2", metavar="NAMES", help="one,dp2ep2")
-    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="9")
-    parser.add_argument(
-        "--before", type=Path, metavar="CHECKOUT", help="another checkout, whose mixture takes part too"
+    parser = Parser(
+        "Compare the step of an MoE model with that of a dense model of equal FLOPs.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="the figures, with a chart beside them"
+        "--config",
+        default=CONFIG,
+        metavar="FILE",
+        help="config of an MoE model (default: configs/moe_tiny.json)",
+    )
+    parser.add_argument("--layouts", default="one,dp2ep2", metavar="LAYOUT,LAYOUT", help="layouts to measure")
+    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="measured rounds")
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="also measure the MoE model of another checkout"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for both"
+        "--output", type=Path, metavar="FILE.json", help="write the results, with a chart next to it"
     )
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     if args.output is not None:
         check_output("--output", str(args.output))

@@ -18,7 +18,7 @@ from megacore.engine import owners
 from megacore.engine.optimizers import WholeUpdate
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.cli import Parser, add_config, add_overrides, count, exit_with
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.train.loader import microbatch_on
@@ -47,19 +47,21 @@ def timed(mesh: Mesh, step: TrainStep, batch: list[Microbatch], number: int) -> 
 
 def run(argv: list[str]) -> int:
     """Prints the figures, on the first rank."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    parser = Parser(
+        "Compare a step with Muon with one with AdamW.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
     )
-    parser.add_argument("--rounds", type=count, default=15, metavar="N", help="of a step of each kind (15)")
+    add_config(parser)
+    parser.add_argument("--rounds", type=count, default=15, metavar="N", help="measured steps of each kind")
     parser.add_argument(
         "--together",
         type=count,
         default=owners.TOGETHER,
         metavar="N",
-        help="elements of matrices that travel at once",
+        help="elements of matrices that are exchanged at once",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     owners.TOGETHER = args.together
     place = place_from_environment()

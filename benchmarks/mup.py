@@ -28,9 +28,13 @@ Losses = dict[str, dict[int, dict[float, float]]]
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("results", metavar="RESULTS.json", help="of the sweep")
-    parser.add_argument("--output", metavar="PREFIX", required=True, help="writes PREFIX.md and PREFIX.png")
+    parser = Parser(
+        "Report from the sweep benchmarks/mup.json whether the best learning rate moves with the width.",
+        example=EXAMPLE,
+        page="docs/mup.md",
+    )
+    parser.add_argument("results", metavar="FILE.json", help="results.json of the sweep")
+    parser.add_argument("--output", metavar="PREFIX", required=True, help="write PREFIX.md and PREFIX.png")
     return parser.parse_args(argv)
 
 

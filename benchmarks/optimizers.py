@@ -32,11 +32,15 @@ Curve = list[tuple[int, float]]  # steps, and validation losses behind them
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("first", metavar="SWEEP", help="folder of the sweep whose final loss counts")
-    parser.add_argument("second", metavar="SWEEP", help="folder of the sweep whose steps are counted")
-    parser.add_argument("--output", metavar="FILE.json", help="writes the table")
-    parser.add_argument("--plot", metavar="FILE.png", help="draws validation losses over steps")
+    parser = Parser(
+        "Count the steps that one optimizer needs to reach the final validation loss of another.",
+        example=EXAMPLE,
+        page="docs/optimizers.md",
+    )
+    parser.add_argument("first", metavar="FOLDER", help="sweep whose final loss is the goal")
+    parser.add_argument("second", metavar="OTHER", help="sweep whose steps are counted")
+    parser.add_argument("--output", metavar="FILE.json", help="write the results")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw validation losses over steps")
     args = parser.parse_args(argv)
     if args.output is not None:
         check_output("--output", args.output)

@@ -138,9 +138,13 @@ def versions_text(content: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     """Run the measurement."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE.md", required=True)
-    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="after a warm-up (7)")
+    parser = Parser(
+        "Compare the speed of a Llama class of transformers (model.hf) with megacore's layers.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.md", required=True, help="page to write")
+    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="measured rounds")
     args = parser.parse_args(argv)
     check_output("--output", str(args.output))
     return compare_speed(args.output, args.rounds)

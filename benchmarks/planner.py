@@ -64,32 +64,36 @@ SWITCHES = (
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
+    parser = Parser(
+        "Compare predicted step times with a table of measured ones.",
+        example=EXAMPLE,
+        page="docs/step_time.md",
+    )
     parser.add_argument(
         "data",
         type=Path,
         nargs="?",
         default=MEASURED,
-        metavar="DATA.csv",
-        help="the table of measured steps (default: benchmarks/measured_steps.csv)",
+        metavar="FILE.csv",
+        help="table of measured steps (default: benchmarks/measured_steps.csv)",
     )
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="fits the constants again (two minutes), and writes them to megacore/tools/planner",
+        help="fit the planner's constants again and write them to megacore/tools/planner/fitted.json",
     )
     parser.add_argument(
         "--weak-scaling",
         type=Path,
         default=WEAK_SCALING,
-        metavar="TABLE.csv",
-        help="table 1 of Narayanan et al. 2021 (default: benchmarks/a100_weak_scaling.csv)",
+        metavar="FILE.csv",
+        help="table 1 of Narayanan et al. 2021, also predicted (default: benchmarks/a100_weak_scaling.csv)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="PREFIX",
-        help="writes PREFIX.json and .md, the charts in docs/figures, and the error bars",
+        help="write PREFIX.json, PREFIX.md, the charts in docs/figures, and the error bars",
     )
     return parser.parse_args(argv)
 

@@ -5,7 +5,6 @@
 Says what differs in parameters, memory, traffic and step time.
 """
 
-import argparse
 import json
 import os
 import random
@@ -13,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from megacore.tools.cli import Parser, exit_with
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = 260  # of which some are refused
@@ -159,13 +160,17 @@ def predictions(checkout: Path, asked: list[tuple[dict[str, Any], int]]) -> list
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        "Compare the predictions of two checkouts for every config and for random layouts.",
+        example="python -m benchmarks.planner_against --before ../before",
+        status="0 equal, 1 different, 2 wrong arguments",
+        page="docs/step_time.md",
     )
-    parser.add_argument("--before", type=Path, required=True, metavar="FOLDER", help="the other checkout")
+    parser.add_argument("--before", type=Path, required=True, metavar="CHECKOUT", help="the other checkout")
+    args = parser.parse_args(argv)
     asked = layouts()
-    pairs = list(zip(predictions(parser.parse_args().before, asked), predictions(ROOT, asked), strict=True))
+    pairs = list(zip(predictions(args.before, asked), predictions(ROOT, asked), strict=True))
     refused = sum("refused" in before and "refused" in after for before, after in pairs)
     differ = 0
     for (sections, _), (before, after) in zip(asked, pairs, strict=True):
@@ -184,4 +189,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

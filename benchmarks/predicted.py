@@ -1,7 +1,7 @@
 """The planner's prediction beside the measured step, for layouts of one config on this machine.
 
 First it measures what the planner asks for: a large product and a copy on every rank at once
-(`benchmarks.throughput --peak --device-file`), and then, layout by layout, the links between its ranks
+(`benchmarks.throughput --peak --gpu-file`), and then, layout by layout, the links between its ranks
 (`benchmarks.collectives --cluster-file`) and its steps. The first layout calibrates the prediction, as
 `launch/plan.py --calibrate` does with a run; the others are predicted from it, and nothing is fitted to them.
 """
@@ -20,7 +20,7 @@ from benchmarks.throughput import ROOT, start
 from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.cli import Parser, add_config, add_overrides, count, exit_with
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.calibrate import calibrated
 from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, read_cluster, read_device
@@ -58,21 +58,24 @@ class Beside:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    parser = Parser(
+        "Compare the planner's prediction with measured steps of several layouts on this machine.",
+        example=EXAMPLE,
+        page="docs/step_time.md",
     )
+    add_config(parser)
     parser.add_argument(
-        "--layouts", required=True, metavar="NAMES", help="the first calibrates: one,dp2,tp2,pp2"
+        "--layouts",
+        required=True,
+        metavar="LAYOUT,LAYOUT",
+        help="layouts such as one,dp2,tp2,pp2; the first calibrates the prediction",
     )
-    parser.add_argument(
-        "--steps", type=count, default=10, metavar="N", help="steps of each that are measured (10)"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the table as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    parser.add_argument("--steps", type=count, default=10, metavar="N", help="measured steps of each layout")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results")
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     # options of benchmarks.throughput that are not asked for
-    args.peak = args.data = args.profile = args.timeline = None
+    args.peak = args.real_data = args.profile = args.timeline = None
     if args.output is not None:
         check_output("--output", str(args.output))
     return args
@@ -98,7 +101,7 @@ def measured_device(args: argparse.Namespace, world: int) -> DeviceSpec:
         ranks_of(
             world,
             "benchmarks.throughput",
-            ["--config", args.config, "--steps", "1", "--peak", "--device-file", path, *args.overrides],
+            ["--config", args.config, "--steps", "1", "--peak", "--gpu-file", path, *args.overrides],
         )
         return read_device(path)
 

@@ -17,7 +17,7 @@ from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
-from megacore.tools.cli import Parser, exit_rank_with
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_rank_with
 from megacore.tools.crowd import share_cores
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
@@ -26,6 +26,9 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.machine.device import take_device
 from megacore.tools.settings.load import load
 
+EXAMPLE = (
+    "torchrun --nproc-per-node 2 -m benchmarks.recorder --config configs/gpt_tiny.json parallel.tensor=2"
+)
 NOTES = 100_000
 
 
@@ -44,9 +47,14 @@ def seconds_a_note() -> float:
 
 def run(argv: list[str], place: RankInfo) -> int:
     """Trains the config without saving, and rank 0 prints the figures."""
-    parser = Parser(str(__doc__).strip().splitlines()[-1].strip(), None, ranks=True)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = Parser(
+        "Measure what the notes of the hang watchdog cost in a training run.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
+        ranks=True,
+    )
+    add_config(parser)
+    add_overrides(parser)
     args = parser.parse_intermixed_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"log.dir={folder}", "checkpoint.every=0", "checkpoint.last=false", "log.tensorboard=false"]

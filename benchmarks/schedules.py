@@ -281,26 +281,26 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str], place: RankInfo) -> int:
     """Measures here under a launcher, or starts what does; returns the exit status."""
-    parser = Parser(EXAMPLE, __doc__, ranks=True)
+    parser = Parser(
+        "Compare the step of every pipeline schedule with its simulation; stages sleep instead of computing.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
+        ranks=True,
+    )
+    parser.add_argument("--world", default="4,8", metavar="N,N", help="numbers of pipeline ranks")
     parser.add_argument(
-        "--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)"
+        "--rounds", type=count, default=3, metavar="N", help="measured steps of each schedule"
     )
     parser.add_argument(
-        "--rounds",
-        type=count,
-        default=3,
-        metavar="N",
-        help="steps of each schedule, of which the median counts (3)",
+        "--output", type=Path, metavar="FILE.json", help="write the results, with a chart next to it"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="everything that was measured, and a chart beside it"
-    )
+    parser.add_alias("--ranks", "--world")
     args = parser.parse_args(argv)
     if args.output is not None:
         check_output("--output", str(args.output))
     if place.world_size > 1:
         return here(args, place)
-    results = [start(args, int(ranks)) for ranks in args.ranks.split(",")]
+    results = [start(args, int(ranks)) for ranks in args.world.split(",")]
     show(results)
     if args.output is not None:
         args.output.write_text(

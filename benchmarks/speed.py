@@ -349,18 +349,27 @@ def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
+    parser = Parser(
+        "Compare megacore's speed with a plain PyTorch loop and with its own predictions.",
+        example=EXAMPLE,
+        notes="Contenders take turns, one step each, in interleaved rounds. The median of each round's ratio "
+        "counts.",
+        page="benchmarks/README.md",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure 3 rounds instead of 7")
     parser.add_argument(
         "--only",
         nargs="+",
         choices=COMPARISONS,
         default=list(COMPARISONS),
         metavar="NAME",
-        help=", ".join(COMPARISONS),
+        help=f"some of {', '.join(COMPARISONS)} (default: all)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: benchmarks/results/speed_<date>.json"
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="results to write (default: benchmarks/results/speed_DATE.json)",
     )
     args = parser.parse_args(argv)
     if find_spec("transformers") is None and {"fp32", "bf16"} & set(args.only):

@@ -42,10 +42,10 @@ from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.protocol import Engine
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_overrides, exit_with
 from megacore.tools.settings.load import load
 
-EXAMPLE = "python -m benchmarks.start_up --ranks 64,512"
+EXAMPLE = "python -m benchmarks.start_up --world 64,512"
 LAYOUT = [
     "parallel.tensor=8",
     "parallel.pipeline=8",
@@ -58,26 +58,23 @@ STEP, NODE = 10, 8  # ranks of a node
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument(
-        "--config", default="configs/gpt_175b.json", metavar="FILE", help="a JSON file (%(default)s)"
+    parser = Parser(
+        "Measure what starting a run on thousands of ranks and saving its checkpoints cost, simulated.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
     )
+    parser.add_argument("--config", default="configs/gpt_175b.json", metavar="FILE", help="config of the run")
     parser.add_argument(
-        "--ranks", default="64,512,4096", metavar="N,…", help="how many, in turn (%(default)s: some minutes)"
+        "--world", default="64,512,4096", metavar="N,N", help="numbers of ranks to simulate in turn"
     )
     parser.add_argument(
         "--folder",
         type=Path,
-        default=Path(tempfile.gettempdir()),
-        metavar="DIR",
-        help="where to save (%(default)s)",
+        metavar="FOLDER",
+        help="folder to save in (default: the temporary folder)",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help=f"as for launch/pretrain.py, behind {' '.join(LAYOUT)}",
-    )
+    add_overrides(parser, f"values that replace the file's, after {' '.join(LAYOUT)}")
+    parser.add_alias("--ranks", "--world")
     return parser.parse_intermixed_args(argv)
 
 
@@ -271,9 +268,9 @@ def run(argv: list[str]) -> None:
     """Measures, and prints JSON."""
     args = parse(argv)
     results = {}
-    for world in map(int, args.ranks.split(",")):
+    for world in map(int, args.world.split(",")):
         config = load(args.config, [*LAYOUT, *NARROW, *args.overrides], world).config
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=args.folder or tempfile.gettempdir()) as folder:
             results[world] = measure(config, world, Path(folder))
         show(world, results[world])
     print(

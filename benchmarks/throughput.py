@@ -33,7 +33,7 @@ from megacore.errors import ConfigError
 from megacore.model.layers import DTYPES
 from megacore.tools.choices.flops import flops_per_token, recomputed_flops
 from megacore.tools.choices.utilisation import Utilisation
-from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.cli import Parser, add_config, add_overrides, count, exit_rank_with
 from megacore.tools.corpora import checked_stream
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.output_files import check_output
@@ -43,64 +43,75 @@ from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse as parse_layout
 from megacore.train.metrics import peak_memory, reserved_memory
 
-EXAMPLE = (
+EXAMPLES = (
     "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 "
-    "--output throughput.json"
+    "--output throughput.json",
+    "torchrun --nproc-per-node 2 -m benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2",
 )
-MORE = """One layout, under a launcher:
-  torchrun --nproc-per-node 2 -m benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2
-  deepspeed --module benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2"""
 WARM_UP = 3  # steps before the first that is measured
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+    parser = Parser(
+        "Measure tokens per second, MFU, peak memory and where the time of a step goes.",
+        example=EXAMPLES,
+        notes="Under a launcher it measures the layout that was started. Tables go to stderr, JSON to "
+        "stdout.",
+        page="benchmarks/README.md",
+        ranks=True,
     )
+    add_config(parser)
     parser.add_argument(
         "--steps",
         type=count,
         default=10,
         metavar="N",
-        help=f"steps that are measured, after {WARM_UP} that are not (10)",
+        help=f"measured steps, after {WARM_UP} that are not",
     )
     parser.add_argument(
-        "--layouts", metavar="NAMES", help="starts these here, such as one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2"
+        "--layouts",
+        metavar="LAYOUT,LAYOUT",
+        help="start these layouts here, one after the other: one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2",
     )
     parser.add_argument(
-        "--data", action="store_true", help="reads the corpus of data.train instead of random tokens"
+        "--real-data",
+        action="store_true",
+        help="read the corpus of data.train instead of random tokens",
     )
     parser.add_argument(
-        "--peak", action="store_true", help="measures the peak by a large product, on all ranks at once"
+        "--peak",
+        action="store_true",
+        help="measure the peak FLOP/s by a large matrix product, on all ranks at once",
     )
     parser.add_argument(
-        "--device-file",
+        "--gpu-file",
         type=Path,
         metavar="FILE.json",
-        help="with --peak: writes a device for launch/plan.py --device",
+        help="with --peak: write the measured device as a file for launch/plan.py --gpu",
     )
     parser.add_argument(
         "--profile",
         metavar="FILE.json",
-        help="writes a trace of one step of rank 0, which ui.perfetto.dev opens",
+        help="write a trace of one step of rank 0, which ui.perfetto.dev opens",
     )
     parser.add_argument(
         "--timeline",
         metavar="FILE.png",
-        help="draws one more step, action by action, beside the simulated one",
+        help="draw one more step, action by action, next to the simulated one",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it"
+        "--output", type=Path, metavar="FILE.json", help="write the results, with a chart next to it"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    add_overrides(parser)
+    parser.add_alias("--data", "--real-data")
+    parser.add_alias("--device-file", "--gpu-file")
     args = parser.parse_intermixed_args(argv)
     if args.timeline is not None:
         check_plot("--timeline", args.timeline)
-    if args.device_file and (not args.peak or args.layouts):
-        parser.error("argument --device-file: goes with --peak, and without --layouts")
+    if args.gpu_file and (not args.peak or args.layouts):
+        parser.error("argument --gpu-file: goes with --peak, and without --layouts")
     return args
 
 
@@ -110,14 +121,14 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     Time and speed are of plain steps; the breakdown is of as many more, in which its measuring takes part.
     """
     measured = peak_of_all(config, mesh) if args.peak else None
-    if args.device_file is not None and measured is not None:
+    if args.gpu_file is not None and measured is not None:
         # all ranks at once
         content = machine.device_content(
             config.train.precision, measured / mesh.place.world_size, mesh.device
         )
         if mesh.place.rank == 0:
-            args.device_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    training = Training(config, mesh, training_stream(config) if args.data else RandomStream(config))
+            args.gpu_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    training = Training(config, mesh, training_stream(config) if args.real_data else RandomStream(config))
     for _ in range(WARM_UP):
         training.step()
     own = [training.step() for _ in range(args.steps)]
@@ -298,7 +309,7 @@ def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
 def measure_here(args: argparse.Namespace, place: RankInfo) -> int:
     """This process's part in the layout in which it was started."""
     config = load(args.config, args.overrides, place.world_size).config
-    if args.data:
+    if args.real_data:
         checked_stream(config, scan=place.local_rank == 0)  # before ranks wait for each other
     mesh = join(config, place)
     try:
@@ -336,7 +347,7 @@ def main(argv: list[str], place: RankInfo) -> int:
     """Measures here, or starts what does; returns the exit status."""
     args = parse(argv)
     if place.rank == 0:
-        for option, path in (("--output", args.output), ("--device-file", args.device_file)):
+        for option, path in (("--output", args.output), ("--gpu-file", args.gpu_file)):
             if path is not None:
                 check_output(option, str(path))
     if args.layouts is None:

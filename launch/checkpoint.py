@@ -1,7 +1,4 @@
-"""Inspects the checkpoints of a run, and converts models to and from other projects' formats.
-
-It needs no device.
-"""
+"""Inspect the checkpoints of a run, and convert models from and to other projects' formats, without a GPU."""
 
 import os
 import sys
@@ -28,16 +25,19 @@ from megacore.tools.interchange.upcycle import upcycle
 from megacore.tools.settings.load import flatten
 from megacore.tools.verify.checkpoint_diff import compare
 
-INFO = "python launch/checkpoint.py info runs/gpt_tiny"
-VERIFY = "python launch/checkpoint.py verify runs/gpt_tiny"
-DIFF = "python launch/checkpoint.py diff runs/gpt_tiny runs/gpt_tiny_tp2"
-EXPORT = "python launch/checkpoint.py export runs/gpt_tiny --format hf --output models/gpt_tiny"
-IMPORT = "python launch/checkpoint.py import models/gpt_tiny --format hf --output runs/imported"
-UPCYCLE = "python launch/checkpoint.py upcycle runs/dense --output runs/upcycled model.num_experts=8"
-NANOGPT = "python launch/checkpoint.py import out/ckpt.pt --format nanogpt --output runs/imported"
-FEW = 10  # tensors that `diff` lists without being asked
+EXAMPLES = {
+    "info": "python launch/checkpoint.py info runs/gpt_tiny",
+    "verify": "python launch/checkpoint.py verify runs/gpt_tiny",
+    "diff": "python launch/checkpoint.py diff runs/gpt_tiny runs/gpt_tiny_tp2",
+    "export": "python launch/checkpoint.py export runs/gpt_tiny --format hf --output models/gpt_tiny",
+    "import": "python launch/checkpoint.py import models/gpt_tiny --format hf --output runs/imported",
+    "upcycle": "python launch/checkpoint.py upcycle runs/dense --output runs/upcycled model.num_experts=8",
+}
+FEW = 10  # tensors that `diff` lists unless --tensors asks for all
 LISTED = " (--tensors lists them)"
-MORE = "python launch/checkpoint.py export -h, import -h and upcycle -h"
+OURS = "folder of a run, its checkpoints folder, or one step_ folder"
+PAGES = {"export": "docs/interchange.md", "import": "docs/interchange.md"}
+STATUS = "0 done, 2 wrong arguments or a damaged checkpoint"
 
 
 def info(args: argparse.Namespace) -> None:
@@ -175,109 +175,113 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 }
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
-        "\n  ".join((INFO, VERIFY, DIFF, EXPORT, IMPORT, NANOGPT, UPCYCLE)), f"{__doc__}\n\nMore: {MORE}"
+        "Inspect and compare checkpoints, and convert models from and to other formats.",
+        example=(EXAMPLES["info"], EXAMPLES["export"]),
+        notes="Each command has its own help, such as launch/checkpoint.py export -h. No GPU is needed.",
+        status="0 done, 1 diff found a difference, 2 wrong arguments or a damaged checkpoint",
+        page="docs/checkpoints.md",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog=parser.prog)
 
-    def command(name: str, example: str, what: str, path: str) -> Parser:
+    def command(name: str, purpose: str, path: str = OURS, status: str = STATUS, notes: str = "") -> Parser:
         added: Parser = commands.add_parser(
-            name, help=what, example=example, description=f"{what[0].upper()}{what[1:]}."
+            name,
+            purpose=purpose,
+            example=EXAMPLES[name],
+            notes=notes,
+            status=status,
+            page=PAGES.get(name, "docs/checkpoints.md"),
         )
         added.add_argument("path", type=Path, metavar="PATH", help=path)
         return added
 
-    ours = "a run's log.dir, its checkpoints folder, or one step_… folder"
-    showing = command("info", INFO, "step, size and state of the newest whole checkpoint", ours)
-    showing.add_argument(
-        "--tensors", action="store_true", help="also every tensor: dtype, shape, size and content digest"
+    info = command("info", "Show step, size and state of the newest complete checkpoint.")
+    info.add_argument(
+        "--tensors", action="store_true", help="also show every tensor: dtype, shape, size and content digest"
     )
-    command(
-        "verify",
-        VERIFY,
-        "read every checkpoint and compare it with its digests (status 2 if one is damaged)",
-        ours,
+    command("verify", "Read every checkpoint of a run and compare it with its digests.")
+
+    diff = command(
+        "diff",
+        "Show which tensors of two checkpoints differ, and by how much.",
+        status="0 equal, 1 different, 2 wrong arguments or a damaged checkpoint",
     )
-    what = (
-        "show which tensors of two checkpoints differ, and by how much (status 1 if any does, 2 if one "
-        "is damaged)"
+    diff.add_argument("other", type=Path, metavar="OTHER", help="the run or checkpoint to compare with")
+    diff.add_argument(
+        "--trust",
+        action="store_true",
+        help="read only tensors whose digests in the manifests differ: quick, but does not notice damage",
     )
-    comparing = command("diff", DIFF, what, ours)
-    comparing.add_argument("other", type=Path, metavar="PATH", help="the other run or checkpoint")
-    quick = (
-        "believe the manifests' digests and read only tensors whose digests differ: quick, but does "
-        "not notice damage"
-    )
-    comparing.add_argument("--trust", action="store_true", help=quick)
-    comparing.add_argument(
-        "--tensors", action="store_true", help=f"all tensors that differ (default: the first {FEW})"
+    diff.add_argument(
+        "--tensors", action="store_true", help=f"list all tensors that differ (default: the first {FEW})"
     )
 
     exporting = command(
-        "export",
-        EXPORT,
-        "write a folder that transformers opens, and compare logits before it counts as done",
-        ours,
-    )
-    exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
-    exporting.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="the folder to write, new or empty"
+        "export", "Write a model folder that transformers opens, and compare the logits of both models."
     )
     exporting.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="precision of the weights (default: %(default)s)",
+        "--format", required=True, choices=("hf",), help="hf: config.json and safetensors files"
+    )
+    exporting.add_argument(
+        "--output", required=True, type=Path, metavar="FOLDER", help="folder to write, new or empty"
+    )
+    exporting.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="precision of the weights"
     )
     exporting.add_argument(
         "--tokenizer",
-        help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's)",
+        metavar="FILE",
+        help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's "
+        "data.tokenizer)",
     )
     add_weights(exporting)
     exporting.add_argument(
-        "--shard-gib",
-        type=float,
-        default=5.0,
-        metavar="SIZE",
-        help="largest size of a file, in GiB (default: %(default)s)",
+        "--shard-gib", type=float, default=5.0, metavar="N", help="largest size of a file, in GiB"
     )
 
-    what = (
-        "write a run's folder from a model, to generate, evaluate and fine-tune from; "
-        "section.key=value overrides its config"
+    importing = command(
+        "import",
+        "Write the folder of a run from a model, to generate, evaluate and fine-tune from.",
+        "folder of a model with safetensors files, or ckpt.pt of nanoGPT",
+        notes="Arguments section.key=value replace values of its config.",
     )
-    theirs = "a local model folder with safetensors, or nanoGPT's ckpt.pt"
-    importing = command("import", f"{IMPORT}\n  {NANOGPT}", what, theirs)
-    importing.add_argument("--format", required=True, choices=tuple(PEERS), help="whose model it is")
-    importing.add_argument(
-        "--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty"
-    )
+    importing.add_argument("--format", required=True, choices=tuple(PEERS), help="format of the model")
 
-    what = (
-        "make a mixture of experts from a dense run, whose feed-forward layers each expert copies; "
-        "section.key=value sets its config"
+    upcycling = command(
+        "upcycle",
+        "Make an MoE model from a dense run, whose feed-forward layers each expert copies.",
+        notes="Arguments section.key=value set values of its config, such as model.num_experts=8.",
     )
-    upcycling = command("upcycle", UPCYCLE, what, ours)
+    for writing in (importing, upcycling):
+        writing.add_argument(
+            "--output", required=True, type=Path, metavar="FOLDER", help="run folder to write, new or empty"
+        )
     upcycling.add_argument(
-        "--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty"
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="standard deviation of noise that is added to the weights of each expert, as a fraction of "
+        "theirs; drawn with train.seed",
     )
-    part = (
-        "what is added to each expert's weights, drawn with train.seed: its deviation as a part of "
-        "theirs (default: %(default)s)"
-    )
-    upcycling.add_argument("--noise", type=float, default=0.0, metavar="PART", help=part)
     add_weights(upcycling)
 
     for comparing in (exporting, importing, upcycling):
-        part = "compare logits only through the first N blocks, if the whole model does not fit in memory"
+        part = "compare logits only through the first N blocks, if the model does not fit in memory"
         comparing.add_argument("--compare-layers", type=int, metavar="N", help=part)
+    return parser
 
-    args, rest = parser.parse_known_args(argv)
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    command_line = parser()
+    args, rest = command_line.parse_known_args(argv)
     if rest and (args.command not in ("import", "upcycle") or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = rest  # as an argument, argparse would take them right behind PATH alone
+        command_line.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = rest  # as an argument, argparse would take them directly after PATH only
     return args
 
 

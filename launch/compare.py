@@ -1,5 +1,6 @@
-"""Compares runs: where their losses part, what their configs differ in, and loss, speed, gradient
-norm and memory in one figure.
+"""Compare runs: where their losses diverge, how their configs differ, and their speed and memory.
+
+`--plot` draws loss, speed, gradient norm and memory in one figure.
 """
 
 import os
@@ -24,23 +25,23 @@ from pydantic import ValidationError
 
 from megacore.config import Config
 from megacore.errors import ConfigError, LogError, shown
-from megacore.files import read_text, write_json
+from megacore.files import read_text
 from megacore.records import Count, Record, complaint
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_json, exit_with
 from megacore.tools.metrics_file import Training, Validation, read_metrics
 from megacore.tools.monitoring.heat_map import draw as draw_heat_map
 from megacore.tools.monitoring.heat_map import read_statistics
-from megacore.tools.output_files import check_output, replaced
+from megacore.tools.output_files import check_json, replaced, report_unless_json, write_results
 from megacore.tools.planner.plot import check_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EXAMPLE = "python launch/compare.py runs/a runs/b --plot compare.png"
-MORE = """A run is its folder, log.dir. Each run is compared with the first one, over the steps that both
-logged: where their losses differ in any bit, and where by more than --tolerance. Time leaves out validation
-and saving, as metrics.jsonl does.
-Exit status: 0 done, 2 bad arguments or records."""
+NOTES = (
+    "A run is its folder, log.dir. Each run is compared with the first one, over the steps that both logged. "
+    "Times leave out validation and saving, as in metrics.jsonl."
+)
 COLOURS = ("#2f6fab", "#e67e22", "#2a9d5c", "#c0392b", "#7d5ba6", "#8a8a8a", "#17a2b8", "#b8860b")
 DASHES = ("-", "--", ":", "-.")  # behind the last colour they change
 
@@ -84,23 +85,40 @@ class Run:
         return out
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, two or more")
-    parser.add_argument("--plot", metavar="FILE.png", help="draws the figure")
-    parser.add_argument(
-        "--heat-map", metavar="FILE.png", help="draws log.statistics and loads of experts; also of one run"
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Compare runs: where their losses diverge, how their configs differ, and their speed and memory.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 done, 2 wrong arguments or unreadable records",
+        page="docs/run_folder.md",
     )
-    parser.add_argument("--json", metavar="FILE", help="also writes what is found to a file")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folders of two or more runs (one is enough for --heat-map)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw loss, speed, gradient norm and memory in one figure"
+    )
+    parser.add_argument(
+        "--heat-map",
+        metavar="FILE.png",
+        help="draw the tensor statistics (log.statistics) and expert loads of each run",
+    )
+    add_json(parser, "what was compared")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=1e-5,
         metavar="X",
-        help="relative difference of losses that counts (1e-5)",
+        help="relative difference from which two losses count as different",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    args = parser().parse_args(argv)
     args.runs = list(dict.fromkeys(folder.rstrip("/") or folder for folder in args.runs))
     if len(args.runs) < 2 and args.heat_map is None:
         raise ConfigError("arguments", "one run cannot be compared", "two runs or more")
@@ -109,8 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, path in (("--plot", args.plot), ("--heat-map", args.heat_map)):
         if path is not None:
             check_plot(option, path)
-    if args.json is not None:
-        check_output("--json", args.json)
+    check_json(args.json)
     return args
 
 
@@ -342,13 +359,13 @@ def run(argv: list[str]) -> int:
         "parting": {run.name: parting(runs[0], run, args.tolerance) for run in runs[1:]},
         "config": differing(runs),
     }
-    show(runs, found)
-    if args.json is not None:
-        write_json("--json", args.json, found)
-    if args.plot is not None:
-        write("--plot", args.plot, partial(draw, runs))
-    if statistics is not None:
-        write("--heat-map", args.heat_map, partial(draw_heat_map, statistics))
+    with report_unless_json(args.json):
+        show(runs, found)
+        if args.plot is not None:
+            write("--plot", args.plot, partial(draw, runs))
+        if statistics is not None:
+            write("--heat-map", args.heat_map, partial(draw_heat_map, statistics))
+    write_results(args.json, found)
     return 0
 
 

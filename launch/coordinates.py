@@ -1,5 +1,5 @@
-"""Checks that muP is right for a model: sizes of activations and updates after some steps, over
-the width, standard beside muP.
+"""Check muP for a model: the sizes of activations and updates over the width, next to the standard
+parametrization.
 """
 
 import os
@@ -14,51 +14,46 @@ import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other i
 import argparse
 
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_with, unwind_on_sigterm
 
-EXAMPLE = (
-    "python launch/coordinates.py --config configs/gpt_tiny.json --widths 64,128,256 --layouts "
-    "one,tp2 optim.lr=0.01"
+EXAMPLE = "python launch/coordinates.py --config configs/gpt_tiny.json --layouts one,tp2 optim.lr=0.01"
+NOTES = (
+    "A small version of the model is trained at each width, by gloo ranks on this machine's CPU, once with "
+    "model.parametrization=standard and once with mup. A slope is d log(size) / d log(width), and with mup "
+    "it is about 0. Every layout must compute the sizes of the first one."
 )
-MORE = """The config's model is trained for some steps at each width, by real gloo ranks on this machine's
-CPU, with few layers and
-tokens: with model.parametrization=standard, and with mup from model.base_width or the smallest width. Its
-heads grow in number; all else is in proportion. A slope is d log(size) / d log(width): with muP about 0, also
-for logits, which may shrink at first. Every layout must have the sizes of the first one.
 
-docs/mup.md says more.
 
-Exit status: 0 no slope of muP is beyond the limit, and layouts agree; 1 not so; 2 bad arguments."""
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Check muP for a model: train it at several widths and compare the sizes of activations and updates.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 all slopes within --limit and all layouts equal, 1 otherwise, 2 wrong arguments",
+        page="docs/mup.md",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--widths", default="64,128,256", metavar="N,N", help="values of model.hidden_size to train"
+    )
+    parser.add_argument(
+        "--layouts", default="one", metavar="LAYOUT,LAYOUT", help="layouts to train in, such as one,tp2,pp2"
+    )
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="training steps of each run")
+    parser.add_argument(
+        "--limit", type=float, default=0.4, metavar="SLOPE", help="largest slope that passes with mup"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the sizes over the width")
+    plant = "enter this context manager in every process, to plant a bug and see that it is found"
+    parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
+    add_overrides(parser)
+    return parser
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
-    )
-    parser.add_argument(
-        "--widths", default="64,128,256", metavar="WIDTHS", help="hidden sizes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layouts", default="one", metavar="NAMES", help="such as one,tp2,pp2 (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=4, metavar="N", help="of each run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=0.4, metavar="SLOPE", help="muP's largest slope (default: %(default)s)"
-    )
-    parser.add_argument("--plot", metavar="FILE", help="draws the sizes, such as coordinates.png")
-    plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
-    parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="JSON values over the file's, such as optim.lr=0.01",
-    )
-    return parser.parse_intermixed_args(argv)
+    return parser().parse_intermixed_args(argv)
 
 
 def numbers(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Trains with a fault and shows when it was noticed, what was lost, and whether the weights
+"""Train with an injected fault, and report when it was noticed, what was lost, and whether the weights
 are those of a run without it.
 """
 
@@ -21,59 +21,82 @@ from typing import TYPE_CHECKING
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_folder, write_json
-from megacore.tools.cli import Parser, exit_rank_with, exit_with
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_rank_with, exit_with
 from megacore.tools.settings.load import load, smallest_world
 
 if TYPE_CHECKING:
     from tests.drills.drills import Drill, Outcome
     from tests.drills.faults import Fault
 
-EXAMPLE = (
-    "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault "
-    "nan:rank=0,step=5 parallel.tensor=2"
+EXAMPLE = "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 parallel.tensor=2"
+NOTES = (
+    "Fault kinds: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest "
+    "of two checkpoints). Each strikes one rank at the start of one step. A run has 12 steps and saves a "
+    "checkpoint every 4 steps unless overrides change that."
 )
-MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest
-of two checkpoints); each strikes one rank at the beginning of one step. Every run has 12 steps and a
-checkpoint every 4 unless overridden. With --soak, random ranks are killed for so many seconds instead.
-Exit status: 0 if all went as it should, 1 if not."""
 MOST_RANKS = 1024  # of one machine
 SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard=false"]
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Train with injected faults and check that the run recovers with the weights of a run without them.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 recovered as expected, 1 otherwise, 2 wrong arguments",
+        page="docs/surviving.md",
+    )
+    add_config(parser)
     parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND:rank=R,step=N",
+        help="fault to inject; may be repeated",
     )
     parser.add_argument(
-        "--fault", action="append", default=[], metavar="KIND:rank=R,step=N", help="may be given again"
+        "--soak",
+        type=float,
+        metavar="SECONDS",
+        help="instead of --fault: kill random ranks for this time, in seconds, then let the run finish",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of --soak")
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="number of ranks of every run (default: 4, or more if the layout needs them)",
     )
     parser.add_argument(
-        "--soak", type=float, metavar="SECONDS", help="kill random ranks for so long, then let the run finish"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of --soak")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks of every run (4, or as many as the layout needs)"
-    )
-    parser.add_argument(
-        "--watch", type=float, default=6.0, metavar="SECONDS", help="parallel.hang_seconds of the runs (6)"
+        "--hang-seconds",
+        type=float,
+        default=6.0,
+        metavar="SECONDS",
+        help="parallel.hang_seconds of the runs: the time without progress that counts as a hang",
     )
     parser.add_argument(
-        "--launcher", metavar="COMMAND", help="in place of torchrun; {ranks} and {port} are filled in"
+        "--launcher",
+        metavar="COMMAND",
+        help="command that starts the ranks; {ranks} and {port} are replaced (default: torchrun)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/drill"),
         metavar="FOLDER",
-        help="where the runs, their output and drill.json go (runs/drill)",
+        help="folder for the runs, their output and drill.json; earlier drills in it are deleted",
     )
-    parser.add_argument("--verbose", action="store_true", help="also show what the runs say")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's"
-    )
-    args = parser.parse_intermixed_args(argv)
+    parser.add_argument("--verbose", action="store_true", help="also print the output of the runs")
+    add_overrides(parser)
+    parser.add_alias("--ranks", "--world")
+    parser.add_alias("--watch", "--hang-seconds")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    args = parser().parse_intermixed_args(argv)
     if args.soak is None and not args.fault:
         raise ConfigError(
             "--fault", "neither a fault nor --soak is given", "such as --fault kill:rank=0,step=7"
@@ -82,16 +105,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--soak", "kills random ranks, and --fault a certain one", "one of the two")
     for option, bad, right in (
         ("soak", args.soak is not None and not 0 < args.soak < math.inf, "seconds, above 0"),
-        ("ranks", args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS, f"1 to {MOST_RANKS}"),
+        ("world", args.world is not None and not 1 <= args.world <= MOST_RANKS, f"1 to {MOST_RANKS}"),
         (
             "output",
             args.output == Path(),
             "a folder of its own: what is in it from earlier drills is deleted",
         ),
-        ("watch", not 0 < args.watch < math.inf, "seconds, above 0"),
+        ("hang-seconds", not 0 < args.hang_seconds < math.inf, "seconds, above 0"),
     ):
         if bad:
-            raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", right)
+            value = getattr(args, option.replace("-", "_"))
+            raise ConfigError(f"--{option}", f"{value} is not usable", right)
     return args
 
 
@@ -103,8 +127,8 @@ def run(argv: list[str]) -> int:
     from tests.drills.faults import parse as parse_fault
 
     faults = [parse_fault(text) for text in args.fault]
-    overrides = [*SHORT, f"parallel.hang_seconds={args.watch}", *args.overrides]
-    ranks = args.ranks if args.ranks is not None else max(4, smallest_world(args.config, overrides))
+    overrides = [*SHORT, f"parallel.hang_seconds={args.hang_seconds}", *args.overrides]
+    ranks = args.world if args.world is not None else max(4, smallest_world(args.config, overrides))
     config = load(args.config, overrides, ranks).config
     for fault in faults:
         check(fault, config, ranks)

@@ -1,7 +1,4 @@
-"""Measures a trained or imported model on a prepared corpus: nats a token, perplexity, bits a byte.
-
-In any layout.
-"""
+"""Measure a model on a corpus: loss in nats a token, perplexity and bits a byte, in any layout."""
 
 import os
 import sys
@@ -21,9 +18,18 @@ from typing import TYPE_CHECKING, Any
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, DataError
-from megacore.files import write_json
-from megacore.tools.cli import Parser, add_weights, exit_rank_with
-from megacore.tools.output_files import check_output
+from megacore.tools.cli import (
+    Parser,
+    add_checkpoint,
+    add_device,
+    add_json,
+    add_overrides,
+    add_source,
+    add_tokenizer,
+    add_weights,
+    exit_rank_with,
+)
+from megacore.tools.output_files import check_json, report_unless_json, write_results
 from megacore.tools.settings.load import resolve
 
 if TYPE_CHECKING:
@@ -31,63 +37,62 @@ if TYPE_CHECKING:
     from megacore.data.samples import EvalSamples
     from megacore.train.evaluation import Evaluation
 
-EXAMPLE = "python launch/evaluate.py --checkpoint runs/quickstart --data data/stdlib_valid"
-MORE = """Every token of the corpus but its first is a target, predicted from those before it in its window of
-train.seq_len. A run with data.document_mask is measured with it: the first token of a document is no target,
-and those before it are not seen. So is one with data.packing=best_fit: windows then hold whole documents.
-  nats a token  = sum over targets of -ln p(target) / targets     the validation loss of a training log
-  perplexity    = exp(nats a token)
-  bits a byte   = sum over targets of -log2 p(target) / bytes of UTF-8 text that the targets spell
-A run's own validation reads train.eval_batches batches: --batches with that number gives its figure. The
-precision is the run's; overrides change it (train.precision=fp32) and name a layout, whose ranks a launcher
-starts:
-  torchrun --nproc-per-node 4 launch/evaluate.py --checkpoint runs/quickstart parallel.tensor=2
-  parallel.pipeline=2"""
+EXAMPLES = (
+    "python launch/evaluate.py --checkpoint runs/quickstart --data data/stdlib_valid",
+    "torchrun --nproc-per-node 4 launch/evaluate.py --checkpoint runs/quickstart parallel.tensor=2 "
+    "parallel.pipeline=2",
+)
+NOTES = (
+    "nats a token = sum over targets of -ln p / targets; perplexity = exp(nats a token); bits a byte = sum "
+    "of -log2 p / UTF-8 bytes that the targets spell. Every token of the corpus but its first is a target, "
+    "predicted from the tokens before it in its window of train.seq_len."
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
-    parser.add_argument(
-        "--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint"
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Measure a trained or imported model on a corpus: nats a token, perplexity and bits a byte.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status="0 done, 2 wrong arguments, data or checkpoint",
+        page="docs/using.md",
+        ranks=True,
     )
+    add_checkpoint(parser)
     parser.add_argument(
         "--data",
         metavar="PREFIX",
-        help="prefix of the corpus's .bin and .idx (default: the run's data.valid)",
+        help="prefix of the corpus's .bin and .idx files (default: the run's data.valid)",
     )
     parser.add_argument(
         "--batches",
         type=int,
         default=0,
-        help="batches to read, spread evenly over the corpus (default: 0, all of it)",
+        metavar="N",
+        help="number of batches to read, spread evenly over the corpus; 0: all. The run's "
+        "train.eval_batches gives its validation loss",
     )
-    tokenizer = (
-        "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
-    )
-    parser.add_argument("--tokenizer", help=tokenizer)
+    add_tokenizer(parser)
     parser.add_argument(
         "--bos-each-window",
         action="store_true",
-        help="each window's first input is the tokenizer's BOS token, in place of the one in the text: some "
-        "models, such as Gemma, need it wherever they begin to read",
+        help="replace the first input token of each window by the BOS token, as models such as Gemma need",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    add_device(parser)
+    add_json(parser, "the metrics")
     add_weights(parser)
-    parser.add_argument(
-        "--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="of the run's config, such as parallel.tensor=2",
-    )
-    args = parser.parse_intermixed_args(argv)
+    add_source(parser)
+    add_overrides(parser, "values that replace the run's, such as parallel.tensor=2 or train.precision=fp32")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    args = parser().parse_intermixed_args(argv)
     if args.batches < 0:
         raise ConfigError("--batches", f"{args.batches} is not usable", "0 or more")
-    if args.json is not None:
-        check_output("--json", args.json)
+    check_json(args.json)
     return args
 
 
@@ -106,7 +111,7 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     if args.tokenizer is not None:
         check_kind(args.tokenizer, data.get("tokenizer"))
         data["tokenizer"] = args.tokenizer
-    train = {key: sections["train"].get(key) for key in batches}
+    train = {key: sections["train"].get(key) for key in batches} | {"device": args.device}
     raw = {"model": sections["model"], "data": data, "train": train | {"eval_batches": args.batches}}
     config = resolve(raw, args.overrides, "evaluation", world_size).config
     if config.data.valid is None:
@@ -232,13 +237,13 @@ def report(
         if name == "batches":
             text = describe_batches(*batches, own_batches)
         table.add_row(name.replace("_per_", " a ").replace("_", " "), text)
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)
-    if args.json is not None:
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in figures.items()
-        }
-        write_json("--json", args.json, finite)
+    with report_unless_json(args.json):
+        Console(highlight=False, markup=False, soft_wrap=True).print(table)
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
+    write_results(args.json, finite)
 
 
 def run(argv: list[str], place: RankInfo) -> int:

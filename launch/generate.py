@@ -1,4 +1,4 @@
-"""Writes text with a trained or imported model, from a checkpoint of any layout."""
+"""Generate text with a trained or imported model, from a checkpoint of any layout."""
 
 import os
 import sys
@@ -19,103 +19,111 @@ from typing import Any
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, DataError
-from megacore.files import read_json, read_text
-from megacore.tools.cli import Parser, StdoutLost, add_weights, count, exit_rank_with
+from megacore.files import OUTPUT, read_json, read_text, write_whole
+from megacore.tools.cli import (
+    Parser,
+    StdoutLost,
+    add_checkpoint,
+    add_device,
+    add_overrides,
+    add_source,
+    add_tokenizer,
+    add_weights,
+    count,
+    exit_rank_with,
+)
 from megacore.tools.interrupt import interrupted_status
+from megacore.tools.output_files import check_json
 from megacore.tools.settings.load import resolve
 
-EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
-MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a
-launcher starts the ranks.
-  torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b parallel.tensor=2
-  parallel.pipeline=2
-Context ranks divide a long prompt, and what is kept of it: parallel.context=2.
-The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says
-otherwise. If a text grows longer than the model's positions (model.max_positions), the model reads its last
-half again and goes on."""
+EXAMPLES = (
+    "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('",
+    "torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b parallel.tensor=2 "
+    "parallel.pipeline=2",
+)
+NOTES = (
+    "The same seed generates the same text in every layout. Computes in fp32 unless train.precision=bf16 is "
+    "set. When a text grows longer than model.max_positions, the last half of it is read again as the "
+    "context."
+)
 
 MOST_PROMPT = 64 << 20  # bytes
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
-    parser.add_argument(
-        "--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint"
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Generate text with a trained or imported model.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status="0 done, 2 wrong arguments or checkpoint",
+        page="docs/using.md",
+        ranks=True,
     )
+    add_checkpoint(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
         action="append",
-        help="the text to go on from (default: a newline); several, for a text each",
+        metavar="TEXT",
+        help="text to continue; may be repeated, for one text each (default: a newline)",
     )
-    prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text; - is standard input")
-    more = (
-        'a file with a prompt in each line: as it stands, or, in a .jsonl, a JSON string or {"prompt": '
-        "…}; - is standard input"
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="file whose whole text is the prompt; - is standard input"
     )
+    more = 'file with one prompt a line; in a .jsonl, a JSON string or {"prompt": ...}; - is standard input'
     prompt.add_argument("--prompts", metavar="FILE", help=more)
     parser.add_argument(
         "--samples",
         type=count,
         default=1,
         metavar="N",
-        help="texts for each prompt, of the seeds from --seed on (1)",
+        help="texts to generate for each prompt, with seeds that count up from --seed",
     )
     parser.add_argument(
         "--json",
-        action="store_true",
-        help="print a JSON object a text, with its prompt, seed and text, when it is whole",
+        metavar="FILE",
+        help="write each text, with its prompt and seed, as a line of JSON; - prints the lines instead of "
+        "the texts",
     )
-    parser.add_argument(
-        "--tokens", type=count, default=200, help="how many tokens to write (default: %(default)s)"
-    )
+    parser.add_argument("--tokens", type=count, default=200, metavar="N", help="tokens to generate at most")
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
-        help="0 always takes the likeliest token (default: %(default)s)",
+        metavar="X",
+        help="divides the logits before sampling; 0 always takes the most likely token",
     )
     parser.add_argument(
-        "--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)"
+        "--top-k", type=int, default=50, metavar="N", help="sample among the N most likely tokens"
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="of these, only the likeliest that together have this probability (default: 1)",
+        metavar="P",
+        help="of these, keep the most likely tokens whose probabilities add up to P",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)",
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling")
+    add_tokenizer(parser)
     parser.add_argument(
         "--bos",
         choices=("auto", "always", "never"),
         default="auto",
-        help="whether the prompt begins with the tokenizer's BOS token (default: auto, as the documents of "
-        "the run do, or else as the tokenizer's own library does)",
+        help="whether the prompt starts with the tokenizer's BOS token; auto: as in the training documents, "
+        "or else as the tokenizer's own library does",
     )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="auto: a GPU, if there is one (default)",
-    )
+    add_device(parser)
     add_weights(parser)
-    parser.add_argument(
-        "--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="of the run's config, such as parallel.tensor=2",
-    )
-    args = parser.parse_intermixed_args(argv)
+    add_source(parser)
+    add_overrides(parser, "values that replace the run's, such as parallel.tensor=2")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
+    check_json(args.json)
     for name, bad, right in (
         (
             "--temperature",
@@ -267,10 +275,17 @@ def for_length(config: Config, length: int) -> Config:
 
 
 class Output:
-    """Texts on rank 0's standard output, each with its prompt: as it grows, or whole in a line of JSON."""
+    """Texts on rank 0's standard output, each with its prompt: as it grows, or whole in a line of JSON.
 
-    def __init__(self, place: RankInfo, texts: int, as_json: bool) -> None:
-        self.place, self.texts, self.as_json = place, texts, as_json
+    With a file in `json_file`, lines of JSON are also written there once all texts are complete; `-` prints
+    the lines instead of the texts.
+    """
+
+    def __init__(self, place: RankInfo, texts: int, json_file: str | None) -> None:
+        self.place, self.texts = place, texts
+        self.as_json = json_file == "-"
+        self.json_file = None if self.as_json or place.rank != 0 else json_file
+        self.lines: list[str] = []
         self.begun = 0
         self.lost: StdoutLost | None = None  # its reader, such as head, has enough
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -294,11 +309,19 @@ class Output:
 
     def end(self) -> None:
         """Ends it."""
-        self._print(
-            json.dumps({"prompt": self.prompt, "seed": self.seed, "text": self.text}) + "\n"
-            if self.as_json
-            else "\n"
-        )
+        line = json.dumps({"prompt": self.prompt, "seed": self.seed, "text": self.text}) + "\n"
+        self.lines.append(line)
+        self._print(line if self.as_json else "\n")
+
+    def write(self) -> None:
+        """Write the file of `--json`. Raises `ConfigError`."""
+        if self.json_file is None:
+            return
+        try:
+            write_whole(self.json_file, "".join(self.lines))
+        except OSError as error:
+            wrong = f"cannot write {self.json_file}: {error.strerror}"
+            raise ConfigError("--json", wrong, OUTPUT) from None
 
     def _print(self, text: str) -> None:
         if self.place.rank == 0:
@@ -395,6 +418,7 @@ def run(argv: list[str], place: RankInfo) -> int:
             output.end()
             if status or output.over:
                 break
+    output.write()
     if output.lost is not None:
         raise output.lost
     return status

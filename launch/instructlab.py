@@ -1,5 +1,5 @@
-"""Turns InstructLab's config.yaml into a config of megacore: its section `train`, for an imported
-model and prepared conversations.
+"""Convert the `train` section of InstructLab's config.yaml to a config of megacore, for an imported model and
+prepared conversations.
 """
 
 import os
@@ -18,23 +18,37 @@ from pathlib import Path
 from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = (
-    "python launch/instructlab.py ~/.config/instructlab/config.yaml --run runs/granite --data "
-    "data/skills --output granite.json"
+    "python launch/instructlab.py ~/.config/instructlab/config.yaml --run runs/granite --data data/skills "
+    "--output granite.json"
 )
-MORE = """Before it come two commands: one imports the model (launch/checkpoint.py import MODEL --format hf
---output runs/granite), one prepares the conversations (launch/prepare.py --chat --input skills.jsonl --output
-data/skills --tokenizer runs/granite/tokenizer/...). Every key of the recipe becomes a setting, or is told by
-name with the reason why it is none, or is refused."""
+NOTES = (
+    "Import the model first (launch/checkpoint.py import) and prepare the conversations "
+    "(launch/prepare.py --chat). Each key of the file becomes a setting, is printed with the reason why it "
+    "is left out, or is rejected with an error."
+)
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Convert the train section of InstructLab's config.yaml to a config of megacore.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 done, 2 wrong arguments or file",
+        page="docs/finetuning.md",
+    )
+    parser.add_argument("recipe", metavar="FILE.yaml", help="InstructLab's config.yaml")
+    parser.add_argument("--run", required=True, metavar="RUN", help="folder of the imported model")
+    parser.add_argument(
+        "--data", required=True, metavar="PREFIX", help="prefix of the prepared conversations' .bin and .idx"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.json", help="config to write")
+    return parser
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("recipe", metavar="config.yaml", help="InstructLab's configuration")
-    parser.add_argument("--run", required=True, metavar="FOLDER", help="the imported model")
-    parser.add_argument("--data", required=True, metavar="PREFIX", help="the prepared conversations")
-    parser.add_argument("--output", required=True, metavar="FILE.json", help="the config to write")
-    return parser.parse_args(argv)
+    """Return the parsed command line. Raises `ConfigError`."""
+    return parser().parse_args(argv)
 
 
 def run(argv: list[str]) -> None:

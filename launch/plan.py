@@ -1,4 +1,4 @@
-"""Predicts a run's memory, traffic and pipeline bubble, on any machine, without a device."""
+"""Predict a run's memory, traffic, pipeline bubble and step time, without a GPU."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from megacore.tools.choices.context_method import DEVICE
 from megacore.tools.choices.flops import counted_layers, model_flops
 from megacore.tools.choices.layer_cost import BALANCED, Loads
 from megacore.tools.choices.partition import alternatives, partitioned, simulated, stage_costs, step_times
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_with
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.devices import (
@@ -61,84 +61,105 @@ MOST_DRAWN = 8192  # actions of a rank in a picture
 KNOWN_GROUPS = ("tp", "cp", "dp", "dp within a host", "dp between hosts", "shard", "replicate", "pp", "tied")
 OF_ALL = ("loss", "norm")  # a few numbers, which have no column
 
-EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
-EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of
-the fullest tensor rank at its peak. The bubble is simulated with each stage's FLOPs as its time."""
+EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --gpu h100 --cluster dgx_h100"
+NOTES = (
+    "FLOPs count matrix products, and for attention those that its implementation executes. Memory is the "
+    "peak of the fullest tensor rank. The bubble is simulated; the FLOPs of each stage are its time."
+)
+STATUS = "0 done, 1 a simulated rank differs from the prediction or would hang, 2 wrong arguments"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, __doc__, epilog=EPILOG)
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Predict a run's memory, traffic, pipeline bubble and step time, without a GPU.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status=STATUS,
+        page="docs/planning.md",
+    )
+    add_config(parser)
     parser.add_argument(
         "--world",
         type=int,
         metavar="N",
-        help="ranks; default: as many as the config's axes have, one where data is auto",
+        help="number of ranks (default: the smallest that the config's layout allows)",
     )
     parser.add_argument(
-        "--device",
+        "--gpu",
         metavar="NAME",
-        help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file",
+        help=f"predict the step time on this GPU: {', '.join(device_names())}, or a JSON file",
     )
     parser.add_argument(
         "--cluster",
-        "--links",
         metavar="NAME",
-        help="adds seconds to what is sent, and with --device the predicted step: "
-        f"{', '.join(cluster_names())}, or a file",
+        help="predict communication over the links of this cluster, and with --gpu the whole step: "
+        f"{', '.join(cluster_names())}, or a JSON file",
     )
     parser.add_argument(
         "--calibrate",
         metavar="RUN",
-        help="corrects the prediction by a run on this device and cluster: its folder",
+        help="folder of a run on this GPU and cluster, whose measured steps correct the prediction",
     )
     parser.add_argument(
-        "--host-size",
-        type=int,
-        default=8,
-        metavar="N",
-        help="ranks on a host, for engine.reduce_levels=2; default: 8",
+        "--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2"
     )
     parser.add_argument(
         "--compare-schedules",
         action="store_true",
-        help="compares all schedules that this model and layout can have",
+        help="compare all pipeline schedules that this model and layout allow",
     )
     parser.add_argument(
-        "--write",
+        "--output",
         metavar="FILE.json",
-        help="writes the schedule's plan, for parallel.schedule=file:FILE.json",
+        help="write the schedule as a plan for parallel.schedule=file:FILE.json",
     )
     parser.add_argument(
-        "--plot", metavar="FILE.png", help="draws the simulated schedule, or what --search found"
+        "--plot", metavar="FILE.png", help="draw the simulated schedule, or the layouts that --search found"
     )
     parser.add_argument(
-        "--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content"
+        "--simulate-ranks",
+        metavar="RANKS",
+        help="run one step of these ranks, such as 0,8-15, on tensors without data, and compare it with the "
+        "prediction",
     )
     parser.add_argument(
-        "--search", action="store_true", help="finds the fastest layouts on --world devices that fit"
+        "--search", action="store_true", help="find the fastest layouts on --world GPUs that fit in memory"
     )
     parser.add_argument(
-        "--routing", metavar="METRICS.jsonl", help="of a run, whose loads decide the busiest rank of experts"
+        "--routing",
+        metavar="FILE.jsonl",
+        help="metrics.jsonl of an MoE run, whose expert loads decide the busiest rank",
     )
     parser.add_argument(
-        "--memory-gib", type=float, metavar="N", help="of a device: what must fit; default: what --device has"
+        "--memory-gib",
+        type=float,
+        metavar="N",
+        help="memory of a GPU that the run must fit in, in GiB (default: the memory of --gpu)",
     )
     parser.add_argument(
         "--tokens",
         type=float,
         metavar="N",
-        help="of the run, whose days, energy and failures are predicted; default: train.steps",
+        help="tokens of the whole run, to predict its days, energy and failures (default: train.steps)",
     )
     parser.add_argument(
         "--price",
         type=float,
-        metavar="P",
-        help="of a device and hour, adds money; default: log.price_per_device_hour",
+        metavar="PRICE",
+        help="price of one GPU for one hour, to predict the cost (default: log.price_per_device_hour)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
-    return parser.parse_intermixed_args(argv)
+    add_overrides(parser)
+    parser.add_alias("--device", "--gpu")
+    parser.add_alias("--links", "--cluster")
+    parser.add_alias("--write", "--output")
+    parser.add_alias("--dry-run", "--simulate-ranks")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    return parser().parse_intermixed_args(argv)
 
 
 def report(
@@ -409,11 +430,16 @@ def run(argv: list[str]) -> int:
     if args.search:
         return search(args)
     for name in ("tokens", "price"):
-        if getattr(args, name) is not None and None in (args.device, args.cluster):
+        if getattr(args, name) is not None and None in (args.gpu, args.cluster):
             raise ConfigError(
-                f"--{name}", "days and money follow from a predicted step", "also --device and --cluster"
+                f"--{name}", "days and money follow from a predicted step", "also --gpu and --cluster"
             )
-    if args.routing is not None and args.device is None and args.memory_gib is None and args.dry_run is None:
+    if (
+        args.routing is not None
+        and args.gpu is None
+        and args.memory_gib is None
+        and args.simulate_ranks is None
+    ):
         wrong = (
             "a run's loads decide how long a step takes and whether the fullest rank's memory "
             "suffices, and no device is named"
@@ -421,24 +447,24 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             "--routing",
             wrong,
-            "also --device, with --cluster for a step's time; or --memory-gib; or --dry-run",
+            "also --gpu, with --cluster for a step's time; or --memory-gib; or --simulate-ranks",
         )
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.is_custom:
         check_source(config, args)
-    if None not in (args.device, args.cluster):
+    if None not in (args.gpu, args.cluster):
         refuse_experts(config)
-    device = None if args.device is None else read_device(args.device)
+    device = None if args.gpu is None else read_device(args.gpu)
     if device is not None and config.train.precision not in device.peak_flops:
         wrong, known = (
             f"the {config.train.precision} peak of {device.name} is not known",
             ", ".join(device.peak_flops),
         )
-        raise ConfigError("--device", wrong, f"train.precision is one of {known}, or another device")
+        raise ConfigError("--gpu", wrong, f"train.precision is one of {known}, or another device")
     if device is None and args.calibrate:
         raise ConfigError(
-            "--device", "a step is predicted for a device", f"also --device, such as {device_names()[0]}"
+            "--gpu", "a step is predicted for a device", f"also --gpu, such as {device_names()[0]}"
         )
     if args.calibrate and not args.cluster:
         raise ConfigError(
@@ -447,20 +473,20 @@ def run(argv: list[str]) -> int:
             f"also --cluster, such as {cluster_names()[0]}",
         )
     routing = None if args.routing is None else read_routing(args.routing, config.model.num_experts)
-    if args.dry_run is not None:
+    if args.simulate_ranks is not None:
         refuse_beside(
-            "--dry-run",
+            "--simulate-ranks",
             args,
-            ("device", "cluster", "calibrate", "compare_schedules", "write", "plot", "memory_gib"),
+            ("gpu", "cluster", "calibrate", "compare_schedules", "output", "plot", "memory_gib"),
         )
-        return dry_run(config, args.dry_run, args.host_size, routing)
+        return dry_run(config, args.simulate_ranks, args.host_size, routing)
     if args.compare_schedules:
         refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib", "routing"))
     cluster = None if args.cluster is None else read_cluster(args.cluster)
     if device is not None and cluster is not None:
         warn_of_links(device, cluster)
-    if args.write is not None:
-        check_output("--write", args.write)
+    if args.output is not None:
+        check_output("--output", args.output)
     if args.plot is not None:
         check_plot("--plot", args.plot)
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
@@ -473,9 +499,9 @@ def run(argv: list[str]) -> int:
     predicted = ""
     if device is not None and cluster is not None:
         predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price, routing)
-    if args.write is not None:
-        write_plan("--write", args.write, plan_of(config))
-        print(f"plan written in {args.write}")
+    if args.output is not None:
+        write_plan("--output", args.output, plan_of(config))
+        print(f"plan written in {args.output}")
     if args.compare_schedules:
         compare_schedules(config, device)
     else:
@@ -500,7 +526,7 @@ def check_source(config: Config, args: argparse.Namespace) -> None:
     from megacore.tools.dry_run.own_model import check
 
     check(config)
-    options = ("search", "device", "cluster", "calibrate", "compare_schedules", "plot", "memory_gib")
+    options = ("search", "gpu", "cluster", "calibrate", "compare_schedules", "plot", "memory_gib")
     if (
         beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]
     ) and counted_layers(config) is None:
@@ -524,12 +550,12 @@ def search(args: argparse.Namespace) -> int:
     from megacore.tools.planner.profile import profile
     from megacore.tools.planner.search_report import report
 
-    refuse_beside("--search", args, ("calibrate", "compare_schedules", "write", "dry_run"))
+    refuse_beside("--search", args, ("calibrate", "compare_schedules", "output", "simulate_ranks"))
     if args.price is not None and args.tokens is None:
         raise ConfigError("--price", "money is that of a whole run", "also --tokens, such as 1e12")
     if args.world is None or args.world < 1:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
-    device = read_device(args.device or DEVICE)
+    device = read_device(args.gpu or DEVICE)
     cluster = read_cluster(args.cluster or CLUSTER) if args.cluster or args.world == 1 else cluster_of(device)
     warn_of_links(device, cluster)
     smallest_world(args.config, args.overrides)  # what is set aside must be values all the same

@@ -1,5 +1,5 @@
-"""Looks at the machines of a run before it starts: each by itself first, then the
-groups and links between them.
+"""Check the machines of a run before it starts: each machine alone, then process groups and links between
+machines.
 """
 
 import os
@@ -23,7 +23,8 @@ from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import read_plain
-from megacore.tools.cli import Parser, exit_rank_with
+from megacore.tools.cli import Parser, add_config, add_json, add_overrides, exit_rank_with
+from megacore.tools.output_files import check_json, report_unless_json, write_results
 from megacore.tools.preflight.facts import Question, facts
 from megacore.tools.preflight.host_report import (
     as_json,
@@ -42,42 +43,63 @@ from megacore.tools.relaunch.hosts import SSH, check_ranks, chosen_hosts, read_h
 from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import load, smallest_world
 
-EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
-MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks
-of any launcher look at their machines (srun python launch/preflight.py --config …), and a process alone looks
-at this machine.
-Exit status: 0 all hosts pass, 1 some should be left out, 2 bad config, hostfile or arguments."""
+EXAMPLES = (
+    "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json",
+    "srun python launch/preflight.py --config configs/gpt_7b.json",
+)
+NOTES = (
+    "With --hostfile every host is reached over ssh, as by the deepspeed launcher. Without it, the ranks "
+    "that a launcher started check their machines, and a single process checks this machine."
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
-    parser.add_argument("--hostfile", metavar="FILE", help="lines such as `node1 slots=8`")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Check the machines of a run before it starts: GPUs, disks, software, process groups and links.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status="0 all hosts pass, 1 some hosts should be left out, 2 wrong config, hostfile or arguments",
+        page="docs/preflight.md",
+        ranks=True,
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--hostfile", metavar="FILE", help="hosts of the run, in lines such as `node1 slots=8`"
+    )
     parser.add_argument(
         "--exclude",
         default="",
         metavar="HOSTS",
-        help="hosts of it to leave out, as for deepspeed: node1@node2",
+        help="hosts of the hostfile to leave out, as for deepspeed: node1@node2",
     )
     parser.add_argument(
         "--port",
         type=int,
         default=29500,
         metavar="N",
-        help="where ranks will meet, the launcher's --master_port (29500)",
+        help="port where the ranks will meet, the launcher's --master_port",
     )
     parser.add_argument(
-        "--ssh", default=SSH, metavar="COMMAND", help=f"runs a command line on {{host}} ({SSH})"
+        "--ssh",
+        default=SSH,
+        metavar="COMMAND",
+        help="command that runs a command line on a host; {host} is replaced",
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of a table")
+    add_json(parser, "everything that was found")
     parser.add_argument(
         "--dry-run", action="store_true", help="start nothing; print what a launch would run on each host"
     )
     # ranks that preflight itself has started
     parser.add_argument("--together", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
-    args = parser.parse_intermixed_args(argv)
+    add_overrides(parser)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
+    check_json(args.json)
     if not 0 < args.port < 65536:
         raise ConfigError("--port", f"{args.port} is no port", "from 1 to 65535")
     if args.dry_run and args.hostfile is None:
@@ -182,11 +204,9 @@ def tell(
     findings = [*findings, *(judge_together(result, names) if isinstance(result, dict) else [])]
     unwell = isinstance(result, str) and result and not any(finding.fatal for finding in findings)
     findings += [HostFinding("all hosts together", "links", str(result))] if unwell else []
-    if args.json:
-        print(json.dumps(as_json(hosts, findings, args.exclude, result), indent=2))
-    else:
-        from rich.console import Console
+    from rich.console import Console
 
+    with report_unless_json(args.json):
         console = Console(
             highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200
         )
@@ -194,6 +214,7 @@ def tell(
         more = together_lines(result, names) if isinstance(result, dict) else []
         for line in (*lines(findings), *more, *settings_lines(hosts), verdict(hosts, findings, args.exclude)):
             console.print(line)
+    write_results(args.json, as_json(hosts, findings, args.exclude, result))
     return int(any(finding.fatal for finding in findings))
 
 

@@ -1,5 +1,5 @@
-"""Turns text into token files for training: PREFIX.bin and .idx, and a tokenizer that is trained or fetched
-here as PREFIX.model or PREFIX.tokenizer.json.
+"""Tokenize text for training: write PREFIX.bin and PREFIX.idx, and the tokenizer if it is trained or fetched
+here, as PREFIX.model or PREFIX.tokenizer.json.
 
 With --chat it reads conversations, and also writes PREFIX.mask.bin, which marks the tokens of answers: only
 they are learned.
@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.distributed.processes import available_cores
 from megacore.errors import ConfigError, shown
 from megacore.tools.cli import Parser, exit_with, original_ending, unwind_on_sigterm
 from megacore.tools.prepare.partial import kept
@@ -30,94 +31,112 @@ if TYPE_CHECKING:
     from megacore.tools.prepare.prepare import Prepared
 
 EXAMPLE = (
-    "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer "
-    "sentencepiece:4096 --valid-fraction 0.05"
+    "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 "
+    "--valid-fraction 0.05"
+)
+NOTES = (
+    "Inputs are text, JSON lines, .gz and .zst files of both, .json lists, Parquet, Arrow, folders of "
+    "datasets.save_to_disk, and folders and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the "
+    "Hugging Face hub, and python-stdlib is Python's own source code."
 )
 
-INPUTS = """text, JSON lines, .gz and .zst of both, .json lists, Parquet, Arrow, folders of
-datasets.save_to_disk; folders and globs of all these; hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face
-hub; python-stdlib is Python's own source"""
 MOST_WORKERS = 1024
 LEARNED_BRACKETS = ("⟦", "⟧")  # mark what is learned where there are no colours
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line. Raises `ConfigError`."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUTS)
-    parser.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
-    tokenizer = (
-        "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, a "
-        "tokenizer.json, a folder with one of them, "
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Tokenize text or conversations into the files that training reads.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 done, 2 wrong arguments or data",
+        page="docs/starting.md",
     )
-    tokenizer += "or a name, such as gpt2 or cl100k_base, that the package tiktoken fetches"
-    parser.add_argument("--tokenizer", required=True, metavar="NAME", help=tokenizer)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files or folders to read")
+    parser.add_argument("--output", metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="bytes, sentencepiece:VOCAB_SIZE (trained on the input), a sentencepiece FILE.model, a "
+        "tokenizer.json, a folder with one of them, or a name that the package tiktoken fetches, such as "
+        "gpt2 or cl100k_base",
+    )
     parser.add_argument(
         "--valid-fraction",
         type=float,
         default=0.0,
-        metavar="F",
-        help="also writes PREFIX_valid.*: the last part of a single text file, or that fraction of "
-        "several documents",
+        metavar="X",
+        help="also write PREFIX_valid.* with this fraction: the end of a single text file, or that fraction "
+        "of several documents",
     )
     parser.add_argument(
-        "--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)"
+        "--text-key",
+        metavar="KEY",
+        help="key of the text in .jsonl files, or column of tables (default: text)",
     )
-    chat = (
-        'the inputs are conversations, each a line of JSON or a row: "messages" of a "role" and a "content", '
-        'ShareGPT\'s "conversations", Alpaca\'s "instruction" and "output", or "prompt" and "completion"; '
-        "answers are learned"
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="read conversations, one a line of JSON or a row: messages with role and content, ShareGPT's "
+        "conversations, Alpaca's instruction and output, or prompt and completion; only answers are learned, "
+        "which PREFIX.mask.bin marks",
     )
-    parser.add_argument("--chat", action="store_true", help=chat)
     parser.add_argument(
         "--ignore-keys",
         default="",
-        metavar="A,B",
-        help="with --chat: keys of lines and messages that do not matter; any other unknown key is an error, "
-        "because it may say what is learned",
+        metavar="KEY,KEY",
+        help="with --chat: keys of lines and messages to ignore; any other unknown key is an error, because "
+        "it may say what is learned",
     )
     parser.add_argument(
         "--show",
         type=int,
         metavar="N",
-        help="with --chat: print the first N conversations as they are learned, answers in colour, and write "
-        "nothing",
+        help="with --chat: print the first N conversations, answers in colour, and write nothing",
     )
-    tokens = (
-        "the inputs are token files made with --tokenizer: a nanoGPT folder (train.bin, optionally val.bin), "
-        "or files of nanoGPT, llm.c, modded-nanogpt or numpy.save"
+    parser.add_argument(
+        "--nanogpt",
+        action="store_true",
+        help="read token files that were made with --tokenizer: a nanoGPT folder (train.bin, optionally "
+        "val.bin), or files of nanoGPT, llm.c, modded-nanogpt or numpy.save",
     )
-    parser.add_argument("--nanogpt", action="store_true", help=tokens)
     parser.add_argument(
         "--dtype",
         choices=("uint16", "uint32", "int32", "int64", "uint64", "uint8"),
-        help="with --nanogpt: the type of the tokens in a file without a header (default: uint16)",
+        help="with --nanogpt: type of the tokens in a file without a header (default: uint16)",
     )
-    template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
-    parser.add_argument("--template", metavar="FILE", help=template)
+    parser.add_argument(
+        "--template",
+        metavar="FILE",
+        help="with --chat: Jinja chat template (default: the one next to the model's tokenizer.json)",
+    )
     parser.add_argument(
         "--bos",
         choices=("auto", "always", "never"),
         default="auto",
-        help="whether every document begins with the tokenizer's BOS token (default: auto, as its own "
-        "library does); a chat template writes its own",
+        help="whether every document starts with the tokenizer's BOS token; auto: as the tokenizer's own "
+        "library does. A chat template writes its own",
     )
     parser.add_argument(
         "--special-tokens",
         action="store_true",
-        help="text that spells a special token, such as <|endoftext|>, becomes that token, and one that ends "
-        "documents ends a document (default: it is encoded as any other text)",
+        help="encode text that spells a special token, such as <|endoftext|>, as that token, and end the "
+        "document at one that ends documents",
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
-        "--workers",
-        type=int,
-        default=cores,
-        metavar="N",
-        help="processes (default: the usable cores, %(default)s)",
+        "--workers", type=int, metavar="N", help="number of processes (default: the usable CPU cores)"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_args(argv)
+    if args.workers is None:
+        args.workers = available_cores()
     args.ignore_keys = tuple(key.strip() for key in args.ignore_keys.split(",") if key.strip())
     if args.ignore_keys and not args.chat:
         raise ConfigError("--ignore-keys", "belongs to conversations", "--chat as well")

@@ -1,4 +1,4 @@
-"""Trains a GPT: the script that a launcher starts once for every rank."""
+"""Train a GPT: the script that a launcher starts once for every rank."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.cli import Parser, StandardStream, count, exit_rank_with
+from megacore.tools.cli import Parser, StandardStream, add_config, add_overrides, count, exit_rank_with
 from megacore.tools.launchers import launcher_of
 from megacore.tools.settings.ds_config import print_note
 from megacore.tools.settings.launcher_settings import check_launcher
@@ -27,26 +27,39 @@ from megacore.tools.settings.load import Resolved, load
 from megacore.tools.settings.print_config import config_table, printed_world
 from megacore.tools.stop_request import StopRequest
 
-EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
-MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json`
-is one rank alone.
-Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 128 + signal
-if a signal ended it before the first step, or a second Ctrl-C did, else failed."""
+EXAMPLES = (
+    "python launch/pretrain.py --config configs/gpt_tiny.json",
+    "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000",
+)
+NOTES = (
+    "A launcher (deepspeed, torchrun, srun, mpirun) starts the script once for every rank; python alone "
+    "trains on one rank."
+)
+STATUS = (
+    "0 finished, 2 bad config, data or arguments, 75 stopped on request after saving a checkpoint, 128 + "
+    "signal if a signal ended the run before the first step or a second Ctrl-C did, any other: failed"
+)
 
 
 DEEPSPEED = ("--deepspeed", "--deepspeed_config")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Train a GPT model.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status=STATUS,
+        page="docs/launching.md",
+        ranks=True,
     )
-    short = "a ds_config: short for engine.kind=deepspeed engine.config=FILE"
-    parser.add_argument(*DEEPSPEED, metavar="FILE", help=short)
+    add_config(parser)
+    short = "DeepSpeed config; short for engine.kind=deepspeed engine.config=FILE"
+    parser.add_argument(DEEPSPEED[0], metavar="FILE", help=short)
+    parser.add_alias(DEEPSPEED[1], DEEPSPEED[0])
     parser.add_argument(
-        "--print-config", action="store_true", help="print every value and where it came from, and stop"
+        "--print-config", action="store_true", help="print every value and where it comes from, and stop"
     )
     parser.add_argument(
         "--describe", action="store_true", help="with --print-config: print the meaning of every key too"
@@ -55,16 +68,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--world",
         type=count,
         metavar="N",
-        help="with --print-config: number of ranks to resolve the config for, without a launcher "
-        "(default: the fewest that it fits)",
+        help="with --print-config: number of ranks to resolve the config for, without a launcher (default: "
+        "the fewest that it fits)",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="JSON values over the file's, such as train.steps=20",
-    )
-    args = parser.parse_intermixed_args(argv)
+    add_overrides(parser)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
     if not args.print_config and (args.describe or args.world is not None):
         option = "--describe" if args.describe else "--world"
         raise ConfigError(option, "is an option of --print-config", f"--print-config, or no {option}")

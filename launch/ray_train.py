@@ -1,4 +1,4 @@
-"""Trains a GPT under Ray Train: what launch/pretrain.py does, with a worker of Ray's for every rank."""
+"""Train a GPT under Ray Train: as launch/pretrain.py does, with one Ray worker for every rank."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder, open_plain
-from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_with, unwind_on_sigterm
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.metrics_file import LINE_BYTES, recorded
@@ -39,49 +39,57 @@ from megacore.tools.stop_request import StopRequest
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
-EXAMPLE = "python launch/ray_train.py --workers 8 --config configs/gpt_7b.json checkpoint.every=500"
-MORE = """Ray places the workers on its cluster (RAY_ADDRESS, or a cluster of this machine alone) and starts
-them again after a failure. They go on from the newest checkpoint. The checkout, the data and log.dir must be
-in folders that all machines share. --workers 8:16 takes what the cluster has, from 8 to 16: a lost machine is
-done without, and one that joins is used while the run is in good health. The run saves, stops, and goes on
-with the same global batch, laid out anew, as under launch/supervise.py. --ranks-command finds
-MEGACORE_LOG_DIR in its environment, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have
-room. To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it
-too. Without a range, SIGTERM and SIGINT (Ctrl-C) end the run without saving.
-Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 130 or 143 after
-Ctrl-C or SIGTERM, else failed."""
+EXAMPLE = "python launch/ray_train.py --world 8 --config configs/gpt_7b.json checkpoint.every=500"
+NOTES = (
+    "Ray places the workers on its cluster (RAY_ADDRESS, or this machine alone), and restarts them after a "
+    "failure from the newest checkpoint. With a range such as --world 8:16 the run also uses machines that "
+    "join and continues without machines that leave. To stop it, create a file STOP in log.dir."
+)
+STATUS = (
+    "0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, 130 or 143 after "
+    "Ctrl-C or SIGTERM, any other: failed"
+)
 # Ray's, of checkpoints that we may have removed since: it would then start no run
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Train a GPT model under Ray Train, with one worker for every rank.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status=STATUS,
+        page="docs/clusters.md",
     )
+    add_config(parser)
     parser.add_argument(
-        "--workers", metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)"
+        "--world",
+        metavar="N|MIN:MAX",
+        help="number of ranks, or the fewest and the most (default: one for each GPU of the cluster, or for "
+        "each CPU without GPUs)",
     )
-    parser.add_argument("--cpus", type=int, default=1, metavar="N", help="CPU cores for each worker (1)")
-    restarts = "gives up after so many failures, with MIN:MAX in a row without progress (3); -1: never"
+    parser.add_argument("--cpus", type=int, default=1, metavar="N", help="CPU cores for each worker")
+    restarts = (
+        "failures after which the run is given up; with MIN:MAX, failures in a row without progress; -1: "
+        "never"
+    )
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help=restarts)
     add_options(parser)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="JSON values over the file's, such as train.steps=20",
-    )
-    args = parser.parse_intermixed_args(argv)
-    args.workers = None if args.workers is None else size_of("--workers", args.workers)
-    args.elastic = args.workers is not None and args.workers[0] < args.workers[1]
-    args.rules = rules_of(args, args.workers)
+    add_overrides(parser)
+    parser.add_alias("--workers", "--world")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
+    args.world = None if args.world is None else size_of("--world", args.world)
+    args.elastic = args.world is not None and args.world[0] < args.world[1]
+    args.rules = rules_of(args, args.world)
     if args.ranks_command is not None and not args.elastic:
-        raise ConfigError(
-            "--ranks-command", "the number of workers is fixed", "a range such as --workers 8:16"
-        )
+        raise ConfigError("--ranks-command", "the number of ranks is fixed", "a range such as --world 8:16")
     for option, least in (("cpus", 1), ("restarts", -1)):
         if getattr(args, option) < least:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", f"{least} or more")
@@ -104,7 +112,7 @@ def scale(
         wrong = (
             f"{least} workers of {each} do not fit on the cluster, which has {' and '.join(has(resources))}"
         )
-        raise ConfigError("--workers", wrong, f"at most {room}" if room else "machines that have them")
+        raise ConfigError("--world", wrong, f"at most {room}" if room else "machines that have them")
     return least, most
 
 
@@ -117,7 +125,7 @@ def run(argv: list[str]) -> int:
     """Trains, and returns the exit status."""
     args = parse(argv)
     device = load_any(args.config, args.overrides).train.device
-    for workers in args.workers or ():  # refused before Ray starts anything
+    for workers in args.world or ():  # refused before Ray starts anything
         plan(args.config, args.overrides, workers) if args.elastic else load(
             args.config, args.overrides, workers
         )
@@ -146,7 +154,7 @@ def run(argv: list[str]) -> int:
     try:
         resources = ray.cluster_resources()
         gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
-        workers = scale(args.workers, gpu, args.cpus, resources)
+        workers = scale(args.world, gpu, args.cpus, resources)
         config = (
             load_any(args.config, args.overrides)
             if args.elastic

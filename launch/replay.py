@@ -1,5 +1,5 @@
-"""Runs a past step of a run again, or one that it skipped, and says what was wrong with it: the first
-tensor, the sample, the document.
+"""Repeat a past step of a run, and find what was wrong with it: the first bad tensor, the sample, the
+document.
 """
 
 import os
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from launch.samples import beginning, named, table
 from megacore.errors import ConfigError, DataError
-from megacore.files import write_json
-from megacore.tools.cli import Parser, exit_with
-from megacore.tools.output_files import check_output
+from megacore.tools.cli import Parser, add_device, add_json, add_overrides, add_source, exit_with
+from megacore.tools.output_files import check_json, report_unless_json, write_results
 
 if TYPE_CHECKING:
     from megacore.model.batch import Microbatch
@@ -29,49 +28,51 @@ if TYPE_CHECKING:
     from megacore.tools.replay.history import Attempt, Past
     from megacore.tools.replay.steps import Done, Replay
 
-EXAMPLE = """python launch/replay.py runs/gpt_1b --step 4210
-  python launch/replay.py runs/gpt_1b --step 4210 --skipped --device cpu data.train=copy/of/corpus"""
-MORE = """It goes on from the newest whole checkpoint before the step, in one process, whatever layout the run
-had, with the samples that the run dealt to each step, also behind its returns to a checkpoint. It writes
-nothing into the run's folder. First it says whether loss and gradient norm are those on record, within
-rounding. If not, a device or an environment may be to blame. Then it names the first tensor of the step that
-is not finite, or else the first that is out of line: 10 robust deviations too large, against the steps before
-it and the step's other samples. Then it names the sample whose loss or gradient stands out, and its document.
-Exit status: 0 as recorded, 1 other than recorded, 2 bad arguments, records, data or checkpoints."""
+EXAMPLES = (
+    "python launch/replay.py runs/gpt_1b --step 4210",
+    "python launch/replay.py runs/gpt_1b --step 4210 --skipped --device cpu data.train=copy/of/corpus",
+)
+NOTES = (
+    "Resumes from the newest complete checkpoint before the step, in one process, whatever the layout of the "
+    "run was, and writes nothing into its folder. Reports whether loss and gradient norm are as recorded, "
+    "the first tensor that is not finite or far larger than before, and the sample whose loss or gradient "
+    "stands out."
+)
 # what may be elsewhere, or another, on this machine
 OWN = ("data.train", "data.tokenizer", "model.kernels", "model.attention")
 BEFORE = 24  # tokens before the costliest one from which text is shown
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("run", metavar="RUN", help="the run's folder, its log.dir")
-    parser.add_argument("--step", required=True, type=int, metavar="N", help="the step, from 1")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Repeat a past step of a run and find what was wrong with it: tensor, sample and document.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status="0 as recorded, 1 not as recorded, 2 wrong arguments, records, data or checkpoints",
+        page="docs/surviving.md",
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of the run, its log.dir")
+    parser.add_argument("--step", required=True, type=int, metavar="N", help="step to repeat, from 1")
     parser.add_argument(
         "--skipped",
         action="store_true",
-        help="as it was skipped, if the run has done it again with other samples",
+        help="repeat the attempt that was skipped, if the run did the step again with other samples",
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to compute (default: a GPU if there is one)",
-    )
-    parser.add_argument(
-        "--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write what is found to a file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help=f"{', '.join(OWN)}: where they are now"
-    )
-    args = parser.parse_intermixed_args(argv)
+    add_device(parser)
+    add_source(parser)
+    add_json(parser, "what was found")
+    add_overrides(parser, f"where {', '.join(OWN)} are now, if not where the run had them")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
     for override in args.overrides:
         if (key := override.partition("=")[0]) not in OWN:
             raise ConfigError(key, "would make it another step than the run's", f"one of {', '.join(OWN)}")
-    if args.json is not None:
-        check_output("--json", args.json)
+    check_json(args.json)
     return args
 
 
@@ -317,13 +318,13 @@ def run(argv: list[str]) -> int:
     for row in look.report["samples"]:
         row["step"] = args.step
     report = {"step": args.step, "record": found, "bad_weight": bad_weight, **look.report}
-    print(said_of_record(found, args.step, precision, changed_by))
-    print(f"step {args.step}: loss {last[0].loss:.6g}, gradient norm {last[0].grad_norm:.6g}")
-    print("\n".join(said_of_step(report, args.step, others)))
-    if not args.skipped and any(step == args.step and own != ahead for step, own in past.skips):
-        print(f"(step {args.step} was skipped before, with other samples: --skipped replays that)")
-    if args.json is not None:
-        write_json("--json", args.json, finite(report))
+    with report_unless_json(args.json):
+        print(said_of_record(found, args.step, precision, changed_by))
+        print(f"step {args.step}: loss {last[0].loss:.6g}, gradient norm {last[0].grad_norm:.6g}")
+        print("\n".join(said_of_step(report, args.step, others)))
+        if not args.skipped and any(step == args.step and own != ahead for step, own in past.skips):
+            print(f"(step {args.step} was skipped before, with other samples: --skipped replays that)")
+    write_results(args.json, finite(report))
     return 0 if found["first"] is None else 1
 
 

@@ -1,6 +1,6 @@
-"""Shows the samples of a step: their documents, their offsets, and the data ranks that read them.
+"""Show the samples of a training step: their documents, their offsets, and the data ranks that read them.
 
-Or proves that an epoch is read once, or draws what a blend gives over the run.
+Or prove that an epoch is read exactly once, or draw the share of each corpus over the run.
 """
 
 import os
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
 from megacore.errors import ConfigError
-from megacore.files import write_json
-from megacore.tools.cli import Parser, exit_with
-from megacore.tools.output_files import check_output
+from megacore.tools.cli import Parser, add_config, add_json, add_overrides, exit_with
+from megacore.tools.output_files import check_json, report_unless_json, write_results
 from megacore.tools.settings.load import load, smallest_world
 
 if TYPE_CHECKING:
@@ -31,27 +30,32 @@ if TYPE_CHECKING:
     from megacore.data.samples import SampleStream
     from megacore.tools.verify.coverage import EpochCoverage, Leg
 
-EXAMPLE = """python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2
-  python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8
-  python launch/samples.py --config configs/gpt_tiny.json --plot blend.png 'data.train=[[3, "data/web"], [1, "data/code"]]'"""  # noqa: E501
-MORE = """Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is
-train.seq_len + 1 tokens; `first` and `last` are its outermost ones, as document:offset. With
-data.packing=best_fit it holds whole documents, and the packing of each corpus is said first. Tensor and
-pipeline ranks read what their data rank reads.
-The proof asks the function that the training run asks which samples each rank reads, for every rank, step and
-layout, and counts.
-Exit status: 0 done or proved, 1 not proved, 2 bad config, data or arguments."""
+EXAMPLES = (
+    "python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2",
+    "python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8",
+)
+NOTES = (
+    "Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is "
+    "train.seq_len + 1 tokens; first and last are its outermost tokens, as document:offset. All tensor and "
+    "pipeline ranks of a data rank read the same samples."
+)
 SHOWN = 72  # characters of a sample's text
 MOST_NAMED = 10**6  # samples: a line each
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Show which samples a training step reads, or prove that every sample of an epoch is read once.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status="0 done or proved, 1 not proved, 2 bad config, data or arguments",
+        page="docs/starting.md",
+    )
+    add_config(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--step", metavar="N", help="the step to name the samples of, or 10:12 for steps 10, 11 and 12"
+        "--step", metavar="N", help="step whose samples are shown, or 10:12 for steps 10, 11 and 12"
     )
     what.add_argument(
         "--prove",
@@ -63,23 +67,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--text", action="store_true", help="with --step: show how each sample begins")
     parser.add_argument(
-        "--epoch", type=int, metavar="K", help="with --prove: which epoch (default: 0, the first)"
+        "--epoch", type=int, metavar="N", help="with --prove: epoch to check, from 0 (default: 0)"
     )
     layouts = (
-        "with --prove: the data ranks that the run goes through, each with its last step (default: "
-        "the config's parallel.data)"
+        "with --prove: numbers of data ranks that the run uses in turn, each with its last step "
+        "(default: the config's parallel.data)"
     )
-    parser.add_argument("--layouts", metavar="dp4:100,dp2:250,dp8", help=layouts)
-    parser.add_argument("--json", metavar="FILE", help="also write what is found to a file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
-    args = parser.parse_intermixed_args(argv)
+    parser.add_argument("--layouts", metavar="dp4:100,dp8", help=layouts)
+    add_json(parser, "what was found")
+    add_overrides(parser)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
     for option, other in (("text", "step"), ("epoch", "prove"), ("layouts", "prove")):
         if getattr(args, option) not in (None, False) and not getattr(args, other):
             raise ConfigError(f"--{option}", f"belongs to --{other}", f"--{other}, or leave it out")
     if args.epoch is not None and args.epoch < 0:
         raise ConfigError("--epoch", f"{args.epoch} is no epoch", "0 or more")
-    if args.json is not None:
-        check_output("--json", args.json)
+    check_json(args.json)
     if args.plot is not None:
         from megacore.tools.planner.plot import check_plot
 
@@ -279,22 +287,21 @@ def run(argv: list[str]) -> int:
 
     steps = None if args.step is None else steps_of(args.step, config)
     stream = checked_stream(config)
-    for line in stream.packed():
-        print(line)
-    if steps is not None:
-        rows = named(stream, steps, config, args.text)
-        print(table(rows))
-        found, proved = rows, True
-    elif args.plot is not None:
-        found, proved = drawn(stream, config, args.plot), True
-    else:
-        assert isinstance(config.parallel.data, int)
-        legs = [Leg(config.parallel.data)] if args.layouts is None else legs_of(args.layouts, config)
-        findings = prove(stream, legs, args.epoch or 0, config)
-        found, proved = [asdict(finding) for finding in findings], all(finding.holds for finding in findings)
-        print("proved: every sample is read exactly once" if proved else "NOT proved")
-    if args.json is not None:
-        write_json("--json", args.json, found)
+    with report_unless_json(args.json):
+        for line in stream.packed():
+            print(line)
+        if steps is not None:
+            results, proved = named(stream, steps, config, args.text), True
+            print(table(results))
+        elif args.plot is not None:
+            results, proved = drawn(stream, config, args.plot), True
+        else:
+            assert isinstance(config.parallel.data, int)
+            legs = [Leg(config.parallel.data)] if args.layouts is None else legs_of(args.layouts, config)
+            findings = prove(stream, legs, args.epoch or 0, config)
+            results, proved = [asdict(finding) for finding in findings], all(f.holds for f in findings)
+            print("proved: every sample is read exactly once" if proved else "NOT proved")
+    write_results(args.json, results)
     return 0 if proved else 1
 
 

@@ -1,4 +1,4 @@
-"""Fits a scaling law to finished runs, and writes the config that a budget of compute should be spent on."""
+"""Fit a scaling law to finished runs, and write the config that a compute budget should be spent on."""
 
 import os
 import sys
@@ -18,88 +18,115 @@ from typing import Any, TypeVar
 
 from megacore.errors import ConfigError
 from megacore.files import write_json
-from megacore.tools.cli import Parser, count, exit_with
-from megacore.tools.output_files import check_output, replaced
+from megacore.tools.cli import Parser, add_json, count, exit_with
+from megacore.tools.output_files import (
+    check_json,
+    check_output,
+    replaced,
+    report_unless_json,
+    write_results,
+)
 from megacore.tools.planner.plot import check_plot
 from megacore.tools.scaling import isoflop, parametric
 from megacore.tools.scaling.finished import Run, folders, read_runs, undecayed
 from megacore.tools.scaling.isoflop import IsoFlop
 from megacore.tools.scaling.parametric import Fit
 
-EXAMPLE = "python launch/scaling.py runs/law --plot law.png"
-MORE = """A run is its folder; a sweep's folder stands for all its runs. Each must have finished, on the same
-text.
-  N  parameters without the tables of embeddings and positions; the LM head counts, also where it is tied
-  D  tokens read;  C  model FLOPs, with attention over all pairs of tokens and the LM head (the numerator of
-     mfu)
-Two fits: L = E + A/N^alpha + B/D^beta (the law), and parabolas through runs of equal compute. Intervals are
-of resampled runs. The best model for a budget, as a config, and its layout and cost on a cluster:
-  python launch/scaling.py runs/law --budget 1e19 --output optimal.json --device h100 --world 8
-  train.global_batch_size=64 python launch/scaling.py runs/law --device-hours 500 --output optimal.json
-  --device h100 --world 8 train.global_batch_size=64"""
+EXAMPLES = (
+    "python launch/scaling.py runs/law --plot law.png",
+    "python launch/scaling.py runs/law --budget 1e19 --output optimal.json --gpu h100 --world 8 "
+    "train.global_batch_size=64",
+)
+NOTES = (
+    "Two fits: L = E + A/N^alpha + B/D^beta, and parabolas through runs of equal compute; intervals are "
+    "those of resampled runs. N counts parameters without embedding tables (the LM head counts, also a tied "
+    "one), D tokens read, C model FLOPs with attention over all pairs of tokens."
+)
 SETTING = re.compile(r"\w+\.\w+=")
 T = TypeVar("T")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Fit a scaling law to finished runs, and find the best model for a compute budget.",
+        example=EXAMPLES,
+        notes=NOTES,
+        page="docs/sweeps.md",
+    )
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folders of finished runs or of a sweep; and section.key=value for --output",
+        help="folders of finished runs or of a sweep, all on the same text; section.key=value sets a value "
+        "of the config that --output writes",
     )
     parser.add_argument(
         "--held-out",
         nargs="+",
         default=[],
         metavar="RUN",
-        help="runs that are not in the fit, whose losses it predicts",
+        help="runs that are left out of the fit, and whose losses it predicts",
     )
     parser.add_argument(
-        "--loss", choices=("valid", "train"), help="which final loss (default: valid, if all runs have it)"
+        "--loss", choices=("valid", "train"), help="final loss to fit (default: valid, if all runs have it)"
     )
     parser.add_argument(
-        "--last", type=count, default=5, metavar="K", help="logged steps whose mean is a train loss (5)"
+        "--last", type=count, default=5, metavar="N", help="logged steps whose mean is the final train loss"
     )
     parser.add_argument(
         "--least-ratio",
         type=float,
         default=0.0,
         metavar="X",
-        help="leaves out runs of fewer tokens a parameter (0)",
+        help="leave out runs with fewer tokens per parameter than this",
     )
     parser.add_argument(
-        "--samples", type=count, default=1000, metavar="N", help="resampled fits for intervals (1000)"
+        "--resamples", type=count, default=1000, metavar="N", help="resampled fits, for the intervals"
     )
-    parser.add_argument("--level", type=float, default=0.95, metavar="P", help="of intervals (0.95)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draws runs, best sizes and fit")
-    parser.add_argument("--json", metavar="FILE", help="also writes what is found to a file")
     parser.add_argument(
-        "--budget", type=float, metavar="FLOPS", help="finds the best model for so many model FLOPs"
+        "--level", type=float, default=0.95, metavar="P", help="probability that the intervals cover"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the runs, the best sizes and the fit")
+    add_json(parser, "the fits")
+    parser.add_argument(
+        "--budget", type=float, metavar="FLOPS", help="find the best model for this number of model FLOPs"
     )
     parser.add_argument(
         "--device-hours",
         type=float,
-        metavar="H",
-        help="or for so many hours of one device, with --device and --world",
+        metavar="N",
+        help="find the best model for this number of GPU hours, with --gpu and --world",
     )
-    parser.add_argument("--output", metavar="FILE.json", help="writes that model's config")
-    parser.add_argument("--device", metavar="NAME", help="plans it for this device, as launch/plan.py does")
-    parser.add_argument("--cluster", metavar="NAME", default="dgx_h100", help="and these links (dgx_h100)")
-    parser.add_argument("--world", type=count, metavar="N", help="devices")
-    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour")
+    parser.add_argument("--output", metavar="FILE.json", help="write the config of the best model")
     parser.add_argument(
-        "--head-size", type=count, metavar="N", help="of the best model (default: the largest run's)"
+        "--gpu", metavar="NAME", help="plan the best model for this GPU, as launch/plan.py does"
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME", default="dgx_h100", help="links of the GPUs, as for launch/plan.py"
+    )
+    parser.add_argument("--world", type=count, metavar="N", help="number of GPUs that the plan is for")
+    parser.add_argument("--price", type=float, metavar="PRICE", help="price of one GPU for one hour")
+    parser.add_argument(
+        "--head-size",
+        type=count,
+        metavar="N",
+        help="head size of the best model (default: that of the largest run)",
     )
     parser.add_argument(
         "--aspect",
         type=float,
         metavar="X",
-        help="features of the best model for each of its layers (the largest run's)",
+        help="hidden size of the best model, divided by its layers (default: that of the largest run)",
     )
-    args = parser.parse_intermixed_args(argv)
+    parser.add_alias("--device", "--gpu")
+    parser.add_alias("--samples", "--resamples")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
     args.overrides = [word for word in args.runs if SETTING.match(word)]
     args.runs = [word for word in args.runs if not SETTING.match(word)]
     if not args.runs:
@@ -125,7 +152,7 @@ def check(args: argparse.Namespace) -> None:
     if args.budget is not None and args.device_hours is not None:
         raise ConfigError("--device-hours", "stands beside --budget", "one of the two")
     wanted = args.budget is not None or args.device_hours is not None
-    for name in ("output", "device", "world", "head_size", "aspect", "price"):
+    for name in ("output", "gpu", "world", "head_size", "aspect", "price"):
         if getattr(args, name) is not None and not wanted:
             raise ConfigError(
                 f"--{name.replace('_', '-')}",
@@ -138,19 +165,19 @@ def check(args: argparse.Namespace) -> None:
             "a setting of the best model, and there is no budget",
             "also --budget or --device-hours",
         )
-    if args.device_hours is not None and None in (args.device, args.world):
+    if args.device_hours is not None and None in (args.gpu, args.world):
         raise ConfigError(
-            "--device-hours", "what they compute depends on the device", "also --device and --world"
+            "--device-hours", "what they compute depends on the device", "also --gpu and --world"
         )
-    if (args.device is None) != (args.world is None):
+    if (args.gpu is None) != (args.world is None):
         raise ConfigError(
-            "--device" if args.device is None else "--world", "a plan needs both", "--device and --world"
+            "--gpu" if args.gpu is None else "--world", "a plan needs both", "--gpu and --world"
         )
     if args.plot is not None:
         check_plot("--plot", args.plot)
-    for option in ("json", "output"):
-        if getattr(args, option) is not None:
-            check_output(f"--{option}", getattr(args, option))
+    check_json(args.json)
+    if args.output is not None:
+        check_output("--output", args.output)
 
 
 def attempt(fit: Callable[[], T]) -> tuple[T | None, ConfigError | None]:
@@ -172,9 +199,13 @@ def show(
     low, high = (f(run.flops for run in runs) for f in (min, max))
     console.print(
         f"{len(runs)} runs, {low:.3g} to {high:.3g} FLOPs; intervals hold {args.level:.0%} of "
-        f"{args.samples} resampled fits"
+        f"{args.resamples} resampled fits"
     )
-    found: dict[str, Any] = {"level": args.level, "samples": args.samples, "runs": [row(run) for run in runs]}
+    found: dict[str, Any] = {
+        "level": args.level,
+        "samples": args.resamples,
+        "runs": [row(run) for run in runs],
+    }
     table = Table("", "value", "from", "to", box=None)
     if fit is not None:
         law = fit.law
@@ -261,12 +292,10 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
     largest = max(runs, key=lambda run: run.parameters)
     family = budget.Family(largest.config, args.overrides, args.head_size, args.aspect)
     found = None
-    if args.device is not None:
-        device, cluster = read_device(args.device), read_cluster(args.cluster)
+    if args.gpu is not None:
+        device, cluster = read_device(args.gpu), read_cluster(args.cluster)
         if device.memory_gib is None:
-            raise ConfigError(
-                "--device", f"the memory of {device.name} is not known", "a device file that states it"
-            )
+            raise ConfigError("--gpu", f"the memory of {device.name} is not known", "a file that states it")
         memory = device.memory_gib
 
         def lay_out(optimal: budget.Optimal) -> Any:
@@ -276,7 +305,7 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
         optimal, found = budget.for_hours(family, fit.law, args.device_hours, device, lay_out)
     else:
         optimal = family.best(fit.law, args.budget)
-        found = lay_out(optimal) if args.device is not None else None
+        found = lay_out(optimal) if args.gpu is not None else None
     model, train = optimal.config.model, optimal.config.train
     value, low, high = fit.predicted(optimal.parameters, optimal.tokens, args.level)
     print(
@@ -297,7 +326,7 @@ def spend(runs: list[Run], fit: Fit, args: argparse.Namespace) -> dict[str, Any]
             f"{found.seconds:.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU "
             f"{found.mfu:.1%}, {found.needs_gib:,.1f} GiB"
         )
-        print(f"on {args.world} × {args.device} over {args.cluster}: {found.describe()}: {speed}")
+        print(f"on {args.world} × {args.gpu} over {args.cluster}: {found.describe()}: {speed}")
         print(
             *cost_lines(
                 found.config,
@@ -331,6 +360,19 @@ def run(argv: list[str]) -> int:
     runs, held_out = [r for r in every if r.name not in apart], [r for r in every if r.name in apart]
     few = [r for r in runs if r.tokens < args.least_ratio * r.parameters]
     runs = [r for r in runs if r not in few]
+    with report_unless_json(args.json):
+        results = fit_and_report(runs, few, held_out, every, args)
+    write_results(args.json, json.loads(json.dumps(results).replace("NaN", "null")))
+    return 0
+
+
+def fit_and_report(
+    runs: list[Run], few: list[Run], held_out: list[Run], every: list[Run], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Fit both laws, print and draw them, and return what `--json` writes.
+
+    `few` are runs that are left out, of fewer tokens than `--least-ratio` asks for, and `every` all of them.
+    """
     if few:
         print(f"left out, of fewer than {args.least_ratio:g} tokens a parameter: {len(few)} runs")
     for name in undecayed(every):
@@ -339,8 +381,8 @@ def run(argv: list[str]) -> int:
             "should be",
             file=sys.stderr,
         )
-    fit, no_law = attempt(lambda: parametric.fit(runs, args.samples))
-    iso, no_parabolas = attempt(lambda: isoflop.fit(runs, args.samples))
+    fit, no_law = attempt(lambda: parametric.fit(runs, args.resamples))
+    iso, no_parabolas = attempt(lambda: isoflop.fit(runs, args.resamples))
     if fit is None and (iso is None or held_out or args.budget is not None or args.device_hours is not None):
         assert no_law is not None
         raise no_law
@@ -350,8 +392,6 @@ def run(argv: list[str]) -> int:
             print(f"\nno {what}: {error.wrong} ({error.right})")
     if fit is not None and (args.budget is not None or args.device_hours is not None):
         found["optimal"] = spend(runs, fit, args)
-    if args.json is not None:
-        write_json("--json", args.json, json.loads(json.dumps(found).replace("NaN", "null")))
     if args.plot is not None:
         from megacore.tools.scaling.picture import draw
 
@@ -363,7 +403,7 @@ def run(argv: list[str]) -> int:
                 "--plot", f"cannot write {args.plot}: {error.strerror}", "a writable path"
             ) from None
         print(f"\nthe picture is in {args.plot}")
-    return 0
+    return found
 
 
 if __name__ == "__main__":

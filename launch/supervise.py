@@ -1,5 +1,5 @@
-"""Keeps a run going: starts its launcher, and restarts it when it fails, until the run
-has finished or is asked to stop.
+"""Supervise a run: start its launcher, and restart it after failures, until the run has finished or is
+asked to stop.
 """
 
 import os
@@ -29,71 +29,85 @@ from megacore.tools.relaunch.supervisor import Supervisor
 EXAMPLE = (
     "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
 )
-MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in
-it. With a hostfile, or a command that prints one, machines that do not answer are left out. Machines that
-join or leave while the run
-goes on are used or left: the run saves, stops, and goes on with the same global batch, laid out anew.
-A command has 30 s; it is no shell. --hosts-command finds MEGACORE_LOG_DIR in its environment, and
-MEGACORE_HOSTS, the hosts in use between commas; --ranks-command finds MEGACORE_LOG_DIR, MEGACORE_RANKS, the
-ranks in use, and MEGACORE_ROOM, those that have room. SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal)
-let the run save and stop; a second one, but of SIGHUP, ends it at once. Where the supervisor is killed
-itself, its run saves and stops.
-Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else that of the last start."""
+NOTES = (
+    "Options come before the launcher's command, whose config should set checkpoint.every. SIGTERM, SIGINT, "
+    "SIGUSR1 and SIGHUP let the run save and stop; a second one of the first three ends it at once."
+)
+STATUS = (
+    "0 finished, 2 bad config or arguments, 75 stopped on request after saving, any other: that of the last "
+    "start"
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Run a launcher's command and restart it after failures, on the machines that are healthy.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status=STATUS,
+        page="docs/surviving.md",
+    )
     parser.add_argument(
         "--restarts",
         type=int,
         default=3,
         metavar="N",
-        help="gives up after N restarts in a row without progress (3), and at once if three starts "
-        "in a row end for the same reason without progress",
+        help="restarts in a row without progress after which the run is given up; it is given up earlier if "
+        "three starts in a row end for the same reason without progress",
     )
     parser.add_argument(
         "--backoff",
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="wait before a restart, doubled each time without progress (5)",
+        help="wait before a restart, in seconds; doubled each time without progress",
     )
     parser.add_argument(
         "--stall",
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="restart if no new step is logged or saved for so long (1800)",
+        help="restart if no new step is logged or saved for this time, in seconds",
     )
     parser.add_argument(
-        "--probe", default=PROBE, metavar="COMMAND", help=f"succeeds if {{host}} answers ({PROBE})"
+        "--probe",
+        default=PROBE,
+        metavar="COMMAND",
+        help="command that succeeds if a host answers; {host} is replaced",
     )
     parser.add_argument(
         "--spares",
         type=int,
         default=0,
         metavar="N",
-        help="hosts of the hostfile that are only used in the place of others (0)",
+        help="hosts of the hostfile that are only used to replace others",
     )
     parser.add_argument(
         "--hosts-command",
         metavar="COMMAND",
-        help="prints hosts with slots as a hostfile has them, in the place of one",
+        help="command that prints the hosts with their slots, as a hostfile lists them, instead of a "
+        "hostfile",
     )
     parser.add_argument(
-        "--ranks",
-        metavar="N | MIN:MAX",
-        help="at least and at most so many ranks; waits where there are fewer",
+        "--world",
+        metavar="N|MIN:MAX",
+        help="number of ranks, or the fewest and the most; waits while there are fewer",
     )
     add_options(parser)
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
-        help="the launcher's command, with launch/pretrain.py and --config",
+        help="the launcher's command (deepspeed, torchrun, mpirun), with launch/pretrain.py and --config",
     )
-    args = parser.parse_args(argv)
+    parser.add_alias("--ranks", "--world")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_args(argv)
     args.command = args.command[args.command[:1] == ["--"] :]
     for option, bad, right in (
         ("restarts", args.restarts < 0, "0 or more"),
@@ -127,7 +141,7 @@ def fleet_of(args: argparse.Namespace, config: str, overrides: list[str]) -> Fle
     machines, without them.
     """
     option = hostfile_option(args.command)
-    size = None if args.ranks is None else size_of("--ranks", args.ranks)
+    size = None if args.world is None else size_of("--world", args.world)
     rules = rules_of(args, size)
     printed_by: tuple[str, ...] = ()
     if args.hosts_command is not None:
@@ -143,7 +157,7 @@ def fleet_of(args: argparse.Namespace, config: str, overrides: list[str]) -> Fle
     elif option is None:
         for name, given in (
             ("spares", args.spares),
-            ("ranks", args.ranks),
+            ("world", args.world),
             ("ranks-command", args.ranks_command),
         ):
             if given:

@@ -1,5 +1,5 @@
-"""Runs an array of trainings over settings, on this machine or under Slurm; then a table, a
-picture, and the best one as a config.
+"""Run trainings over a grid or random search of settings, on this machine or under Slurm; then report a
+table, a picture, and the best config.
 """
 
 import os
@@ -28,59 +28,73 @@ from megacore.tools.sweep.slurm import check_job, submit, write_job
 from megacore.tools.sweep.spec import read_spec
 from megacore.tools.sweep.trials import trials_of
 
-EXAMPLE = "python launch/sweep.py configs/sweeps/learning_rate.json"
-MORE = """The file names a config, what is changed in it for all trials, and what is swept: every combination
-of a grid, or a random search.
-  {"config": "configs/gpt_tiny.json", "overrides": {"train.steps": 100},
-   "grid": {"optim.lr": [0.001, 0.002, 0.004], "size": [{"model.hidden_size": 64, "model.num_heads": 2},
-                                                        {"model.hidden_size": 128, "model.num_heads": 4}]},
-   "linked": {"optim.min_lr": {"of": "optim.lr", "times": 0.1}}, "seeds": [0, 1, 2]}
-  "random": {"trials": 20, "seed": 0, "keys": {"optim.lr": {"log_uniform": [1e-4, 1e-2]}}}  in place of "grid"
-The same command goes on: finished trials are kept, others go on from their checkpoints, and values that were
-added are run too.
-Exit status: 0 all trials finished, 1 some failed, 2 bad arguments, 75 stopped on request (Ctrl-C)."""
+EXAMPLES = (
+    "python launch/sweep.py configs/sweeps/learning_rate.json --dry-run",
+    "python launch/sweep.py configs/sweeps/learning_rate.json",
+)
+NOTES = (
+    "The file has a config, overrides for all trials, and a grid of values or a random search. Running the "
+    "same command again keeps finished trials, resumes others from their checkpoints, and runs values that "
+    "were added."
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("spec", metavar="SWEEP.json", help="what is swept, see above and docs/sweeps.md")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Train with every combination of some settings, and report the best one.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status="0 all trials finished, 1 some failed, 2 wrong arguments, 75 stopped on request (Ctrl-C)",
+        page="docs/sweeps.md",
+    )
     parser.add_argument(
-        "--dry-run", action="store_true", help="checks every trial, says what all will take, and stops"
+        "spec", metavar="FILE.json", help="the sweep, such as configs/sweeps/learning_rate.json"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start nothing; check every trial and print how long all of them will take",
     )
     parser.add_argument(
         "--report",
         action="store_true",
-        help="only the table, the picture and the files, of what is there by now",
+        help="start nothing; write table, picture and files of the trials so far",
     )
     parser.add_argument(
         "--at-once",
         type=count,
         metavar="N",
-        help="trials at a time (default: as many as this machine has cores or GPUs for)",
+        help="trials to run at a time (default: as many as this machine has cores or GPUs for)",
     )
     parser.add_argument(
-        "--device",
+        "--gpu",
         metavar="NAME",
-        help="predicts for it, and not for this machine: h100, or a file, as for launch/plan.py",
+        help="predict times for this GPU instead of this machine: h100, or a file, as for launch/plan.py",
     )
-    parser.add_argument("--cluster", metavar="NAME", help="links of the device, as for launch/plan.py")
+    parser.add_argument("--cluster", metavar="NAME", help="links of the GPUs, as for launch/plan.py")
     parser.add_argument(
         "--price",
         type=float,
-        metavar="P",
-        help="of a device and hour, adds money (default: log.price_per_device_hour)",
+        metavar="PRICE",
+        help="price of one GPU for one hour, to predict the cost (default: log.price_per_device_hour)",
     )
     parser.add_argument(
         "--slurm",
         action="store_true",
-        help="writes a job array in the sweep's folder, and starts nothing here",
+        help="start nothing here; write a Slurm job array into the sweep's folder",
     )
-    parser.add_argument("--submit", action="store_true", help="with --slurm: hands it to sbatch")
+    parser.add_argument("--submit", action="store_true", help="with --slurm: submit it with sbatch")
     parser.add_argument(
-        "--host-size", type=count, default=8, metavar="N", help="with --slurm: ranks on a host (8)"
+        "--host-size", type=count, default=8, metavar="N", help="with --slurm: ranks on a host"
     )
-    args = parser.parse_args(argv)
+    parser.add_alias("--device", "--gpu")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_args(argv)
     if args.price is not None and not 0 <= args.price < math.inf:
         raise ConfigError("--price", f"{args.price} is not usable", "0 or more")
     if args.submit and not args.slurm:
@@ -153,11 +167,11 @@ def run(argv: list[str]) -> int:
     ranks = max(trial.ranks for trial in trials)
     if args.slurm:
         check_job(folder, found(), args.host_size)
-    if args.slurm and args.device is None:
+    if args.slurm and args.gpu is None:
         machine = None
     else:
         machine = price.machine_of(
-            args.device, args.cluster, trials, max(1, available_cores() // (at_once * ranks)), gpu
+            args.gpu, args.cluster, trials, max(1, available_cores() // (at_once * ranks)), gpu
         )
     price.show(found(), machine, at_once, args.price)
     if args.dry_run:

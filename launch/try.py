@@ -1,7 +1,4 @@
-"""Is an idea better than a baseline, and is that more than noise?
-
-Trains both over several seeds; then a table and a picture.
-"""
+"""Compare an idea with a baseline over several seeds, and report whether the difference is noise."""
 
 import os
 import sys
@@ -19,73 +16,79 @@ from pathlib import Path
 from megacore.distributed.processes import available_cores
 from megacore.errors import ConfigError
 from megacore.files import check_folder
-from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.cli import Parser, add_overrides, count, exit_with
 from megacore.tools.sweep.before import check_data, places
 from megacore.tools.sweep.results import Row
 from megacore.tools.versus.comparison import LAST, Comparison
 from megacore.tools.versus.contenders import check_alike, matched, opponent, read_contender
 from megacore.tools.versus.report import announce, report
 
-EXAMPLE = "python launch/try.py configs/forks/speedrun.py --against gpt --seeds 5"
-MORE = """The fork's config stands beside it (speedrun.json), or is given in its place. The baseline gets it
-without model.source and
-experts: the same data, layout, optimizer and batches. With --match ffn its feed-forward layers are made as
-wide as it takes for the same operations a token, so both have the same tokens and the same FLOPs; with steps
-it reads more or fewer tokens instead. Every rate multiplies all learning rates of a config, and is tried on
-the first seed; each contender then has its best one on all seeds. A pair of one seed reads the same samples
-in the same order, so their difference has less noise than their losses.
-The same command goes on: runs that are finished are kept, and seeds and rates may be added.
-
-docs/sweeps.md says more.
-
-Exit status: 0 all runs finished, 1 some failed, 2 bad arguments, 75 stopped on request (Ctrl-C)."""
+EXAMPLE = "python launch/try.py configs/forks/speedrun.py --baseline gpt --seeds 5"
+NOTES = (
+    "The config is next to the model's file (speedrun.json); the baseline gpt gets it without model.source "
+    "and experts. Each learning rate is tried on the first seed, and both models use their best one on all "
+    "seeds. Running the same command again keeps finished runs; seeds and rates may be added."
+)
 MOST_SEEDS = 100
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument("idea", metavar="FORK.py", help="the fork, or a config")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Compare an idea with a baseline over several seeds, and report whether the difference is noise.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 all runs finished, 1 some failed, 2 wrong arguments, 75 stopped on request (Ctrl-C)",
+        page="docs/sweeps.md",
+    )
+    parser.add_argument("idea", metavar="FILE", help="custom model (.py) or config (.json) to try")
     parser.add_argument(
-        "--against", default="gpt", metavar="WHAT", help="gpt (default), another fork, or a config"
+        "--baseline",
+        default="gpt",
+        metavar="FILE",
+        help="what to compare with: gpt, a custom model or a config",
     )
     parser.add_argument(
-        "--seeds", type=count, default=5, metavar="N", help="pairs of runs (default: %(default)s)"
+        "--seeds", type=count, default=5, metavar="N", help="number of seeds, each a pair of runs"
     )
     parser.add_argument(
         "--rates",
         default="0.5,1,2",
-        metavar="R,R",
-        help="times the learning rates of the config (default: %(default)s)",
+        metavar="X,X",
+        help="factors of the config's learning rates to try",
     )
     parser.add_argument(
         "--match",
         choices=("ffn", "steps", "none"),
         default="ffn",
-        help="what makes operations equal (default: ffn)",
+        help="how the baseline gets the same FLOPs: by its feed-forward size, or by its steps",
     )
-    parser.add_argument("--folder", metavar="DIR", help="where all of it is kept (default: runs/try_FORK)")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="folder for all runs and results (default: runs/try_NAME)"
+    )
     parser.add_argument(
         "--at-once",
         type=count,
         metavar="N",
-        help="runs at a time (default: as many as there are cores or GPUs)",
+        help="runs at a time (default: as many as this machine has cores or GPUs for)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="checks all, says what is compared and what it takes, and stops",
+        help="start nothing; check everything and print what is compared and how long it will take",
     )
     parser.add_argument(
-        "--report", action="store_true", help="only the table and the picture, of what is there"
+        "--report", action="store_true", help="start nothing; print table and picture of the runs so far"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="JSON values over both configs, such as train.steps=100",
-    )
-    args = parser.parse_intermixed_args(argv)
+    add_overrides(parser, "values that replace those of both configs, such as train.steps=100")
+    parser.add_alias("--against", "--baseline")
+    parser.add_alias("--folder", "--output")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
     if args.seeds > MOST_SEEDS:
         raise ConfigError("--seeds", f"{args.seeds} are more than anybody needs", f"at most {MOST_SEEDS}")
     if args.report and args.dry_run:
@@ -129,7 +132,7 @@ def train(comparison: Comparison, at_once: int, gpus: list[str]) -> int:
             lock.take()
         except ConfigError as error:
             raise ConfigError(
-                "--folder", error.wrong.replace("a run that", "a comparison that"), "its end, or --report"
+                "--output", error.wrong.replace("a run that", "a comparison that"), "its end, or --report"
             ) from None
         comparison.open()  # once more: another one may have ended meanwhile
         comparison.folder.write()
@@ -150,10 +153,10 @@ def run(argv: list[str]) -> int:
     args = parse(argv)
     rates = rates_of(args.rates)
     idea = read_contender(args.idea, args.overrides)
-    other = opponent(idea, args.against, args.overrides)
+    other = opponent(idea, args.baseline, args.overrides)
     check_alike(idea, other, args.match)
     other = matched(idea, other, args.match)
-    folder = Path(args.folder or Path("runs") / f"try_{Path(args.idea).stem}")
+    folder = Path(args.output or Path("runs") / f"try_{Path(args.idea).stem}")
     comparison = Comparison((idea, other), rates, args.seeds, folder)
     if args.report:
         if not comparison.folder.read().trials:
@@ -163,7 +166,7 @@ def run(argv: list[str]) -> int:
     trials = list(comparison.trials.values())
     check_data(trials)
     if not args.dry_run or folder.exists():
-        check_folder("--folder", folder)
+        check_folder("--output", folder)
     at_once, gpus, gpu = places(args.at_once, trials)
 
     from megacore.tools.sweep import price

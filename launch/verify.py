@@ -1,5 +1,5 @@
-"""Proves that every layout computes what one process does: every gradient, parameter,
-moment, loss and norm.
+"""Prove that every layout computes what one process computes: every gradient, parameter, moment, loss and
+norm.
 """
 
 import os
@@ -18,72 +18,64 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_with, unwind_on_sigterm
 
-EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
-MORE = """First the small model is checked against itself on one process: whether its gradients are the
-differences of its loss, no logit depends on a later token, a resume loses nothing, and more.
-
-The config is made small and keeps its structure (kinds of layers, ties, biases, grouped heads,
-remainders, uneven stages, fewer microbatches than stages, schedule, recomputation, dropout), and trained for
-three steps by real gloo ranks on this machine's CPU, in every layout, and by plain code on one process in
-fp64. If the file of model.source has a function untouched(config), which returns a plain module, that
-computes instead of the model's layers; so does the class of model.hf, or what build(config) in a file with
-PARTS returns. A table shows the largest relative difference of each parameter (its
-gradients, its value, its moments) in each layout. A layout that differs runs once more. If the two runs
-differ from each other, that is a race, and what was in flight is named; else the first module, tensor,
-microbatch and direction that differs is searched for and named. Sizes of parallel.* come from --layouts;
-absolute sizes that a custom model adds (a window) are not made small: give them as overrides, or by a
-function small(config) in its file.
-
-In fp64 a difference of up to 1e-9 passes. If one is larger, the model's condition is measured: by how much
-one unit in the last place of the first weights changes everything. Differences of up to 32 times that pass as
-rounding, at most 1e-7; if rounding may explain larger ones, the model is NOT PROVED.
-
-`--precision bf16` is in addition to fp64, not in its place. It measures every layout against one process,
-that process against what bf16 can cost, and sums, moments and updates against fp32's precision.
-
-docs/proof.md says what is exercised and what is left to tests: fp16's loss scaling, resume in another layout,
-train.compile, Triton kernels in fp64, and in the training loop logging and saving. It also says what the
-plain code shares with the layouts.
-
-Exit status: 0 equal (in bf16 the last line may name what could not be computed again), 1 not equal, not
-proved or a self-check failed, 2 wrong arguments."""
+EXAMPLES = (
+    "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp",
+    "python launch/verify.py --config configs/gpt_tiny.json --changed main",
+)
+NOTES = (
+    "A small version of the model, with the same structure, is trained for three steps by gloo ranks on this "
+    "machine's CPU in each layout, and by plain code on one process in fp64. Differences up to 1e-9 pass, "
+    "larger ones only if rounding explains them. Otherwise the first module and tensor that differ are "
+    "reported."
+)
+STATUS = (
+    "0 equal (in bf16 the last line may say what could not be checked), 1 not equal, not proved or a "
+    "self-check failed, 2 wrong arguments"
+)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Prove that a config computes the same in every layout as on one process.",
+        example=EXAMPLES,
+        notes=NOTES,
+        status=STATUS,
+        page="docs/proving.md",
+    )
+    add_config(parser, "config to prove; a small version of its model is trained")
     parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json"
+        "--layouts",
+        metavar="LAYOUT,LAYOUT",
+        help="layouts such as tp2,pp4,tp2pp2dp2sp or pp4@zb_v; schedules: each schedule in several "
+        "(default: all axes, on up to 8 ranks)",
     )
-    layouts = (
-        "such as tp2,pp4,tp2pp2dp2sp or pp4@zb_v; schedules: each of them in several (default: all "
-        "axes, to 8 ranks)"
-    )
-    parser.add_argument("--layouts", metavar="NAMES", help=layouts)
     parser.add_argument(
         "--precision",
         default="fp64",
         choices=("fp64", "bf16"),
-        help="bf16: each difference must be explained by what bf16 itself costs (default: %(default)s)",
+        help="bf16: after fp64, also check that differences in bf16 are those of rounding",
     )
-    changed = (
-        "also run layouts that files which differ from this commit, such as HEAD, may break "
-        "(megacore/tools/verify/layouts.py: BESIDES)"
-    )
-    parser.add_argument("--changed", metavar="COMMIT", help=changed)
-    against = "compare with another version of the code, layout by layout, instead of one process"
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
-    plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
-    parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="JSON values over the file's, such as model.bias=false",
+        "--changed",
+        metavar="COMMIT",
+        help="add the layouts that files which differ from this commit may break",
     )
-    return parser.parse_intermixed_args(argv)
+    against = (
+        "folder of another version of the code to compare with, layout by layout, instead of one process"
+    )
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
+    plant = "enter this context manager in every process, to plant a bug and see that it is found"
+    parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
+    add_overrides(parser)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    return parser().parse_intermixed_args(argv)
 
 
 def default(args: argparse.Namespace) -> tuple[str, ...]:

@@ -196,9 +196,14 @@ def prove(config_path: str, folder: Path, run: Callable[..., Figures], engines: 
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status."""
-    parser = Parser("python -m tests.engines", __doc__)
+    parser = Parser(
+        "Train on every engine in five layouts and compare with the native engine on one process.",
+        example="python -m tests.engines zero3",
+        status="0 all equal, 1 otherwise, 2 wrong arguments",
+        page="docs/engine_features.md",
+    )
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="only engines whose name has one of these words in it"
+        "words", nargs="*", metavar="WORD", help="only engines whose name contains one of these words"
     )
     args = parser.parse_args(argv)
     engines = {

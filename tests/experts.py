@@ -18,7 +18,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tests.experts
 from launch.checkpoint import run as checkpoint_command
 from megacore.config.experts import ExpertSettings
 from megacore.errors import ConfigError
@@ -168,16 +167,21 @@ def code() -> str:
 
 def main(argv: list[str]) -> int:
     """Prints a line for each proof; returns the exit status."""
-    parser = Parser("python -m tests.experts", tests.experts.__doc__)
-    parser.add_argument("--list", action="store_true", help="only say which there are")
-    parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER", help="some, by their numbers from 0")
+    parser = Parser(
+        "Prove MoE models in layouts of 4 and 8 ranks that cover each pair of choices.",
+        example="python -m tests.experts --only 3 7",
+        status="0 all equal, 1 otherwise, 2 wrong arguments",
+        page="docs/experts.md",
+    )
+    parser.add_argument("--list", action="store_true", help="start nothing; print the proofs")
     parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="keep there what is found, and go on from it"
+        "--only", nargs="+", type=int, metavar="N", help="some proofs, by their numbers from 0"
     )
     parser.add_argument(
-        "--write",
-        action="store_true",
-        help="write tests/experts_found.json, if all are equal; tests.pages makes a page of it",
+        "--results", type=Path, metavar="FILE", help="file that keeps results; proofs in it are not repeated"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write tests/experts_found.json if all are equal"
     )
     args = parser.parse_args(argv)
     chosen, _ = proofs()

@@ -262,17 +262,24 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Draw mutants, plant one after the other and list what noticed each."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=30, help="functions to draw (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
-    parser.add_argument("--suite", action="store_true", help="let survivors meet all tests, minutes for each")
-    parser.add_argument("--mutants", metavar="FILE", help="the mutants of an earlier --output, not new ones")
-    parser.add_argument(
-        "--checkout", type=Path, default=ROOT, help="the code that is mutated (default: this)"
+    parser = Parser(
+        "Change the code at random and report which changes the tests notice.",
+        example=EXAMPLE,
+        page="CONTRIBUTING.md",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON, as they come")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random choice")
+    parser.add_argument("--count", type=int, default=30, metavar="N", help="functions to change")
+    parser.add_argument("--list", action="store_true", help="start nothing; print the changes")
+    parser.add_argument("--suite", action="store_true", help="run all tests on changes that survive")
+    parser.add_argument(
+        "--mutants", metavar="FILE", help="use the changes of an earlier --output instead of new ones"
+    )
+    parser.add_argument(
+        "--checkout", type=Path, metavar="FOLDER", help="code to change (default: this checkout)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results as they come")
     args = parser.parse_args(argv)
+    args.checkout = args.checkout or ROOT
     if args.mutants is None:
         mutants = draw(args.checkout, args.seed, args.count)
     else:

@@ -171,8 +171,12 @@ def table(content: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     """Prove all models."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE.md", required=True)
+    parser = Parser(
+        "Prove modules that train by their own code in every layout.",
+        example=EXAMPLE,
+        page="docs/plain_modules.md",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.md", required=True, help="page to write")
     return prove_all(parser.parse_args(argv).output)
 
 

@@ -10,7 +10,6 @@ import itertools
 import random
 from collections import Counter
 
-import tests.schedules
 from megacore.config.parallel import CHUNKS
 from megacore.errors import ConfigError
 from megacore.files import ROOT
@@ -58,10 +57,17 @@ def said(result: Result) -> str:
 
 def main(argv: list[str]) -> int:
     """Prints a line for each proof; returns the exit status."""
-    parser = Parser("python -m tests.schedules --sample 20 --seed 7", tests.schedules.__doc__)
-    parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=f"some of {', '.join(CHUNKS)}")
-    parser.add_argument("--sample", type=int, metavar="N", help="proves N of them, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which N (%(default)s)")
+    parser = Parser(
+        "Prove every pipeline schedule in every layout.",
+        example="python -m tests.schedules --sample 20 --seed 7",
+        status="0 all equal, 1 otherwise, 2 wrong arguments",
+        page="docs/schedules.md",
+    )
+    parser.add_argument(
+        "schedules", nargs="*", metavar="SCHEDULE", help=f"some of {', '.join(CHUNKS)} (default: all)"
+    )
+    parser.add_argument("--sample", type=int, metavar="N", help="prove N cases, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random choice")
     args = parser.parse_args(argv)
     if unknown := set(args.schedules) - CHUNKS.keys():
         raise ConfigError(

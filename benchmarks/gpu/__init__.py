@@ -1,4 +1,4 @@
-"""What one GPU can show in 34 minutes: `python3 -m benchmarks.gpu SLICE --out FOLDER`.
+"""What one GPU can show in 34 minutes: `python3 -m benchmarks.gpu SLICE --output FOLDER`.
 
 Five slices, each of parts that run in their own processes. `__main__` is the command line, `parts` lists what
 runs and for how long, `running` runs it, and `report` and `summary` write down what it finds. `prepare`, with

@@ -30,7 +30,7 @@ from benchmarks.gpu.running import Runner, StopRequest, prepare_processes
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 
-EXAMPLE = "python3 -m benchmarks.gpu first --out results --wheels wheels"
+EXAMPLE = "python3 -m benchmarks.gpu first --output results --wheels wheels"
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON, TRITON = "3.12", "3.6.0"  # of the GPU's machine, unless `--target-...` says otherwise
 TOOLS = ("git", "gcc", "nvidia-smi", "compute-sanitizer")
@@ -43,32 +43,45 @@ QUERY = (
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("slice", choices=[*SLICES, "all"])
+    parser = Parser(
+        "Run one of five slices of measurements on a GPU, each in at most 8 minutes.",
+        example=EXAMPLE,
+        status="0 done, 1 a part failed, 2 it could not begin, 130 or 143 ended by Ctrl-C or SIGTERM",
+        page="benchmarks/README.md",
+    )
     parser.add_argument(
-        "--out",
+        "slice",
+        choices=[*SLICES, "all"],
+        metavar="SLICE",
+        help="first: a correct step, speed of three models, kernels, attention; right: tests; kernels: "
+        "bandwidth and each in the step; speed: steps compiled or not; choices: what the defaults choose; "
+        "all",
+    )
+    parser.add_argument(
+        "--output",
         type=Path,
         metavar="FOLDER",
-        help="for the results; default: benchmarks/results, in a dry run a new one",
+        help="folder for gpu_SLICE.json and .md (default: benchmarks/results, in a dry run a temporary one)",
     )
     parser.add_argument(
         "--wheels",
         type=Path,
         metavar="FOLDER",
-        help="packages that are not installed here, and compiled kernels: what --prepare made, "
-        "and caches.tar.xz of an earlier run",
+        help="packages and compiled kernels that --prepare made, and caches.tar.xz of an earlier run",
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="PART", help="only these parts of the slice, in this order"
+        "--only", nargs="+", default=[], metavar="NAME", help="only these parts of the slice, in this order"
     )
     parser.add_argument(
         "--before",
         type=Path,
         metavar="CHECKOUT",
-        help="with first: measure only gpt_124m and bandwidth, in turns with another working copy",
+        help="with first: measure only gpt_124m and bandwidth, in turns with another checkout",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="everything at tiny sizes on a CPU, kernels interpreted"
+        "--dry-run",
+        action="store_true",
+        help="run every part at tiny sizes on a CPU, with kernels interpreted",
     )
     parser.add_argument(
         "--prepare",
@@ -76,8 +89,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="FOLDER",
         help="with first: fill FOLDER for --wheels, on a machine with a network; needs no GPU",
     )
-    parser.add_argument("--target-python", metavar="3.N", help=f"Python of the GPU's machine ({PYTHON})")
-    parser.add_argument("--target-triton", metavar="N.N.N", help=f"Triton of the GPU's machine ({TRITON})")
+    parser.add_argument(
+        "--target-python", metavar="3.N", help=f"Python of the GPU's machine (default: {PYTHON})"
+    )
+    parser.add_argument(
+        "--target-triton", metavar="N.N.N", help=f"Triton of the GPU's machine (default: {TRITON})"
+    )
+    parser.add_alias("--out", "--output")
     args = parser.parse_args(argv)
     args.only = list(dict.fromkeys(args.only))
     check_options(args)
@@ -181,8 +199,8 @@ def main(argv: list[str]) -> int:
             say(line)
         return 0
     slices = slices_of(args)
-    folder = args.out or (Path(tempfile.mkdtemp()) if args.dry_run else ROOT / "benchmarks" / "results")
-    use_folder("--out", folder, *(f"gpu_{name}.*" for name in slices))
+    folder = args.output or (Path(tempfile.mkdtemp()) if args.dry_run else ROOT / "benchmarks" / "results")
+    use_folder("--output", folder, *(f"gpu_{name}.*" for name in slices))
     with tempfile.TemporaryDirectory() as scratch:
         bring(args, Path(scratch))
         prepare_processes(args.dry_run)

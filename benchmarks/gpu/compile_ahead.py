@@ -82,10 +82,14 @@ def compile_models(models: tuple[str, ...], target: GPUTarget) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name in configs/, such as gpt_124m")
+    parser = Parser(
+        "Compile the fused kernels of some models for an H100 or H200, without a GPU.",
+        example=EXAMPLE,
+        page="benchmarks/README.md",
+    )
+    parser.add_argument("models", nargs="+", metavar="NAME", help="names of configs/, such as gpt_124m")
     parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help="the Triton of the target machine, if its Python differs"
+        "--wheel", type=Path, metavar="FILE", help="Triton of the target machine, if its Python differs"
     )
     return parser.parse_args(argv)
 

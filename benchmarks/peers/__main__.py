@@ -40,7 +40,7 @@ from benchmarks.peers.report import summary, table, write
 from benchmarks.rounds import ROOT, race
 from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.cli import Parser, add_overrides, count, exit_with
 from megacore.tools.output_files import check_output
 from megacore.tools.verify.layouts import parse as parse_layout
 
@@ -50,43 +50,59 @@ CONFIG = str(ROOT / "benchmarks" / "speed.json")
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
+    parser = Parser(
+        "Compare megacore's speed with other libraries: same model, batch and layout, in turns.",
+        example=EXAMPLE,
+        notes="Running the same command again continues an interrupted measurement. Each library has its own "
+        "environment.",
+        page="benchmarks/README.md",
+    )
     parser.add_argument(
         "--config",
         default=CONFIG,
         metavar="FILE",
-        help="default: benchmarks/speed.json; GPT blocks as in GPT-2",
+        help="config of a GPT-2 model (default: benchmarks/speed.json)",
     )
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
-    parser.add_argument("--rounds", type=count, metavar="N", help="that many rounds")
+    parser.add_argument("--quick", action="store_true", help="measure 3 rounds instead of 7")
+    parser.add_argument("--rounds", type=count, metavar="N", help="measured rounds (default: 7)")
     parser.add_argument(
-        "--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"default: {','.join(LAYOUTS)}"
+        "--layouts", default=",".join(LAYOUTS), metavar="LAYOUT,LAYOUT", help="layouts to measure"
     )
     parser.add_argument(
-        "--precisions", metavar="NAMES", help="default: fp32,bf16; fp32 alone where a CPU has no bf16 units"
+        "--precisions",
+        metavar="NAME,NAME",
+        help="precisions to measure (default: fp32,bf16; fp32 where a CPU has no bf16 units)",
     )
-    parser.add_argument("--peers", default=",".join(PEERS), metavar="NAMES", help=", ".join(PEERS))
+    parser.add_argument(
+        "--peers",
+        default=",".join(PEERS),
+        metavar="NAME,NAME",
+        help=f"libraries to measure, of {', '.join(PEERS)} (default: all)",
+    )
     parser.add_argument(
         "--settings",
         default=",".join(SETTINGS),
-        metavar="NAMES",
-        help=f"of the peers' processes ({','.join(SETTINGS)})",
+        metavar="NAME,NAME",
+        help="process settings of the other libraries",
     )
     parser.add_argument(
-        "--limit", type=float, default=300.0, metavar="SECONDS", help="for a step, and for a start (300)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest time for a step, and for a start, in seconds",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE.json",
-        help="default: benchmarks/results/peers_<date>.json; .md and .png beside it",
+        help="results to write, with .md and .png next to it (default: benchmarks/results/peers_DATE.json)",
     )
     parser.add_argument(
-        "--before", type=Path, metavar="CHECKOUT", help="another checkout of megacore, which takes part too"
+        "--before", type=Path, metavar="CHECKOUT", help="also measure another checkout of megacore"
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for all alike"
-    )
+    add_overrides(parser)
+    parser.add_alias("--limit", "--timeout")
     args = parser.parse_intermixed_args(argv)
     args.command = shlex.join(["python", "-m", "benchmarks.peers", *argv])
     args.rounds = args.rounds or (3 if args.quick else 7)
@@ -155,7 +171,7 @@ def main(argv: list[str]) -> None:
                     continue
                 console.rule(f"{layout}, {precision}, {SETTINGS[kind]}", align="left")
                 running, absent = contenders(args, layout, precision, kind, states)
-                result = race(running, args.config, args.rounds, console.print, limit=args.limit)
+                result = race(running, args.config, args.rounds, console.print, limit=args.timeout)
                 done[kind] = summary(result, absent)
                 write(report, output)
     report["complete"] = True

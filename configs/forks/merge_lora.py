@@ -23,7 +23,7 @@ from megacore.checkpoint.weights import WEIGHTS, recorded_sections, weights_of
 from megacore.config.model import ModelConfig
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_checkpoint, exit_with
 from megacore.tools.interchange.folder import CONFIG, aside, write_json
 from megacore.tools.interchange.import_model import FILE_BYTES
 from megacore.tools.interchange.stream import save_stream
@@ -81,11 +81,17 @@ def merge(path: Path, output: Path) -> str:
 
 def main(argv: list[str]) -> None:
     """Merges. Raises `UserError`."""
-    parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a run's folder, or one checkpoint")
-    parser.add_argument("--output", type=Path, required=True, help="a folder that is not there yet")
+    parser = Parser(
+        "Merge the adapters of a LoRA run into their matrices, as a checkpoint without adapters.",
+        example=EXAMPLE,
+        page="docs/forks.md",
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder to write, which must not exist"
+    )
     args = parser.parse_args(argv)
-    print(merge(args.checkpoint, args.output))
+    print(merge(Path(args.checkpoint), args.output))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.batch import Microbatch
 from megacore.model.stage import Stage
-from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.cli import Parser, add_checkpoint, count, exit_with
 from megacore.tools.text.cache import KeyValueCache
 
 SOURCE = str(Path(__file__).with_name("multi_token.py"))
@@ -82,10 +82,16 @@ def main(argv: list[str]) -> None:
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
 
-    parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument("--checkpoint", required=True, help="a run's folder, or one checkpoint")
-    parser.add_argument("--prompt", default="\n", help="the text to go on from")
-    parser.add_argument("--tokens", type=count, default=100, help="how many tokens to write (100)")
+    parser = Parser(
+        "Generate text with a model that guesses one token more in each pass.",
+        example=EXAMPLE,
+        page="docs/forks.md",
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--prompt", default="\n", metavar="TEXT", help="text to continue (default: a newline)"
+    )
+    parser.add_argument("--tokens", type=count, default=100, metavar="N", help="tokens to generate")
     args = parser.parse_args(argv)
     reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
     if recorded_sections(reader)["model"].get("source") is None:

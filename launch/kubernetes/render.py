@@ -1,6 +1,4 @@
-"""Writes the Kubernetes manifest of a run: an Indexed Job with a headless Service, or a
-JobSet; a pod a node.
-"""
+"""Write the Kubernetes manifest of a run: an Indexed Job with a headless Service, or a JobSet."""
 
 import argparse
 import math
@@ -16,19 +14,19 @@ import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import read_text
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_config, add_overrides, exit_with
 from megacore.tools.settings.load import load
 
-EXAMPLE = """python launch/kubernetes/render.py --config configs/gpt_7b.json --nodes 4 --gpus 8 --image megacore:1 \\
-      --volume training data.train=data/train > run.yaml
-  kubectl apply -f run.yaml"""  # noqa: E501
-MORE = """Every pod runs the deepspeed launcher for its node; `--nodes` × `--gpus` ranks train. The config is
-checked here first. The image holds megacore in /megacore (launch/kubernetes/Dockerfile makes it). The volume,
-which all pods must be able to write, holds data/ and runs/. When a pod is lost, all pods end and start again
-from the newest checkpoint: a lost pod ends the ranks of the others, and --restarts says how often. A bad
-config (status 2) fails the job at once; a stop on request (75) and an evicted pod do not count as failures.
---gpus 0 trains on CPUs, a rank a pod.
-Needs PyYAML: pip install 'megacore[kubernetes]'."""
+EXAMPLE = (
+    "python launch/kubernetes/render.py --config configs/gpt_7b.json --nodes 4 --gpus 8 --image megacore:1 "
+    "--volume training data.train=data/train"
+)
+NOTES = (
+    "Each pod runs the deepspeed launcher on its node. The image has megacore in /megacore, and the volume, "
+    "which all pods can write to, has data/ and runs/. When a pod is lost, all pods restart from the newest "
+    "checkpoint. Write the manifest to a file for kubectl apply -f. Needs PyYAML: pip install "
+    "'megacore[kubernetes]'."
+)
 HOME, SETTINGS, PORT = "/megacore", "/etc/megacore", 29500
 # of the volume; relative paths in a config then mean there what they mean in a checkout
 FOLDERS = ("data", "runs")
@@ -38,46 +36,68 @@ BAD_CONFIG, STOPPED = 2, 75
 TEXT = "tag:yaml.org,2002:str"  # texts of several lines are written as they are
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="the run's config; its text goes into the manifest"
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Print the Kubernetes manifest of a run, with one pod for each node.",
+        example=EXAMPLE,
+        notes=NOTES,
+        status="0 done, 2 wrong config or arguments",
+        page="docs/clusters.md",
     )
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="pods, one on each node")
+    add_config(parser, "config of the run, which is checked and copied into the manifest")
     parser.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="GPUs a node, all of which train"
+        "--nodes", type=int, required=True, metavar="N", help="number of nodes, with one pod each"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        required=True,
+        metavar="N",
+        help="GPUs of a node, one rank each; 0 trains on CPUs, with one rank in each pod",
     )
     parser.add_argument("--image", required=True, metavar="NAME", help="container image")
     parser.add_argument(
         "--volume",
         required=True,
         metavar="CLAIM",
-        help="PersistentVolumeClaim that all pods share (ReadWriteMany)",
+        help="PersistentVolumeClaim (ReadWriteMany) that all pods share",
     )
     parser.add_argument(
-        "--kind", choices=("job", "jobset"), default="job", help="jobset needs the JobSet operator (job)"
+        "--kind",
+        choices=("job", "jobset"),
+        default="job",
+        help="kind of the manifest; jobset needs the JobSet operator",
     )
-    parser.add_argument("--name", metavar="NAME", help="of the job (the config's name)")
+    parser.add_argument("--name", metavar="NAME", help="name of the job (default: that of the config)")
     parser.add_argument(
-        "--restarts", type=int, default=10, metavar="N", help="of the whole job after failures (10)"
+        "--restarts", type=int, default=10, metavar="N", help="restarts of the whole job after failures"
     )
     parser.add_argument(
-        "--cpus", type=float, metavar="N", help="cores that a pod asks for (8 a GPU; 1 without GPUs)"
+        "--cpus",
+        type=float,
+        metavar="N",
+        help="CPU cores for a pod (default: 8 for each GPU, 1 without GPUs)",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory that a pod asks for (shared memory, and 32Gi a GPU; 4Gi without GPUs)",
+        help="memory for a pod, such as 64Gi (default: --shared-memory and 32Gi for each GPU; 4Gi without "
+        "GPUs)",
     )
     parser.add_argument(
         "--shared-memory",
         default="64Gi",
         metavar="SIZE",
-        help="of a pod, for NCCL and the loader, at most (64Gi)",
+        help="limit of a pod's shared memory, for NCCL and the data loader",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
-    args = parser.parse_intermixed_args(argv)
+    add_overrides(parser)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed command line. Raises `ConfigError`."""
+    args = parser().parse_intermixed_args(argv)
     args.name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
     for option, least in (("nodes", 1), ("gpus", 0), ("restarts", 0)):
         if getattr(args, option) < least:

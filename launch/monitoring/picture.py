@@ -1,6 +1,4 @@
-"""Draws the panels of dashboard.json from what a Prometheus has scraped: a picture for a
-report, or where there is no Grafana.
-"""
+"""Draw the panels of dashboard.json from what a Prometheus server has scraped, without Grafana."""
 
 import argparse
 import json
@@ -21,7 +19,7 @@ from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.planner.plot import check_plot
 
-EXAMPLE = "python launch/monitoring/picture.py --url http://localhost:9090 --minutes 30 --out dashboard.png"
+EXAMPLE = "python launch/monitoring/picture.py --url http://localhost:9090 --output dashboard.png"
 DASHBOARD = Path(__file__).parent / "dashboard.json"
 POINTS = 400  # of a line
 GAP = 10  # seconds without a value, after which a line begins anew; and twice a point's
@@ -31,18 +29,38 @@ SCALES = {"bytes": 2.0**-30, "percentunit": 100.0}
 Lines = list[tuple[str, dict[float, float]]]  # legend, values by time
 
 
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Draw the monitoring dashboard from a Prometheus server, as a picture.",
+        example=EXAMPLE,
+        status="0 done, 2 wrong arguments or no data",
+        page="docs/clusters.md",
+    )
+    parser.add_argument(
+        "--url", default="http://localhost:9090", metavar="URL", help="address of the Prometheus server"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        metavar="N",
+        help="length of the time that is drawn, in minutes",
+    )
+    parser.add_argument(
+        "--until",
+        type=float,
+        metavar="SECONDS",
+        help="end of the time that is drawn, in seconds since 1970 (default: now)",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.png", help="picture to write")
+    parser.add_alias("--out", "--output")
+    return parser
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument(
-        "--url", default="http://localhost:9090", metavar="URL", help="of Prometheus (%(default)s)"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, metavar="N", help="up to --until (%(default)g)"
-    )
-    parser.add_argument("--until", type=float, metavar="SECONDS", help="since 1970; default: now")
-    parser.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
-    return parser.parse_args(argv)
+    """Return the parsed command line. Raises `ConfigError`."""
+    return parser().parse_args(argv)
 
 
 def asked(url: str, expression: str, start: float, end: float) -> list[dict[str, Any]]:
@@ -138,14 +156,14 @@ def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: floa
         figure.savefig(out)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "--out", f"cannot write {out}: {error}", "a writable path that ends in .png"
+            "--output", f"cannot write {out}: {error}", "a writable path that ends in .png"
         ) from None
 
 
 def run(argv: list[str]) -> None:
     """Everything that the script does; raises `UserError`."""
     args = parse(argv)
-    check_plot("--out", args.out)
+    check_plot("--output", args.output)
     end = args.until if args.until is not None else time.time()
     start = end - 60 * args.minutes
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
@@ -156,9 +174,9 @@ def run(argv: list[str]) -> None:
             f"{args.url} has no figures of these {args.minutes:g} minutes",
             "a time in which it scraped a run",
         )
-    draw([(panel, lines) for panel, lines in found if lines], start, end, args.out)
+    draw([(panel, lines) for panel, lines in found if lines], start, end, args.output)
     empty = [panel["title"] for panel, lines in found if not lines]
-    print(f"drawn in {args.out}" + (f"; without data, and left out: {', '.join(empty)}" if empty else ""))
+    print(f"drawn in {args.output}" + (f"; without data, and left out: {', '.join(empty)}" if empty else ""))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by all scripts: help that begins with an example, mistakes as one line with
+"""Shared by all scripts: the form of their help, mistakes as one line with
 status 2, and the end of a process.
 """
 
@@ -8,18 +8,20 @@ import errno
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
+from megacore.tools import help_text
 from megacore.tools.error_report import record, say_once
 from megacore.tools.hostfile import missing_hostfile
 from megacore.tools.interrupt import (
@@ -39,30 +41,59 @@ UNHEARD = 141  # what they report for a command whose reader, such as head, has 
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose help begins with `example` (a command), and whose errors are `ConfigError`s.
+    """An argument parser whose errors are `ConfigError`s, and whose help has one form in all scripts.
 
-    With `ranks`, a launcher starts the script once for every rank.
+    The help has a usage line, `purpose` (one sentence), arguments and options with their defaults, one or
+    more `example` commands, and an epilogue of a few lines: `notes`, the exit `status`, and the `page` of the
+    documents that says more. The program's name in the usage line is taken from the first example. With
+    `ranks`, a launcher starts the script once for every rank.
     """
 
-    def __init__(self, example: str, description: str | None, *, ranks: bool = False, **options: Any) -> None:
-        super().__init__(
-            description=f"example:\n  {example}\n\n{description}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=argparse.SUPPRESS,  # it would stand above the example
-            allow_abbrev=False,
-            **options,
-        )
+    def __init__(
+        self,
+        purpose: str,
+        *,
+        example: str | Sequence[str],
+        notes: str = "",
+        status: str = "0 done, 2 wrong arguments",
+        page: str | None = None,
+        ranks: bool = False,
+        **options: Any,
+    ) -> None:
+        examples = [example] if isinstance(example, str) else list(example)
+        script, program = script_and_program(examples[0])
+        options.setdefault("prog", program)
+        super().__init__(description=purpose, allow_abbrev=False, **options)
+        if program.startswith("megacore "):
+            examples = [with_command(text, script, program) for text in examples]
+        self.examples = examples
+        self.notes, self.status, self.page = notes, status, page
         if ranks:  # the deepspeed launcher adds it; the script reads it from the environment
             self.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+    def add_alias(self, former: str, option: str) -> None:
+        """Accept `former`, an earlier name of `option` with the same meaning, without showing it."""
+        self._option_string_actions[former] = self._option_string_actions[option]
+
+    def format_help(self) -> str:
+        """Return the help as wide as the terminal, up to 100 columns."""
+        return self.help_text(shutil.get_terminal_size((help_text.WIDEST, 24)).columns)
+
+    def help_text(self, width: int = help_text.WIDEST) -> str:
+        """Return the help, with lines of up to `width` characters: the same on every machine."""
+        status = f"Exit status: {self.status}."
+        page = f"More:\xa0{self.page}" if self.page else ""  # not on two lines
+        return help_text.help_text(self, self.examples, [self.notes, f"{status} {page}".rstrip()], width)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See `ArgumentParser`, whose other ways to parse come by here.
 
         It reads settings in any of their forms.
         """
-        return super().parse_known_args(
-            list(settings_plain(sys.argv[1:] if args is None else args)), namespace
-        )
+        words = list(settings_plain(sys.argv[1:] if args is None else args))
+        if "--json" in self._option_string_actions:
+            words = list(json_to_terminal(words))
+        return super().parse_known_args(words, namespace)
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; argparse itself would not notice that it cannot."""
@@ -73,7 +104,8 @@ class Parser(argparse.ArgumentParser):
         right = "see -h; a setting of the config is written section.key=value, such as train.steps=20"
         if message.startswith("unrecognized arguments"):
             takes_overrides = any(action.dest == "overrides" for action in self._actions)
-            right = meant_option(message, self._option_string_actions, takes_overrides) or right
+            options = [option for action in self._actions for option in action.option_strings]
+            right = meant_option(message, options, takes_overrides) or right
         raise ConfigError(
             *((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right))
         )
@@ -94,6 +126,43 @@ def settings_plain(words: Iterable[str]) -> Iterator[str]:
             yield f"{typed[1]}={value}"
 
 
+def json_to_terminal(words: Sequence[str]) -> Iterator[str]:
+    """The words of a command, in which a `--json` without a file has the file `-`, the terminal."""
+    for place, word in enumerate(words):
+        yield word
+        if word != "--json":
+            continue
+        following = words[place + 1] if place + 1 < len(words) else ""
+        is_option = following.startswith("-") and following != "-"
+        setting = SETTING.fullmatch(f"--{following}")
+        is_setting = setting is not None and setting[2] is not None
+        if not following or is_option or is_setting:
+            yield "-"
+
+
+def script_and_program(example: str) -> tuple[str, str]:
+    """Return the script in an example, and its name in the usage line.
+
+    The name is its path, `python -m MODULE`, or `megacore NAME` if it was started by that command.
+    """
+    words = example.split()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in ("-m", "--module"):
+            return f"-m {following}", f"python -m {following}"
+        if word.endswith(".py"):
+            command = f"megacore {os.path.basename(word).removesuffix('.py')}"
+            return word, command if sys.argv[0] == command else word
+    return words[0], words[0]
+
+
+def with_command(example: str, script: str, command: str) -> str:
+    """Return an example with `command`, such as `megacore plan`, instead of the script; under a launcher as a
+    module.
+    """
+    module = "--module" if example.startswith("deepspeed ") else "-m"
+    return example.replace(f"python {script}", command).replace(script, f"{module} {command}")
+
+
 def count(text: str) -> int:
     """The type of an argument that is a whole number of at least 1 and, so that nobody
     waits for ever, below a billion.
@@ -109,12 +178,55 @@ def counts(text: str) -> list[int]:
 
 
 def add_weights(parser: Parser) -> None:
-    """Adds the option `--weights`, for `checkpoint_weights.choose_weights`."""
+    """Add the option `--weights`, for `checkpoint_weights.choose_weights`."""
     what = (
-        "average: of the weights, by optim.ema or the optimizer; trained: the last step's (default: "
-        "the average, where the run kept one)"
+        "average: the averaged weights, which optim.ema or a schedule-free optimizer keeps; trained: the "
+        "weights of the last step (default: average, if the run kept one)"
     )
     parser.add_argument("--weights", choices=("average", "trained"), help=what)
+
+
+def add_checkpoint(parser: Parser) -> None:
+    """Add the option `--checkpoint`, for `checkpoint.locate`."""
+    what = "folder of a run, its checkpoints folder, or one step_ folder; the newest checkpoint is read"
+    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help=what)
+
+
+def add_device(parser: Parser) -> None:
+    """Add the option `--device`, where a script computes; `train.device` has the same values."""
+    what = "device to compute on; auto: a GPU if there is one"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=what)
+
+
+def add_tokenizer(parser: Parser) -> None:
+    """Add the option `--tokenizer` of a script that reads a checkpoint."""
+    what = "bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)"
+    parser.add_argument("--tokenizer", metavar="FILE", help=what)
+
+
+def add_source(parser: Parser) -> None:
+    """Add the option `--source`, for `checkpoint_weights.sections_to_run`."""
+    what = "run the code of this file, if the checkpoint is of a custom model (model.source)"
+    parser.add_argument("--source", metavar="FILE", help=what)
+
+
+def add_config(parser: Parser, what: str = "config of the run, such as configs/gpt_tiny.json") -> None:
+    """Add the option `--config`."""
+    parser.add_argument("--config", required=True, metavar="FILE", help=what)
+
+
+def add_overrides(
+    parser: Parser, what: str = "values that replace the file's, in JSON, such as train.steps=20"
+) -> None:
+    """Add the overrides of a config, `section.key=value`."""
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=what)
+
+
+def add_json(parser: Parser, what: str) -> None:
+    """Add the option `--json`, for `output_files.check_json` and `output_files.write_results`."""
+    parser.add_argument(
+        "--json", metavar="FILE", help=f"write {what} as JSON; - prints the JSON instead of the report"
+    )
 
 
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:

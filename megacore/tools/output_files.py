@@ -3,15 +3,18 @@ and there only once it is whole.
 """
 
 import errno
+import io
+import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 from megacore.errors import ConfigError
-from megacore.files import ASIDE, OUTPUT
+from megacore.files import ASIDE, OUTPUT, write_json
 
 NAME_BYTES = 255  # of a name on every common file system
 BLOCK = 4096  # bytes; a full disk has no room for them
@@ -40,6 +43,30 @@ def check_output(option: str, path: str) -> None:
         raise ConfigError(
             option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT
         ) from None
+
+
+def check_json(path: str | None) -> None:
+    """Raise `ConfigError` unless the file of `--json` can be written; `-` is the terminal, None no file."""
+    if path not in (None, "-"):
+        check_output("--json", path)
+
+
+@contextmanager
+def report_unless_json(path: str | None) -> Iterator[None]:
+    """A context in which nothing is printed if `--json -` prints the results in place of the report."""
+    if path == "-":
+        with redirect_stdout(io.StringIO()):
+            yield
+    else:
+        yield
+
+
+def write_results(path: str | None, results: Any) -> None:
+    """Write the results to the file of `--json`, or print them if it is `-`. Raises `ConfigError`."""
+    if path == "-":
+        print(json.dumps(results, indent=2))
+    elif path is not None:
+        write_json("--json", path, results)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megacore.tools.settings.load import resolve
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.pool import ROOT
 
-EXAMPLE = "python -m tests.cluster.links --rates 1gbit,unlimited --out benchmarks/results/links.json"
+EXAMPLE = "python -m tests.cluster.links --link-rates 1gbit,unlimited --output benchmarks/results/links.json"
 HOSTS, RANKS = 2, 2  # ranks on each host
 KINDS: dict[str, dict[str, Any]] = {  # how gradients travel: settings of the engine
     "fp32": {},
@@ -58,40 +58,44 @@ SKIPPED = 3  # steps at the beginning of a run that are not timed
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument(
-        "--rates",
-        default="1gbit,unlimited",
-        metavar="RATE,…",
-        help="of the link, as tc writes them; empty: none (%(default)s)",
+    parser = Parser(
+        "Measure what a slow link between two hosts costs, and what smaller gradients save.",
+        example=EXAMPLE,
+        notes="Starts two hosts in network namespaces of this machine. Needs root.",
+        page="benchmarks/README.md",
     )
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each timed run (%(default)s)")
     parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="in each of which every setting runs once (%(default)s)",
+        "--link-rates",
+        default="1gbit,unlimited",
+        metavar="RATE,RATE",
+        help="rates of the link, as tc writes them; empty: none",
+    )
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="measured steps of each run")
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="measured rounds, each with one run of every kind"
     )
     parser.add_argument(
         "--loss-steps",
         type=int,
         default=200,
         metavar="N",
-        help="of each run whose loss counts; 0: none (%(default)s)",
+        help="steps of each run whose loss counts; 0: none",
     )
     parser.add_argument(
-        "--settings",
+        "--kinds",
         default="fp32:1,bf16:1,fp32:2,bf16:2",
-        metavar="KIND:LEVELS,…",
-        help=f"of {', '.join(KINDS)} (%(default)s)",
+        metavar="KIND:LEVELS,KIND:LEVELS",
+        help=f"what is sent, of {', '.join(KINDS)}, and engine.reduce_levels",
     )
     parser.add_argument(
-        "--out",
+        "--output",
         type=Path,
         metavar="FILE.json",
-        help="writes the figures, beside those of the other kind and rates if the file has them",
+        help="write the results, next to those of the other kinds and rates in the file",
     )
+    parser.add_alias("--out", "--output")
+    parser.add_alias("--rates", "--link-rates")
+    parser.add_alias("--settings", "--kinds")
     return parser.parse_args(argv)
 
 
@@ -219,7 +223,7 @@ def run(argv: list[str]) -> None:
     """Measures, and prints a line for each run."""
     args = parse(argv)
     variants = [
-        (kind, int(levels)) for kind, levels in (setting.split(":") for setting in args.settings.split(","))
+        (kind, int(levels)) for kind, levels in (setting.split(":") for setting in args.kinds.split(","))
     ]
     if why_not := missing("tc"):
         raise ConfigError("hosts", why_not, "root, and Debian's iproute2 and openssh-server")
@@ -243,7 +247,7 @@ def run(argv: list[str]) -> None:
         ]
         subprocess.run([sys.executable, *prepare], check=True, stdout=subprocess.DEVNULL)
         common = merged(SETTINGS, {"data": {"train": f"{folder}/code"}})
-        for rate in filter(None, args.rates.split(",")):
+        for rate in filter(None, args.link_rates.split(",")):
             limit(link, rate)
             speeds: dict[tuple[str, int], list[float]] = {variant: [] for variant in variants}
             rows = []
@@ -274,9 +278,9 @@ def run(argv: list[str]) -> None:
                 f"{mean(last):.6f}",
                 flush=True,
             )
-    if args.out is not None:
-        figures |= {kind: kept(args.out, kind, figures) + figures[kind] for kind in ("speed", "loss")}
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.output is not None:
+        figures |= {kind: kept(args.output, kind, figures) + figures[kind] for kind in ("speed", "loss")}
+        args.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Run:
             str(ROOT / "launch" / "supervise.py"),
             "--backoff",
             "1",
-            "--look",
+            "--poll",
             "inf",
             "--resize-pause",
             "0",

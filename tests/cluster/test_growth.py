@@ -23,7 +23,7 @@ WHY_NOT = missing("pdsh")
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}"), slow]
 STEPS = 150
 LOOK, PAUSE = 2.0, 5.0
-RULES = ("--look", str(LOOK), "--resize-pause", str(PAUSE))
+RULES = ("--poll", str(LOOK), "--resize-pause", str(PAUSE))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_hosts_of_a_hostfile_join_and_leave(two: Hosts, folder: Path) -> None:
 def test_hosts_that_a_command_prints(two: Hosts, folder: Path) -> None:
     """The same, and a host that comes and goes all the time makes no more starts than the rules allow."""
     with Growing(
-        two, folder, "command", ["node0"], "--look", "1", "--resize-pause", "30", "--hosts-command"
+        two, folder, "command", ["node0"], "--poll", "1", "--resize-pause", "30", "--hosts-command"
     ) as run:
         run.wait(lambda: run.step() > 5)
         began = time.monotonic()
@@ -145,7 +145,7 @@ def test_a_host_that_joins_and_cannot_train(two: Hosts, folder: Path) -> None:
     python = str(Path(sys.executable).resolve())
     subprocess.run(two.inside(1, "mount", "--bind", "/bin/false", python), check=True)
     try:
-        with Growing(two, folder, "broken", ["node0"], "--look", "2", "--resize-pause", "20") as run:
+        with Growing(two, folder, "broken", ["node0"], "--poll", "2", "--resize-pause", "20") as run:
             run.wait(lambda: run.step() > 5)
             run.name(["node0", "node1"])
             run.wait(lambda: "left out for a while: node1" in run.said)
@@ -184,7 +184,7 @@ def test_growing_while_a_save_is_unfinished(two: Hosts, folder: Path) -> None:
     """The save is waited for; and where its rank is killed then, the run goes on from
     the one before, on more hosts.
     """
-    with SlowSave(two, folder, "saving", ["node0"], "--look", "0.2", "--resize-pause", "0") as run:
+    with SlowSave(two, folder, "saving", ["node0"], "--poll", "0.2", "--resize-pause", "0") as run:
         run.change_while_saving(["node0", "node1"])
         run.change_while_saving(["node0"], lambda: kill_rank(two, 0, "tests/cluster/slow_save"))
         run.proved([1, 2, 1])

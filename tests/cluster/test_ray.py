@@ -161,7 +161,7 @@ def test_a_killed_worker_goes_on(cluster: Any, folder: Path) -> None:
     The calm runs, in the same layout and of one process, are without Ray.
     """
     layout = ["parallel.tensor=2", "parallel.pipeline=2"]
-    with started(cluster, folder, "killed", "--workers", str(WORKERS), *layout) as run:
+    with started(cluster, folder, "killed", "--world", str(WORKERS), *layout) as run:
         await_step(folder, "killed", 8)
         os.kill(workers(cluster)[-1], signal.SIGKILL)
         said = finish(run, folder, "killed")
@@ -185,8 +185,8 @@ def test_a_node_joins_a_run_in_good_health_and_one_is_lost(cluster: Any, folder:
     """Nobody kills anything for the first to be used; and the run would wait for the second for ever."""
     cluster.remove_node(next(iter(cluster.worker_nodes)))
     fp64 = ["train.precision=fp64", f"train.steps={GROWING}"]
-    rules = ["--look", "2", "--resize-pause", "5"]
-    with started(cluster, folder, "elastic", "--workers", "1:2", "--cpus", str(CPUS), *rules, *fp64) as run:
+    rules = ["--poll", "2", "--resize-pause", "5"]
+    with started(cluster, folder, "elastic", "--world", "1:2", "--cpus", str(CPUS), *rules, *fp64) as run:
         await_step(folder, "elastic", 6)
         began, node = time.monotonic(), cluster.add_node(num_cpus=CPUS)
         await_said(folder, "elastic", "the Ray cluster has 2 slots: 1 ranks become 2")
@@ -224,10 +224,10 @@ def test_a_node_joins_a_run_in_good_health_and_one_is_lost(cluster: Any, folder:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "2", "data.train=nowhere"], "data error: nowhere.bin: missing"),
+        (["--world", "2", "data.train=nowhere"], "data error: nowhere.bin: missing"),
         (
-            ["--workers", "8"],
-            "config error: --workers: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs",
+            ["--world", "8"],
+            "config error: --world: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs",
         ),
     ],
 )

@@ -27,11 +27,11 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Pa
         "launch/drill.py",
         "--config",
         config,
-        "--ranks",
+        "--world",
         "2",
         "--fault",
         "kill:rank=1,step=4",
-        "--watch",
+        "--hang-seconds",
         "30",
     ]
     done = subprocess.run(
@@ -71,7 +71,7 @@ def test_every_fault_says_what_must_come_of_it() -> None:
 @pytest.mark.parametrize(
     "spec, overrides, wrong",
     [
-        ("kill:rank=4,step=7", [], "there are 4 ranks (rank=0 to rank=3, or more --ranks)"),
+        ("kill:rank=4,step=7", [], "there are 4 ranks (rank=0 to rank=3, or more --world)"),
         ("kill:rank=0,step=0", [], "the run has 12 steps (step=1 to step=12)"),
         ("kill:rank=0,step=13", [], "the run has 12 steps (step=1 to step=12)"),
         (

@@ -70,7 +70,7 @@ def check(fault: Fault, config: Config, ranks: int) -> None:
 
     saves, first, last = config.checkpoint, 1, config.train.steps
     if not 0 <= fault.rank < ranks:
-        refuse(f"there are {ranks} ranks", f"rank=0 to rank={ranks - 1}, or more --ranks")
+        refuse(f"there are {ranks} ranks", f"rank=0 to rank={ranks - 1}, or more --world")
     if fault.kind in ("corrupt", "disk_full") and not saves.every:
         refuse("checkpoint.every=0 saves none on the way", "checkpoint.every=4")
     if fault.kind == "disk_full" and not saves.last and fault.step > last // saves.every * saves.every:

@@ -1,6 +1,5 @@
 """The command line of the catalogue."""
 
-import tests.faults
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from tests.faults.checks import FAULTS, ROOT, Checks, document
@@ -8,20 +7,23 @@ from tests.faults.checks import FAULTS, ROOT, Checks, document
 
 def main(argv: list[str]) -> int:
     """Plants every fault, or runs the checks without; returns the exit status."""
-    parser = Parser("python -m tests.faults", tests.faults.__doc__)
+    parser = Parser(
+        "Plant bugs of parallel training, one at a time, and report which check catches each.",
+        example="python -m tests.faults",
+        status="0 all caught as expected, 1 otherwise, 2 wrong arguments",
+        page="docs/proof.md",
+    )
     parser.add_argument(
         "--silent",
         type=int,
         default=0,
-        metavar="TIMES",
-        help="run the checks without any fault, this many times",
+        metavar="N",
+        help="run the checks N times without any bug, to see that they report nothing",
     )
     parser.add_argument(
-        "--write",
-        action="store_true",
-        help="write tests/faults/README.md, if every fault is caught as the catalogue says",
+        "--write", action="store_true", help="write tests/faults/README.md if all are caught as expected"
     )
-    parser.add_argument("names", nargs="*", metavar="FAULT", help="some faults only")
+    parser.add_argument("names", nargs="*", metavar="FAULT", help="only these bugs, by their names")
     args = parser.parse_intermixed_args(argv)
     if unknown := set(args.names) - {fault.name for fault in FAULTS}:
         raise ConfigError(

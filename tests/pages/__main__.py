@@ -2,15 +2,19 @@
 
 import sys
 
-import tests.pages
 from megacore.tools.cli import Parser, exit_with
 from tests.pages.registry import ROOT, current_texts, stale_pages, wrong_numbers
 from tests.pages.results import problems
 
 
 def parser() -> Parser:
-    """The options."""
-    parser = Parser("python -m tests.pages", tests.pages.__doc__)
+    """Return the parser of the command line."""
+    parser = Parser(
+        "Write the generated pages of the documentation and the generated blocks in other pages.",
+        example="python -m tests.pages --check",
+        status="0 written or current, 1 a page is stale (with --check), 2 wrong arguments",
+        page="CONTRIBUTING.md",
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
     return parser
 

@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 
-import tests.strict
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from tests.strict.cases import CASES
@@ -14,18 +13,27 @@ from tests.strict.runs import Runs
 
 def main(argv: list[str]) -> int:
     """Prints a line for each layout and mistake; returns the exit status."""
-    parser = Parser("python -m tests.strict", tests.strict.__doc__)
+    parser = Parser(
+        "Prove layouts over a process group with the ordering rules of NCCL, and plant mistakes.",
+        example="python -m tests.strict",
+        status="0 all as expected, 1 otherwise, 2 wrong arguments",
+        page="docs/proof.md",
+    )
     parser.add_argument(
-        "--seeds", type=int, nargs=3, default=(1, 2, 3), metavar="S", help="with own queues, 8 and 1 (1 2 3)"
+        "--random-seeds",
+        type=int,
+        nargs=3,
+        default=(1, 2, 3),
+        metavar="N",
+        help="random seeds, for runs with own queues, 8 queues and 1 queue",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="LAYOUT", help="some layouts, such as pp4 or cp2, and no mistakes"
     )
-    parser.add_argument("--mistakes", action="store_true", help="the mistakes alone")
+    parser.add_alias("--seeds", "--random-seeds")
+    parser.add_argument("--mistakes", action="store_true", help="only the planted mistakes")
     parser.add_argument(
-        "--write",
-        action="store_true",
-        help=f"write tests/strict/{FOUND.name}, which README.md there is generated from",
+        "--write", action="store_true", help=f"write tests/strict/{FOUND.name} for its README.md"
     )
     args = parser.parse_args(argv)
     if args.write and (args.only or args.mistakes):
@@ -41,7 +49,7 @@ def main(argv: list[str]) -> int:
         try:
             layouts, mistakes = {}, {}
             for case in chosen:
-                layouts[case.name] = run_case(runs, case, args.seeds)
+                layouts[case.name] = run_case(runs, case, args.random_seeds)
                 wrong += any(layouts[case.name])
                 print(
                     f"{case.name}: {', '.join(verdict or 'equal' for verdict in layouts[case.name])}",

@@ -24,13 +24,13 @@ NUMBERS: list[Row] = [
         "config error: parallel: 2000000 ranks are more than any run has (at most 1,048,576)",
     ),
     *(
-        ("plan", config("--write", f"@{'x' * length}.json"), "config error: --write: cannot write @xxx")
+        ("plan", config("--output", f"@{'x' * length}.json"), "config error: --output: cannot write @xxx")
         for length in (236, 245, 250, 300)
     ),
     (
         "plan",
-        config("--write", "@nowhere/x.json"),
-        "config error: --write: cannot write @nowhere/x.json: No such file",
+        config("--output", "@nowhere/x.json"),
+        "config error: --output: cannot write @nowhere/x.json: No such file",
     ),
     (
         "plan",
@@ -71,10 +71,14 @@ NUMBERS: list[Row] = [
         for value in ("-1", "nan", "0", "inf")
     ),
     *(
-        ("drill", config("--fault", "kill:step=2", "--ranks", value), f"config error: --ranks: {value} is")
+        ("drill", config("--fault", "kill:step=2", "--world", value), f"config error: --world: {value} is")
         for value in ("0", "-1", HUGE)
     ),
-    ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
+    (
+        "drill",
+        config("--fault", "kill:step=2", "--hang-seconds", "nan"),
+        "config error: --hang-seconds: nan is not usable",
+    ),
     (
         "pretrain",
         config("parallel.heartbeat_seconds=0.1"),
@@ -147,7 +151,7 @@ NUMBERS: list[Row] = [
             ("backoff", ["-1.0", "nan", "inf"]),
             ("stall", ["nan", "0.0"]),
             ("spares", ["-1"]),
-            ("look", ["nan", "0.0", "-1.0"]),
+            ("poll", ["nan", "0.0", "-1.0"]),
             ("resize-pause", ["nan", "inf", "-1.0"]),
         )
         for value in values
@@ -163,7 +167,7 @@ NUMBERS: list[Row] = [
             (*words, "torchrun", *SUPERVISED),
             f"config error: {words[0]}: the command has no --hostfile",
         )
-        for words in (("--ranks", "1:2"), ("--ranks-command", "echo 1"))
+        for words in (("--world", "1:2"), ("--ranks-command", "echo 1"))
     ),
     *(
         ("supervise", ("--hosts-command", *words, *SUPERVISED), f"config error: --hosts-command: {line}")
@@ -180,12 +184,12 @@ NUMBERS: list[Row] = [
     *(
         (
             "supervise",
-            ("--ranks", value, "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED),
-            f"config error: --ranks: {line}",
+            ("--world", value, "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED),
+            f"config error: --world: {line}",
         )
         for value, line in (
-            ("0", "0 is no number of ranks"),
-            ("3:2", "3:2 is no"),
+            ("0", "0 is not a number of ranks"),
+            ("3:2", "3:2 is not a number of ranks"),
             ("2:4", "1 ranks have room, and there shall be 2"),
         )
     ),
@@ -300,8 +304,8 @@ def test_bad_input_is_one_line(script: str, arguments: tuple[str, ...], line: st
 BENCHMARKS = [
     *((name, "--rounds") for name in ("checkpoint", "context", "documents", "kernels", "schedules")),
     *((name, "--steps") for name in ("predicted", "throughput")),
-    *(("attention", option) for option in ("--heads", "--lengths")),
-    *(("collectives", "--repeat"), ("heartbeats", "--hosts"), ("judging", "--ranks")),
+    *(("attention", option) for option in ("--head-sizes", "--lengths")),
+    *(("collectives", "--repeat"), ("heartbeats", "--hosts"), ("judging", "--world")),
 ]
 
 

@@ -52,7 +52,7 @@ PATHS: list[Row] = [
     ),
     ("plan", config("--plot", "@folder.png/a.gantt"), "its ending names no image format"),
     ("plan", config("--plot", ""), "config error: --plot: cannot write"),
-    ("plan", config("--write", "/proc/x.json"), "config error: --write: cannot write /proc/x.json: "),
+    ("plan", config("--output", "/proc/x.json"), "config error: --output: cannot write /proc/x.json: "),
     ("samples", config("--step", "1", "--json", "/proc/x"), "config error: --json: cannot write /proc/x: "),
     (
         "evaluate",
@@ -67,13 +67,13 @@ PATHS: list[Row] = [
     ("checkpoint", (*EXPORT[:-1], "/proc/x"), "config error: --output: "),
     (
         "plan",
-        config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"),
+        config("--simulate-ranks", "0", "--plot", "@new.png", "--compare-schedules"),
         "--compare-schedules, --plot would have no effect",
     ),
     (
         "plan",
-        config("--search", "--world", "2", "--dry-run", "0"),
-        "config error: --search: --dry-run would have no effect beside it",
+        config("--search", "--world", "2", "--simulate-ranks", "0"),
+        "config error: --search: --simulate-ranks would have no effect beside it",
     ),
     (
         "plan",
@@ -83,22 +83,22 @@ PATHS: list[Row] = [
     (
         "plan",
         config("--tokens", "1e9"),
-        "config error: --tokens: days and money follow from a predicted step (also --device and --cluster)",
+        "config error: --tokens: days and money follow from a predicted step (also --gpu and --cluster)",
     ),
     (
         "plan",
-        config("--dry-run", "0", "--world", "2", *ZERO),
+        config("--simulate-ranks", "0", "--world", "2", *ZERO),
         "config error: engine.kind: DeepSpeed asks for a real device",
     ),
     (
         "plan",
-        config("--dry-run", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"),
+        config("--simulate-ranks", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"),
         "config error: engine.cpu_offload",
     ),
     (
         "plan",
-        config("--dry-run", "9"),
-        "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)",
+        config("--simulate-ranks", "9"),
+        "config error: --simulate-ranks: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)",
     ),
     ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
@@ -120,11 +120,11 @@ PATHS: list[Row] = [
     (
         "plan",
         config("--calibrate", "@run"),
-        "config error: --device: a step is predicted for a device (also --device",
+        "config error: --gpu: a step is predicted for a device (also --gpu",
     ),
     (
         "plan",
-        config("--device", "h100", "--cluster", "p5", "--compare-schedules"),
+        config("--gpu", "h100", "--cluster", "p5", "--compare-schedules"),
         "--compare-schedules: --cluster would have no effect",
     ),
     (
@@ -224,7 +224,7 @@ def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) ->
     ("command", "status", "said"),
     [
         ("launch/compare.py -h >&-", 2, "config error: stdout: cannot be written: Bad file descriptor"),
-        ("launch/compare.py -h 2>&-", 0, "example:"),
+        ("launch/compare.py -h 2>&-", 0, "usage:"),
         ("launch/compare.py one 2>&-", 2, ""),
         ("launch/compare.py one >&- 2>&1", 2, ""),
         ("launch/compare.py one <&- >&- 2>&-", 2, ""),

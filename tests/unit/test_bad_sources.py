@@ -207,8 +207,8 @@ LINES: list[Row] = [
     ),
     (
         "plan",
-        source("content", "--device", "h100"),
-        "config error: --device: the layers of model.source do not run on tensors without",
+        source("content", "--gpu", "h100"),
+        "config error: --gpu: the layers of model.source do not run on tensors without",
     ),
     (
         "plan",

@@ -350,4 +350,4 @@ def test_a_measurement_with_data_looks_at_it_first(tmp_path: Path) -> None:
     """
     config = training.write_config(tmp_path, training.write_corpus(tmp_path))
     with pytest.raises(DataError, match="beyond the vocabulary|vocab"):
-        throughput.main(["--config", config, "--data", "model.vocab_size=16"], RankInfo())
+        throughput.main(["--config", config, "--real-data", "model.vocab_size=16"], RankInfo())

@@ -641,7 +641,7 @@ def test_a_mesh_of_thousands_takes_one_process(tmp_path: Path) -> None:
 def test_the_script_prints_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 1 and a line for a difference; else what each rank holds and sends."""
     path = training.write_config(tmp_path, "nothing")
-    arguments = ["--config", path, "--world", "4", "--dry-run", "0,3", "parallel.tensor=2"]
+    arguments = ["--config", path, "--world", "4", "--simulate-ranks", "0,3", "parallel.tensor=2"]
     assert script.run(arguments) == 0
     assert "4 ranks, all that share a group with ranks 0, 3" in capsys.readouterr().out
     with patch.object(linear, "leave_tensor_parallel", doubled):
@@ -651,7 +651,7 @@ def test_the_script_prints_and_says_what_is_wrong(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("text", ["", "4", "-1", "1-", "2-1", "x", "0,", "99999999999999999999999", "0-3"])
 def test_ranks_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--dry-run"):
+    with pytest.raises(ConfigError, match="--simulate-ranks"):
         parse_ranks(text, 3)
 
 

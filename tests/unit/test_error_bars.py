@@ -157,7 +157,7 @@ def test_ties_lie_within_each_others_bars() -> None:
     assert not of(0.5, 1.1).ties(1.0, 1.2)
 
 
-@pytest.mark.parametrize("options", [["--device", "h100", "--cluster", "dgx_h100"], ["--search"]])
+@pytest.mark.parametrize("options", [["--gpu", "h100", "--cluster", "dgx_h100"], ["--search"]])
 def test_every_prediction_carries_its_error(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A number alone is believed to its last digit; a search's list looks like a ranking."""
     assert script.run(["--config", "configs/gpt_1b.json", "--world", "2", *options]) == 0
@@ -190,7 +190,7 @@ def test_masked_pairs_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None
         "configs/gpt_1b.json",
         "--world",
         "8",
-        "--device",
+        "--gpu",
         "h100",
         "--cluster",
         "dgx_h100",

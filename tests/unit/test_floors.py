@@ -38,6 +38,7 @@ ROOMS = [
         "megacore.tools.launchers",
         "megacore.tools.hostfile",
         "megacore.tools.error_report",
+        "megacore.tools.help_text",
         "megacore.tools.output_files",
         "megacore.tools.interrupt",
     ],
@@ -109,6 +110,7 @@ TORCH_FREE = (
     "megacore.tools.hostfile",
     "megacore.tools.error_report",
     "megacore.tools.cli",
+    "megacore.tools.help_text",
     "megacore.tools.interrupt",
     "megacore.tools.stop_request",
 )

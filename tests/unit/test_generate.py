@@ -2,6 +2,7 @@
 distribution; characters appear whole.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -368,13 +369,28 @@ def test_a_prompt_appears_with_its_first_token(capsys: pytest.CaptureFixture[str
     """A layer may refuse the layout in the first pass, as a layer of your own does on context
     ranks: then no text has begun.
     """
-    output = Output(RankInfo(), 2, False)
+    output = Output(RankInfo(), 2, None)
     output.begin("abc", 0)
     assert capsys.readouterr().out == ""
     output.add("d")
     output.add("e")
     output.end()
     assert capsys.readouterr().out == "--- text 1 of 2\nabcde\n"
+
+
+def test_lines_of_json_go_to_a_file_or_replace_the_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"prompt": "abc", "seed": 7, "text": "de"}
+    for target in (str(tmp_path / "texts.jsonl"), "-"):
+        output = Output(RankInfo(), 1, target)
+        output.begin("abc", 7)
+        output.add("de")
+        output.end()
+        output.write()
+        printed = capsys.readouterr().out
+        assert printed == "abcde\n" if target != "-" else json.loads(printed) == line
+    assert json.loads((tmp_path / "texts.jsonl").read_text()) == line
 
 
 def test_context_ranks_are_refused_for_a_latent_before_anything_is_loaded() -> None:

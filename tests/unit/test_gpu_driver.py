@@ -77,7 +77,7 @@ def test_all_slices_run_dry(tmp_path: Path) -> None:
 
     The PATH is empty: a bare machine may lack git, a compiler and nvidia-smi.
     """
-    command = [sys.executable, "-m", "benchmarks.gpu", "all", "--dry-run", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "all", "--dry-run", "--output", str(tmp_path)]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -206,7 +206,7 @@ exit_with(main)
 @pytest.mark.parametrize("phase", ["together", "alone"])
 def test_a_run_that_is_ended_keeps_its_rows_and_names_what_is_unfinished(tmp_path: Path, phase: str) -> None:
     """SIGTERM goes to the whole process group, as `timeout` sends it."""
-    command = [sys.executable, "-c", PLANTED_SLICE, phase, "first", "--dry-run", "--out", str(tmp_path)]
+    command = [sys.executable, "-c", PLANTED_SLICE, phase, "first", "--dry-run", "--output", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -250,7 +250,7 @@ exit_with(main)
 def test_a_signal_before_the_first_part_ends_the_run_and_what_it_has_started(tmp_path: Path) -> None:
     """Only the driver gets it: the command that installs packages must end too, and no part begins."""
     out = tmp_path / "out"
-    command = [sys.executable, "-c", SLOW_START_UP, "first", "--dry-run", "--out", str(out)]
+    command = [sys.executable, "-c", SLOW_START_UP, "first", "--dry-run", "--output", str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
     pid = tmp_path / "pid"

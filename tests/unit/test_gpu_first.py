@@ -72,7 +72,7 @@ def test_two_checkouts_take_turns() -> None:
         ("first --before {root} --only attention", "attention is not compared"),
         ("right --before {root}", "right does not have it"),
         ("all --prepare {tmp}", "all does not have it"),
-        ("first --prepare {tmp} --out {tmp}", "--out: it would be ignored"),
+        ("first --prepare {tmp} --output {tmp}", "--output: it would be ignored"),
         ("first --prepare {tmp} --wheels {tmp}", "--wheels: it would be ignored"),
         ("first --prepare {tmp} --before {root}", "--before: it would be ignored"),
         ("first --prepare {tmp} --only bandwidth", "--only: it would be ignored"),
@@ -118,12 +118,12 @@ def test_a_part_of_another_checkout_runs_its_code(tmp_path: Path, planted: str) 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--out {tmp}/file", "--out: {tmp}/file cannot be used"),
-        ("--out {tmp}/file/below", "--out: {tmp}/file/below cannot be used"),
-        ("--out {tmp}", "--out: {tmp}/gpu_first.json is a folder"),
+        ("--output {tmp}/file", "--output: {tmp}/file cannot be used"),
+        ("--output {tmp}/file/below", "--output: {tmp}/file/below cannot be used"),
+        ("--output {tmp}", "--output: {tmp}/gpu_first.json is a folder"),
         ("--prepare {tmp}/file", "--prepare: {tmp}/file cannot be used"),
         ("--prepare /proc/zz", "--prepare: /proc/zz cannot be used"),
-        ("--out {tmp}/out --wheels {tmp}/wheles", "--wheels: {tmp}/wheles is not a folder"),
+        ("--output {tmp}/out --wheels {tmp}/wheles", "--wheels: {tmp}/wheles is not a folder"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(

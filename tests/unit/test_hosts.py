@@ -84,7 +84,7 @@ def test_a_schedule_from_a_file_gives_way(config: str, tmp_path: Path) -> None:
     """
     file = tmp_path / "plan.json"
     own = ["parallel.pipeline=2", "parallel.schedule=zb_h1"]
-    assert run_script("launch/plan.py", "--config", config, *own, "--write", str(file)).returncode == 0
+    assert run_script("launch/plan.py", "--config", config, *own, "--output", str(file)).returncode == 0
     overrides = ["parallel.pipeline=2", f"parallel.schedule=file:{file}"]
     assert not any("schedule" in word for word in plan(config, overrides, 2).overrides)
     planned = plan(config, overrides, 1)

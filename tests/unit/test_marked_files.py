@@ -39,7 +39,7 @@ class Kind:
 
 def plan_text(folder: Path) -> str:
     """Return a schedule's plan for two ranks as a file has it."""
-    write_plan("--write", str(folder / "written.json"), build("1f1b", 2, 4))
+    write_plan("--output", str(folder / "written.json"), build("1f1b", 2, 4))
     return (folder / "written.json").read_text()
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.tools.output_files import check_output
+from megacore.tools.output_files import check_json, check_output, report_unless_json, write_results
 from tests.pool import ROOT
 
-WRITTEN = {"--json", "--output", "--out", "--plot", "--write", "--figure", "--heat-map"}
-WRITTEN |= {"--device-file", "--cluster-file"}
+WRITTEN = {"--json", "--output", "--plot", "--heat-map", "--gpu-file", "--cluster-file"}
 
 
 @pytest.mark.parametrize("path", ["/proc/x", "/proc/self/x.json", "/sys/x", "nowhere/x", "/dev/fd/nowhere/x"])
@@ -34,6 +33,8 @@ def written_options(path: Path) -> set[str]:
     """The options of a script that name a file to write."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "add_json":
+            found.add("--json")
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             values = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             names = {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
@@ -49,8 +50,23 @@ WRITING = [path for path in SCRIPTS if written_options(path)]
 @pytest.mark.parametrize("path", WRITING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_script_looks_before_it_works(path: Path) -> None:
     """An hour's measurement would be lost for a mistyped folder."""
-    assert re.search(r"check_(output|plot)\(", path.read_text()), written_options(path)
+    assert re.search(r"check_(output|plot|json)\(", path.read_text()), written_options(path)
 
 
 def test_scripts_are_found() -> None:
     assert len(WRITING) > 20
+
+
+def test_json_on_the_terminal_replaces_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`--json -` prints nothing but JSON, a file leaves the report, and None writes nothing."""
+    path = str(tmp_path / "results.json")
+    for target in ("-", path, None):
+        check_json(target)
+        with report_unless_json(target):
+            print("the report")
+        write_results(target, {"loss": 1.5})
+        printed = capsys.readouterr().out
+        assert printed == ('{\n  "loss": 1.5\n}\n' if target == "-" else "the report\n")
+    assert Path(path).read_text() == '{\n  "loss": 1.5\n}\n'
+    with pytest.raises(ConfigError, match="^config error: --json: cannot write"):
+        check_json(str(tmp_path))

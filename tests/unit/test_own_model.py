@@ -221,7 +221,10 @@ def test_a_dry_run_needs_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixtu
     """It holds ranks against each other, and shows what they hold and send."""
     forks.written(tmp_path)
     small = ["train.seq_len=16", "train.global_batch_size=8", "parallel.tensor=2", "parallel.sequence=true"]
-    assert plan.run(["--config", TINY, f"model.source={tmp_path}/my_model.py", "--dry-run", "0", *small]) == 0
+    assert (
+        plan.run(["--config", TINY, f"model.source={tmp_path}/my_model.py", "--simulate-ranks", "0", *small])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "matched" in out and "by formula" not in err and "reduce_scatter" in out
 

@@ -46,8 +46,8 @@ def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         f"fits          yes: pipeline rank 1 needs most, {needs:.2f} GiB of 79.1 (h100); "
         f"{79.1 - needs:.2f} are left\n"
     )
-    assert fits in said(capsys, "--device", "h100")[0]
-    for device in ([], ["--device", "h100"]):
+    assert fits in said(capsys, "--gpu", "h100")[0]
+    for device in ([], ["--gpu", "h100"]):
         out = said(capsys, *device, "--memory-gib", "40")[0]
         assert (
             f"NO: pipeline rank 1 needs most, {needs:.2f} GiB of 40 (--memory-gib): {needs - 40:.2f} too many"
@@ -75,7 +75,7 @@ def test_the_forks_are_planned(capsys: pytest.CaptureFixture[str], fork: str, mo
 
 def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """Advice that does not help, or that pretrain refuses, costs a queue's wait."""
-    out = said(capsys, "--device", "h100", *LARGE)[0]
+    out = said(capsys, "--gpu", "h100", *LARGE)[0]
     (advice,) = re.findall(r"any of these would, with so many GiB: (.*)\n", out)
     found = dict(re.fullmatch(r"(.*) \(([\d.]+)\)", one).groups() for one in advice.split("; "))  # type: ignore[union-attr,misc]
     assert "train.micro_batch_size=1" in found and len(found) > 1
@@ -112,7 +112,7 @@ def test_the_run_of_this_layout_is_priced(
     options: list[str], tokens: float | None, price: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the layouts that a search liked had a price."""
-    out = said(capsys, "--device", "h100", "--cluster", "dgx_h100", *options)[0]
+    out = said(capsys, "--gpu", "h100", "--cluster", "dgx_h100", *options)[0]
     config, step = load(CONFIG, [], 8).config, float(re.findall(r"predicted +([\d.]+) s", out)[0])
     tokens = tokens or config.train.steps * config.train.global_batch_size * config.train.seq_len
     found = cost(config, step, tokens, 8, 8, price, 700)
@@ -129,13 +129,13 @@ def test_the_run_of_this_layout_is_priced(
 
 def test_links_of_another_device_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """An A100 over an H100's NVLink is a machine that nobody can buy."""
-    out, err = said(capsys, "--device", "a100", "--cluster", "dgx_h100")
+    out, err = said(capsys, "--gpu", "a100", "--cluster", "dgx_h100")
     assert (
         err.startswith("warning: dgx_h100 has the links of h100, ")
         and "not of a100 (take --cluster a100_400g or " in err
     )
     assert err.count("\n") == 1 and "predicted" in out
-    assert said(capsys, "--device", "a100", "--cluster", "dgx_a100")[1] == ""
+    assert said(capsys, "--gpu", "a100", "--cluster", "dgx_a100")[1] == ""
 
 
 def test_a_search_lays_out_a_device_on_its_own_links(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,15 +144,14 @@ def test_a_search_lays_out_a_device_on_its_own_links(capsys: pytest.CaptureFixtu
     """
     for device, cluster in (("a100", "dgx_a100"), ("mi300x", "mi300x"), ("h200", "dgx_h100")):
         assert (
-            script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", device])
-            == 0
+            script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--gpu", device]) == 0
         )
         out, err = capsys.readouterr()
         assert f"2 × {device} over {cluster}\n" in out and err == ""
     with pytest.raises(ConfigError, match="--cluster: the links of rtx 4090 are not known"):
-        script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", "rtx 4090"])
+        script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--gpu", "rtx 4090"])
     assert (
-        script.run(["--config", "configs/gpt_124m.json", "--world", "1", "--search", "--device", "rtx 4090"])
+        script.run(["--config", "configs/gpt_124m.json", "--world", "1", "--search", "--gpu", "rtx 4090"])
         == 0
     ), "it has none"
     for name in device_names():

@@ -21,7 +21,7 @@ def test_a_plan_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """A schedule that was looked at and written down would not be the one that runs."""
     path = str(tmp_path / "plan.json")
     plan = build(name, 2, 4, shared=[(0, generated(name, 2, 4).stages - 1)])
-    write_plan("--write", path, plan)
+    write_plan("--output", path, plan)
     layout = [
         "parallel.pipeline=2",
         "model.num_layers=4",
@@ -80,7 +80,7 @@ def test_a_plan_that_cannot_run_is_refused(fault: str, tmp_path: Path) -> None:
     spoil, message = FAULTS[fault]
     plan = build("zb_h1", 2, 4)
     path = tmp_path / "plan.json"
-    write_plan("--write", str(path), plan)
+    write_plan("--output", str(path), plan)
     content = json.loads(path.read_text(encoding="utf-8"))
     if fault == "a hang":  # the other rank wants two forwards first
         row = content["actions"][1]
@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_run_is_refused(fault: str, tmp_path: Path) -> None:
 def test_a_plan_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
     """FSDP would fail in the first step, in an embedding that two chunks of one rank share."""
     path = str(tmp_path / "plan.json")
-    write_plan("--write", path, build("zb_v", 2, 2))
+    write_plan("--output", path, build("zb_v", 2, 2))
     layout = [
         "parallel.pipeline=2",
         "model.num_layers=4",

@@ -252,7 +252,7 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(
         path,
         "--world",
         "4",
-        "--device",
+        "--gpu",
         "h100",
         "--cluster",
         "dgx_h100",
@@ -260,12 +260,12 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(
     ]
     assert script.run([*command, "--routing", metrics]) == 0
     assert "1.50 times the mean on the busiest rank" in capsys.readouterr().out
-    assert script.run([*command[:4], "parallel.expert=4", "--dry-run", "0,2", "--routing", metrics]) == 0, (
-        "ranks have the run's rows"
-    )
+    assert (
+        script.run([*command[:4], "parallel.expert=4", "--simulate-ranks", "0,2", "--routing", metrics]) == 0
+    ), "ranks have the run's rows"
     for options, said in (
-        ((), "no device is named .also --device"),
-        (("--compare-schedules", "--device", "h100"), "no effect beside it"),
+        ((), "no device is named .also --gpu"),
+        (("--compare-schedules", "--gpu", "h100"), "no effect beside it"),
     ):
         with pytest.raises(ConfigError, match=said):
             script.run([*command[:4], "parallel.expert=4", "--routing", metrics, *options])

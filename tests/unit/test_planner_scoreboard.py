@@ -482,7 +482,7 @@ def test_a_place_for_results_is_asked_for_first(tmp_path: Path) -> None:
         lambda: run([str(tmp_path / "rows.csv"), "--output", nowhere]),
         lambda: predicted.parse([*tiny, "--layouts", "one", "--output", nowhere]),
         lambda: collectives.main([*tiny, "--cluster-file", nowhere], alone),
-        lambda: throughput.main([*tiny, "--peak", "--device-file", nowhere], alone),
+        lambda: throughput.main([*tiny, "--peak", "--gpu-file", nowhere], alone),
     ):
         with pytest.raises(ConfigError, match="cannot write"):
             measure()

@@ -368,11 +368,13 @@ def test_the_dashboard_is_drawn(tmp_path: Path) -> None:
     with HTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, out = f"http://127.0.0.1:{server.server_address[1]}", tmp_path / "dashboard.png"
-        done = run_script("launch/monitoring/picture.py", "--url", url, "--minutes", "5", "--out", str(out))
+        done = run_script(
+            "launch/monitoring/picture.py", "--url", url, "--minutes", "5", "--output", str(out)
+        )
         server.shutdown()
     assert done.returncode == 0 and "left out: GPU utilisation, by rank" in done.stdout, done.stderr
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    done = run_script("launch/monitoring/picture.py", "--url", url, "--out", str(out))
+    done = run_script("launch/monitoring/picture.py", "--url", url, "--output", str(out))
     assert done.returncode == 2 and done.stderr.startswith(
         f"config error: --url: no Prometheus answers at {url}"
     ), done.stderr

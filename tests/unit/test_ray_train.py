@@ -70,7 +70,7 @@ def test_more_workers_than_the_cluster_has(
     """The run would wait instead of saying so."""
     with pytest.raises(ConfigError) as error:
         scale(wanted, gpu, cpus, EIGHT)
-    assert str(error.value) == f"config error: --workers: {said}"
+    assert str(error.value) == f"config error: --world: {said}"
 
 
 def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, object]:
@@ -104,14 +104,14 @@ def test_each_start_is_a_run_of_fixed_size(
     with mock.patch.dict(sys.modules, {"ray": state}):
         words = cluster.command(["python", "ray_train.py"], tmp_path)
         assert (
-            words[:5] == ["python", "ray_train.py", "--workers", "2", "train.steps=7"]
+            words[:5] == ["python", "ray_train.py", "--world", "2", "train.steps=7"]
             and "parallel.data=auto" in words
         )
         state.nodes, state.available_resources = lambda: [node(3), node(1)], lambda: {"CPU": 2.0}
         assert cluster.look() == "the Ray cluster has 4 slots: 2 ranks become 4"
         cluster.ended(gained=True, failed=True)
         state.nodes, state.available_resources = lambda: [node(3, alive=False), node(1)], lambda: {"CPU": 1.0}
-        assert cluster.command([], tmp_path)[:2] == ["--workers", "1"]
+        assert cluster.command([], tmp_path)[:2] == ["--world", "1"]
         state.nodes = list
         assert cluster.look() == "", "nothing is left: Ray will say so"
     said = capsys.readouterr().out
@@ -159,7 +159,7 @@ def test_a_cluster_that_asks_for_a_token(
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     with pytest.raises(ConfigError) as raised:
-        run(["--config", config, "--workers", "1"])
+        run(["--config", config, "--world", "1"])
     assert str(raised.value).startswith(f"config error: ray: {said}")
 
 
@@ -170,16 +170,16 @@ def test_other_errors_of_ray_keep_their_traceback(config: str, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(TrainingFailedError=ValueError))
     with pytest.raises(RuntimeError, match="object store"):
-        run(["--config", config, "--workers", "1"])
+        run(["--config", config, "--world", "1"])
 
 
 @pytest.mark.parametrize("text", ["0", "8:4", "x", "", "4:", "-1", "1.5", "1:2:3", "9" * 9])
 def test_workers_that_are_no_number(text: str) -> None:
     """A traceback, or a range that holds nothing."""
     with pytest.raises(
-        ConfigError, match=rf"^config error: --workers: {re.escape(text)} is no number of workers"
+        ConfigError, match=rf"^config error: --world: {re.escape(text)} is not a number of ranks"
     ):
-        parse(["--config", "c.json", f"--workers={text}"])
+        parse(["--config", "c.json", f"--world={text}"])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_workers_that_are_no_number(text: str) -> None:
     [
         "--cpus=0",
         "--restarts=-2",
-        "--look=0",
+        "--poll=0",
         "--resize-pause=-1",
         "--ranks-command=echo",
         "--ranks-command=",
@@ -212,9 +212,9 @@ def test_without_ray_and_with_a_layout_that_does_not_fit(
     with pytest.raises(
         ConfigError, match=r"^config error: ray: Ray Train cannot be imported .*pip install -e '\.\[ray\]'"
     ):
-        run(["--config", config, "--workers", "2"])
+        run(["--config", config, "--world", "2"])
     with pytest.raises(ConfigError, match="config error: parallel"):
-        run(["--config", config, "--workers", "3", "parallel.tensor=2"])
+        run(["--config", config, "--world", "3", "parallel.tensor=2"])
 
 
 @pytest.mark.parametrize("nodes", [(3, 1), (1, 3), (2, 2)])
@@ -344,7 +344,7 @@ def test_a_signal_ends_a_run_of_ray(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt) as raised:
-            run(["--workers", "2", "--config", config, f"log.dir={tmp_path / 'run'}"])
+            run(["--world", "2", "--config", config, f"log.dir={tmp_path / 'run'}"])
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)

@@ -170,7 +170,7 @@ def test_fewer_than_the_least_is_waited_for(world: World) -> None:
     world.start(fleet)
     world.name(a=2)
     assert fleet.look() == "", "as long as they are there, they go on"
-    with pytest.raises(TooFew, match="--ranks: 2 ranks have room, and there shall be 3 at least"):
+    with pytest.raises(TooFew, match="--world: 2 ranks have room, and there shall be 3 at least"):
         world.start(fleet)
 
 
@@ -234,7 +234,7 @@ def test_the_supervisor_is_never_kept_waiting(world: World, monkeypatch: pytest.
     wrong in a look is its to say.
     """
     monkeypatch.undo()
-    fleet = world.fleet(look=0.0)
+    fleet = world.fleet(poll=0.0)
     world.start(fleet)
     world.name(a=2, b=2)
     deadline = time.monotonic() + PATIENCE
@@ -251,7 +251,7 @@ def test_the_supervisor_is_never_kept_waiting(world: World, monkeypatch: pytest.
 def test_sizes_that_are_none(text: str) -> None:
     """A traceback, or a range that holds nothing."""
     with pytest.raises(
-        ConfigError, match=r"^config error: --ranks: .* is no number of ranks \(a number such as 8"
+        ConfigError, match=r"^config error: --world: .* is not a number of ranks \(a number such as 8"
     ):
-        size_of("--ranks", text)
-    assert (size_of("--ranks", "4"), size_of("--ranks", "2:8")) == ((4, 4), (2, 8))
+        size_of("--world", text)
+    assert (size_of("--world", "4"), size_of("--world", "2:8")) == ((4, 4), (2, 8))

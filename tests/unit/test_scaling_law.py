@@ -268,7 +268,7 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         str(sweep),
         "--held-out",
         str(sweep / "beyond"),
-        "--samples",
+        "--resamples",
         "50",
         "--json",
         files["law.json"],
@@ -278,7 +278,7 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     spend = [
         "--budget",
         "1e17",
-        "--device",
+        "--gpu",
         "h100",
         "--world",
         "2",
@@ -301,7 +301,7 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = load(files["best.json"], [], 2).config
     assert config.world_size == 2 and config.train.global_batch_size == 64
     assert found["optimal"]["tokens"] == config.train.steps * 64 * SEQUENCE
-    assert scaling.run([str(sweep), "--least-ratio", "6", "--samples", "5"]) == 0
+    assert scaling.run([str(sweep), "--least-ratio", "6", "--resamples", "5"]) == 0
     assert "left out, of fewer than 6 tokens a parameter: " in capsys.readouterr().out
 
 
@@ -391,12 +391,12 @@ BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (
         one,
         ("--device-hours", "2"),
-        "config error: --device-hours: what they compute depends on the device (also --device and --world)",
+        "config error: --device-hours: what they compute depends on the device (also --gpu and --world)",
     ),
     (
         one,
-        ("--budget", "1e9", "--device", "h100"),
-        "config error: --world: a plan needs both (--device and --world)",
+        ("--budget", "1e9", "--gpu", "h100"),
+        "config error: --world: a plan needs both (--gpu and --world)",
     ),
     (
         one,
@@ -420,7 +420,7 @@ BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     ),
     (one, ("--loss", "final"), "config error: --loss: invalid choice: 'final'"),
     (one, ("--plot", "x.txt"), "config error: --plot: cannot write x.txt: its ending names no image format"),
-    (one, ("--samples", "0"), "config error: --samples: '0' is no whole number from 1"),
+    (one, ("--resamples", "0"), "config error: --resamples: '0' is no whole number from 1"),
 ]
 
 

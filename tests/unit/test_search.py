@@ -375,7 +375,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(monkeypatch: pytest.Monkey
         (["--memory-gib", "nan"], "--memory-gib: nan is not usable"),
         (["--tokens", "-1"], "--tokens: -1.0 is not usable"),
         (["--memory-gib", "0.01"], "layouts fits in 0.01 GiB"),
-        (["--device", "h1000"], "--device: h1000"),
+        (["--gpu", "h1000"], "--gpu: h1000"),
         (["--cluster", "nowhere.json"], "--cluster: nowhere.json"),
         (["--world", "0"], "--world: 0"),
         (["--world", str(10**12)], "are more than any run has"),

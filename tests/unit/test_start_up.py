@@ -50,7 +50,7 @@ def test_fake_ranks_have_the_groups_of_real_ones() -> None:
 
 
 def test_other_ranks_look_at_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["--config", CONFIG, "--ranks", "8", "--folder", str(tmp_path), *LAYOUT, "model.hidden_size=64"])
+    run(["--config", CONFIG, "--world", "8", "--folder", str(tmp_path), *LAYOUT, "model.hidden_size=64"])
     found = json.loads(capsys.readouterr().out)["ranks"]["8"]
     assert found["resume, rank 0"]["looked_at"] == 8 + 1 and found["resume, other ranks"]["looked_at"] == 0
     assert found["communicators_a_rank"] <= 5 and found["slices"] > 200

@@ -268,7 +268,7 @@ def test_price_before_the_first_start(
     spec = spec_of(
         tmp_path, overrides={"train.precision": "bf16", "log.price_per_device_hour": 2.0}, grid=grid
     )
-    assert sweep.run([spec, "--dry-run", "--device", "h100", "--at-once", "1"]) == 0
+    assert sweep.run([spec, "--dry-run", "--gpu", "h100", "--at-once", "1"]) == 0
     said = capfd.readouterr().out
     assert not (tmp_path / "out").exists() and "predicted by the planner for h100" in said
     found = trials_of(read_spec(spec))
@@ -530,10 +530,10 @@ def test_mistakes_are_one_line(refused: Refused, tree: Path, spec: Any, line: st
         ),
         (("@good.json", "--report"), "config error: --report: @run holds no sweep yet (first the sweep)"),
         (("@good.json", "--report", "--slurm"), "config error: --report: stands beside --slurm"),
-        (("@good.json", "--dry-run", "--device", "h1000"), "config error: --device: h1000 is not known"),
+        (("@good.json", "--dry-run", "--gpu", "h1000"), "config error: --gpu: h1000 is not known"),
         (
             ("@good.json", "--dry-run", "--cluster", "dgx_h100"),
-            "config error: --cluster: links alone predict nothing (also --device)",
+            "config error: --cluster: links alone predict nothing (also --gpu)",
         ),
         (("@good.json", "--slurm", "--submit"), "config error: --submit: there is no sbatch here"),
     ],

@@ -160,7 +160,7 @@ def test_each_has_its_own_best_rate(fork: str, tmp_path: Path, capfd: pytest.Cap
 
     Finished runs are kept.
     """
-    arguments = [fork, "--folder", str(tmp_path / "out"), "--rates", "0.5,1,2"]
+    arguments = [fork, "--output", str(tmp_path / "out"), "--rates", "0.5,1,2"]
     assert script.run([*arguments, "--seeds", "2", "--dry-run"]) == 0 and not (tmp_path / "out").exists()
     said = capfd.readouterr().out
     assert "model.source" in said and "operations a token" in said
@@ -191,7 +191,7 @@ def test_a_run_that_diverges(fork: str, tmp_path: Path, capfd: pytest.CaptureFix
     (tmp_path / "stand_in.py").write_text(
         STAND_IN.replace("last = 2", "last = math.inf if fork and seed == 1 else 2")
     )
-    assert script.run([fork, "--folder", str(tmp_path / "out"), "--rates", "1", "--seeds", "3"]) == 0
+    assert script.run([fork, "--output", str(tmp_path / "out"), "--rates", "1", "--seeds", "3"]) == 0
     said = capfd.readouterr().out
     assert (
         "diverged, so their losses cannot be compared" in said
@@ -222,12 +222,12 @@ def test_a_run_that_diverges(fork: str, tmp_path: Path, capfd: pytest.CaptureFix
             "config error: --report: runs/try_my_model holds no comparison yet (first the runs)",
         ),
         (
-            ("@my_model.py", "--against", "@other.json"),
-            "--against: my_model has train.seq_len 16, and other 32 (the same in both)",
+            ("@my_model.py", "--baseline", "@other.json"),
+            "--baseline: my_model has train.seq_len 16, and other 32 (the same in both)",
         ),
         (
             ("@other.json",),
-            "config error: --against: other is the plain model: it has no model.source, experts or "
+            "config error: --baseline: other is the plain model: it has no model.source, experts or "
             "latents (another config)",
         ),
         (
@@ -244,8 +244,8 @@ def test_a_run_that_diverges(fork: str, tmp_path: Path, capfd: pytest.CaptureFix
         ),
         (("@my_model.py",), "config error: trial my_model,rate=0.5,seed=0: data.train: no corpus is given"),
         (
-            ("@my_model.py", "--folder", "@file", "data.train=@data"),
-            "config error: --folder: cannot write in @file: File exists",
+            ("@my_model.py", "--output", "@file", "data.train=@data"),
+            "config error: --output: cannot write in @file: File exists",
         ),
     ],
 )

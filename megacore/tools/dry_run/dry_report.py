@@ -1,4 +1,4 @@
-"""`launch/plan.py --dry-run`: runs the ranks that the user names, holds them against the formulas and
+"""`launch/plan.py --simulate-ranks`: runs the ranks that the user names, holds them against the formulas and
 against each other, and says so.
 """
 
@@ -31,17 +31,19 @@ def parse_ranks(text: str, world: int) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)) or len(first + last) > 20:
-            raise ConfigError("--dry-run", f"{part[:50]!r} names no rank", right)
+            raise ConfigError("--simulate-ranks", f"{part[:50]!r} names no rank", right)
         start, stop = int(first), int(last if dash else first)
         if start > stop or stop >= world:
             raise ConfigError(
-                "--dry-run",
+                "--simulate-ranks",
                 f"{part} is beyond the {world} ranks" if stop >= world else f"{part} is no range",
                 right,
             )
         if stop - start + len(ranks) >= MOST_RANKS:
             raise ConfigError(
-                "--dry-run", f"{part} makes more than {MOST_RANKS} ranks", "fewer: ranks of a stage do alike"
+                "--simulate-ranks",
+                f"{part} makes more than {MOST_RANKS} ranks",
+                "fewer: ranks of a stage do alike",
             )
         ranks |= dict.fromkeys(range(start, stop + 1))
     return list(ranks)
@@ -76,7 +78,9 @@ def report(config: Config, text: str, host_size: int, routing: Routing | None = 
     if config.num_microbatches > MOST_MICROBATCHES:
         wrong = f"{config.num_microbatches:,} microbatches a step are run one by one"
         raise ConfigError(
-            "train.global_batch_size", wrong, f"at most {MOST_MICROBATCHES:,} for --dry-run; fewer do alike"
+            "train.global_batch_size",
+            wrong,
+            f"at most {MOST_MICROBATCHES:,} for --simulate-ranks; fewer do alike",
         )
     began = time.perf_counter()
     whole = [run_one(config, rank, host_size, f"rank {rank}", routing) for rank in ranks]

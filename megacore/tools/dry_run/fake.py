@@ -32,7 +32,9 @@ def as_on_its_device(config: Config) -> Config:
     if engine.kind == "deepspeed":
         wrong = "DeepSpeed asks for a real device"
         raise ConfigError(
-            "engine.kind", wrong, "native or fsdp; without --dry-run its memory is predicted by formula"
+            "engine.kind",
+            wrong,
+            "native or fsdp; without --simulate-ranks its memory is predicted by formula",
         )
     if engine.cpu_offload:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Devices and clusters as data: one JSON file each in `devices/` and `clusters/`, with
 constants that their makers publish.
 
-A file of your own does as well: `benchmarks.throughput --peak --device-file` and
+A file of your own does as well: `benchmarks.throughput --peak --gpu-file` and
 `benchmarks.collectives --cluster-file` write one of the machine at hand.
 """
 
@@ -156,7 +156,7 @@ def listed_device(device_name: str) -> DeviceSpec | None:
     return None if file is None else file.device()
 
 
-def read_device(name_or_path: str, option: str = "--device") -> DeviceSpec:
+def read_device(name_or_path: str, option: str = "--gpu") -> DeviceSpec:
     """A device by name or from a JSON file. Raises `ConfigError`, naming the option."""
     device = listed_device(name_or_path)
     return device or _read(name_or_path, option, DeviceFile, device_names()).device()

@@ -46,7 +46,7 @@ def report(
         )
     if config.train.precision not in device.peak_flops:
         wrong = f"the {config.train.precision} peak of {device.name} is not known"
-        raise ConfigError("--device", wrong, f"train.precision one of {', '.join(device.peak_flops)}")
+        raise ConfigError("--gpu", wrong, f"train.precision one of {', '.join(device.peak_flops)}")
     found = search(config, world, device, cluster, profile, limit, routing)
     if not found.fit:
         batch = config.train.global_batch_size

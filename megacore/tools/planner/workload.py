@@ -313,7 +313,7 @@ def refuse_experts(config: Config) -> None:
     if config.model.num_experts is not None and config.model.is_custom:
         wrong = "how long a step with experts takes is not predicted of a model of your own"
         raise ConfigError(
-            "model.source", wrong, "launch/plan.py without --search or --device with --cluster, or null"
+            "model.source", wrong, "launch/plan.py without --search or --gpu with --cluster, or null"
         )
 
 

@@ -56,7 +56,7 @@ class Machines(ABC):
         self.looking: Future[str] | None = None
 
     answers = "machines that answer"  # what would be right where none does
-    size_option = "--ranks"
+    size_option = "--world"
 
     @abstractmethod
     def named(self) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Machines(ABC):
         `gained`: the last start has got further than any before. Does not wait: the machines are asked in the
         background. Raises what went wrong there.
         """
-        if self.looking is None and time.monotonic() - self.looked >= self.rules.look:
+        if self.looking is None and time.monotonic() - self.looked >= self.rules.poll:
             self.looked, self.looking = time.monotonic(), Future()
             threading.Thread(target=self._look, args=(self.looking, gained), daemon=True).start()
         if self.looking is None or not self.looking.done():

@@ -33,7 +33,7 @@ def room_in(
 class RayCluster(Machines):
     """One host with a slot for each worker: Ray chooses the nodes itself."""
 
-    size_option = "--workers"
+    size_option = "--world"
 
     def __init__(self, config: str, overrides: list[str], rules: Rules, each: Mapping[str, float]) -> None:
         """`each`: what a worker takes, such as `{"CPU": 1}`."""
@@ -60,7 +60,7 @@ class RayCluster(Machines):
     def start(self, command: list[str], hosts: dict[str, int], planned: Planned) -> list[str]:
         """The script's own command for so many workers, in this layout."""
         self.runs = True
-        return [*command, "--workers", str(planned.ranks), *self.overrides, *planned.overrides]
+        return [*command, "--world", str(planned.ranks), *self.overrides, *planned.overrides]
 
     def ended(self, **how: Any) -> None:
         """The start's workers have ended too."""

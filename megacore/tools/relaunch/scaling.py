@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser
 
 COMMAND_SECONDS = 30.0  # that a command of the user's own may take
 
@@ -23,7 +24,7 @@ class Rules:
 
     least: int = 0  # ranks below which the run waits; 0: it never waits
     most: int = 1 << 20
-    look: float = 0.0  # seconds between looks at the machines
+    poll: float = 0.0  # seconds between checks of the machines
     pause: float = 0.0  # seconds after a start in which a run is not stopped to use other machines
     command: tuple[str, ...] = ()  # prints how many ranks there shall be
 
@@ -125,33 +126,34 @@ def words_of(option: str, command: str, right: str) -> tuple[str, ...]:
     return words
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that both launch scripts have for the size of a run."""
+def add_options(parser: Parser) -> None:
+    """Add the options for the size of a run, which supervise.py and ray_train.py share."""
     parser.add_argument(
         "--ranks-command",
         metavar="COMMAND",
-        help="prints how many ranks there shall be; it is asked at each start and look",
+        help="command that prints the number of ranks to use; it runs at each start and poll",
     )
     parser.add_argument(
-        "--look",
+        "--poll",
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="looks so often for machines that join or leave (10); inf: never",
+        help="time between checks for machines that join or leave, in seconds; inf: never",
     )
     parser.add_argument(
         "--resize-pause",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="a run is not stopped to grow sooner after a start (60)",
+        help="time after a start before the run may be stopped to grow, in seconds",
     )
+    parser.add_alias("--look", "--poll")
 
 
 def rules_of(args: argparse.Namespace, size: tuple[int, int] | None) -> Rules:
     """The rules that the options state. `size`: the least and the most ranks."""
     for option, bad, right in (
-        ("look", not args.look > 0, "seconds, above 0"),
+        ("poll", not args.poll > 0, "seconds, above 0"),
         ("resize-pause", not 0 <= args.resize_pause < math.inf, "seconds, 0 or more"),
     ):
         if bad:
@@ -164,7 +166,7 @@ def rules_of(args: argparse.Namespace, size: tuple[int, int] | None) -> Rules:
         else words_of("--ranks-command", args.ranks_command, "a command that prints a number")
     )
     least, most = size or (Rules.least, Rules.most)
-    return Rules(least, most, args.look, args.resize_pause, command)
+    return Rules(least, most, args.poll, args.resize_pause, command)
 
 
 def size_of(option: str, text: str) -> tuple[int, int]:
@@ -172,8 +174,7 @@ def size_of(option: str, text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text, re.ASCII)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if least > most:
-        what = option.removeprefix("--")
         raise ConfigError(
-            option, f"{text} is no number of {what}", "a number such as 8, or least:most such as 8:16"
+            option, f"{text} is not a number of ranks", "a number such as 8, or least:most such as 8:16"
         )
     return least, most

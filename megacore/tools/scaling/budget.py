@@ -166,7 +166,7 @@ def laid_out(
     train = optimal.config.train
     if train.precision not in device.peak_flops:
         raise ConfigError(
-            "--device",
+            "--gpu",
             f"the {train.precision} peak of {device.name} is not known",
             "train.precision=bf16, or another device",
         )
@@ -198,7 +198,7 @@ def for_hours(
     precision = family.base.train.precision
     if precision not in device.peak_flops:
         raise ConfigError(
-            "--device",
+            "--gpu",
             f"the {precision} peak of {device.name} is not known",
             "train.precision=bf16, or another device",
         )

@@ -1,4 +1,4 @@
-"""Reads and writes plans as JSON: any order of a step's work, made by hand or by `launch/plan.py --write`.
+"""Reads and writes plans as JSON: any order of a step's work, made by hand or by `launch/plan.py --output`.
 
     {"version": 1, "placement": [[0, 3], [1, 2]], "actions": [["F0.0", "F0.1", "B0.1", "B0.0"], ["F0.0",
     "F0.1", "B0.1", "B0.0"]]}
@@ -23,7 +23,7 @@ from megacore.tools.schedules.validate import validate
 
 VERSION = 1
 LETTERS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
-RIGHT = "a plan as launch/plan.py --write writes it"
+RIGHT = "a plan as launch/plan.py --output writes it"
 
 
 def plan_from_file(config: Config) -> Plan:

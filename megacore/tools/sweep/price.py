@@ -54,7 +54,7 @@ def machine_of(
     """
     if device is None and gpu is None:
         if cluster is not None:
-            raise ConfigError("--cluster", "links alone predict nothing", "also --device")
+            raise ConfigError("--cluster", "links alone predict nothing", "also --gpu")
         return measured(threads)
     if device is None:
         if (listed := listed_device(str(gpu))) is None:
@@ -225,7 +225,7 @@ def show(rows: Sequence[Row], machine: Machine | None, at_once: int, price: floa
     if len(left) > SHOWN:
         console.print(f"… and {len(left) - SHOWN} more")
     if machine is None or not times:
-        console.print("in all: not known; --device names a device that the planner knows")
+        console.print("in all: not known; --gpu names a device that the planner knows")
         return
     unknown = (
         f", without {len(left) - len(times)} that the planner cannot predict"

@@ -127,7 +127,7 @@ def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contend
     model = sections["model"]
     if model.get("hf") is not None:
         wrong = "the plain model would not have the sizes of model.hf"
-        raise ConfigError("--against", wrong, "another config")
+        raise ConfigError("--baseline", wrong, "another config")
     others = (
         ExpertSettings.model_fields.keys() | LatentSettings.model_fields.keys() | {"source", "source_digest"}
     )
@@ -137,7 +137,7 @@ def opponent(idea: Contender, against: str, overrides: Sequence[str]) -> Contend
         sections.get("parallel", {}).pop(key, None)
     if model == idea.sections["model"]:
         raise ConfigError(
-            "--against",
+            "--baseline",
             f"{idea.name} is the plain model: it has no model.source, experts or latents",
             "another config",
         )
@@ -153,7 +153,7 @@ def check_alike(idea: Contender, other: Contender, how: str) -> None:
     for key in (*ALIKE, *(() if how == "steps" else ("train.steps",))):
         if first[key] != second[key]:
             raise ConfigError(
-                "--against",
+                "--baseline",
                 f"{idea.name} has {key} {first[key]}, and {other.name} {second[key]}",
                 "the same in both",
             )

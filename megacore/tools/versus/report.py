@@ -88,13 +88,13 @@ def report(comparison: Comparison) -> None:
         "reached": verdict.reached,
         "lines": lines,
     }
-    write_json("--folder", path / "try.json", written | found)
+    write_json("--output", path / "try.json", written | found)
     try:
         with replaced(str(path / "try.png")) as aside:
             draw(verdict, curves, LAST, metric, aside)
     except OSError as error:
         raise ConfigError(
-            "--folder", f"cannot write {path / 'try.png'}: {error.strerror}", "a folder with room"
+            "--output", f"cannot write {path / 'try.png'}: {error.strerror}", "a folder with room"
         ) from None
     console.print(f"\nin {path}: try.json, try.png")
 
