@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         help="run the checks N times without any bug, to see that they report nothing",
     )
     parser.add_argument(
-        "--write", action="store_true", help="write the page of planted bugs if all are caught as expected"
+        "--write", action="store_true", help="write tests/faults/README.md if all are caught as expected"
     )
     parser.add_argument("names", nargs="*", metavar="FAULT", help="only these bugs, by their names")
     args = parser.parse_intermixed_args(argv)
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         checks.close()
     print(f"{len(chosen) - wrong} of {len(chosen)} faults caught as the catalogue says")
     if args.write and not wrong:
-        (ROOT / "docs/faults.md").write_text(document(), encoding="utf-8")
+        (ROOT / "tests/faults/README.md").write_text(document(), encoding="utf-8")
     return int(wrong > 0)
 
 
