@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import machine
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
@@ -149,10 +149,10 @@ def page(results: list[Result], commit: str) -> str:
     """Return the page with a row for each file, and their numbers."""
     counts = Counter(result.result for result in results)
     lines = [
-        "# The ds_configs of DeepSpeedExamples",
-        "",
-        f"`{EXAMPLE}`, {datetime.now(UTC):%Y-%m-%d}, DeepSpeed {version('deepspeed')}, one CPU rank.",
-        f"The examples are those of commit `{commit}` (https://github.com/deepspeedai/DeepSpeedExamples).",
+        *machine.heading("The ds_configs of DeepSpeedExamples", EXAMPLE, machine.describe()),
+        "Which ds_config files of DeepSpeedExamples train a small model unchanged, and why others do not.",
+        f"DeepSpeed {version('deepspeed')}, one CPU rank; the examples are those of commit `{commit}`",
+        "(https://github.com/deepspeedai/DeepSpeedExamples).",
         "",
         "The run's config states a small model and nothing else, so the ds_config decides what it states.",
         "A file that starts has trained for two steps.",

@@ -110,3 +110,13 @@ def describe() -> dict[str, Any]:
         },
         "versions": versions,
     }
+
+
+def heading(title: str, command: str, description: dict[str, Any]) -> list[str]:
+    """Return the first lines of a results page: the title, and a line of command, machine and date.
+
+    `description` is what `describe()` returned on the machine that measured.
+    """
+    machine = description["machine"]
+    devices = [f"{machine['processor']}, {machine['cores']} cores", *machine["gpus"]]
+    return [f"# {title}", "", f"`{command}` · {', '.join(devices)} · {description['date'][:10]}", ""]

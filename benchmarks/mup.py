@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import processor
+from benchmarks import machine
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output
@@ -59,9 +59,13 @@ def moved(losses: Losses, parametrization: str) -> float:
 
 
 def document(losses: Losses, base: int) -> str:
-    """The table, and what it says."""
+    """Return the page: a table for each parametrization, and how far the best learning rate moves."""
     widths = sorted(losses["standard"])
-    lines = [f"{processor()}.", ""]
+    lines = machine.heading("The best learning rate over model widths", EXAMPLE, machine.describe())
+    lines += [
+        "Validation loss by learning rate and width, with the standard parametrization and with muP.",
+        "",
+    ]
     for parametrization, title in TITLES.items():
         rates = sorted({rate for by_rate in losses[parametrization].values() for rate in by_rate})
         lines += [
@@ -142,7 +146,8 @@ def main(argv: list[str]) -> int:
         )
     for ending in (".md", ".png"):
         check_output("--output", args.output + ending)
-    text = document(losses, base)
+    chart = Path(f"{args.output}.png").name
+    text = f"{document(losses, base)}\nChart: [{chart}]({chart}).\n"
     Path(f"{args.output}.md").write_text(text, encoding="utf-8")
     draw(losses, base, f"{args.output}.png")
     print(text, end="")

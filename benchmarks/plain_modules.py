@@ -46,14 +46,14 @@ SPEED_TRAIN = {
     "compile": False,
 }
 STEP_TOKENS = 16 * SEQ_LEN
-SPEED_HEAD = """# A Llama by its own code, and by megacore's layers
-
-{machine}
+SPEED_HEAD = """{heading}
+Training speed of a Hugging Face Llama by its own code, compared with the same model in megacore's layers.
+{versions}
 
 4 layers, hidden 256, 4 heads, feed-forward 688, vocabulary 8192, sequence 256, 4 microbatches of 4 sequences.
 fp32, one thread a rank, eager kernels, not compiled.
 {rounds} interleaved rounds of one step each, medians; a ratio is taken within a round.
-Above 1 the class is faster.
+Above 1, the class is faster.
 Other work kept {busy:.1f} cores busy.
 
 Engine, attention, loss, optimizer and tokens are the same.
@@ -61,10 +61,7 @@ The blocks differ: the class multiplies queries, keys and values one by one, and
 feed-forward too, where megacore's layers have one product; and its norms, rotary embedding and activation are
 those of transformers.
 The first weights differ, and memory has the code of transformers too.
-
-```bash
-python -m benchmarks.plain_modules --output benchmarks/results/plain_modules_speed.md
-```
+All numbers: [plain_modules_speed.json](plain_modules_speed.json).
 
 | layout | tokens/s by its own code | by megacore's layers | ratio | lowest, highest | peak MB a rank, both |
 |---|---:|---:|---:|---|---|
@@ -122,17 +119,21 @@ def speed_table(content: dict[str, Any]) -> str:
         )
 
     busy = median(cores for record in records.values() for cores in record["cores_busy_with_others"])
-    head = SPEED_HEAD.format(machine=machine_text(content), rounds=len(content["loads"]), busy=busy)
+    head = SPEED_HEAD.format(
+        heading="\n".join(
+            machine.heading("A Llama by its own code and by megacore's layers", EXAMPLE, content)
+        ),
+        versions=versions_text(content),
+        rounds=len(content["loads"]),
+        busy=busy,
+    )
     return head + "\n".join(lines) + "\n"
 
 
-def machine_text(content: dict[str, Any]) -> str:
-    """Return where and when a result was measured."""
-    place, versions = content["machine"], content["versions"]
-    return (
-        f"{place['processor']}, {place['cores']} cores. {content['date'][:10]}.\n"
-        f"torch {versions['torch']}, transformers {versions['transformers']}."
-    )
+def versions_text(content: dict[str, Any]) -> str:
+    """Return the versions of the libraries that a result was measured with."""
+    versions = content["versions"]
+    return f"torch {versions['torch']}, transformers {versions['transformers']}."
 
 
 def main(argv: list[str]) -> int:

@@ -1,8 +1,8 @@
-"""The planner's scoreboard: predicted steps beside a table of measured ones, for rows that were
-fitted and rows that were not.
+"""The planner's scoreboard: compare predicted step times with a table of publicly measured ones.
 
-Every figure stands beside a baseline that knows one MFU for each framework, device and precision, fitted on
-the same rows. Of each framework some models or sizes are held out; `benchmarks/planner_fit.py` says which.
+Errors are reported for rows that the constants were fitted on and for rows that were held out, next to a
+baseline that knows one MFU for each framework, device and precision and is fitted on the same rows.
+`benchmarks/planner_fit.py` lists which models or sizes of a framework are held out.
 With --fit the constants are fitted again and written to megacore/tools/planner/fitted.json.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import planner_memory, planner_sizes, planner_weak_scaling
+from benchmarks import machine, planner_memory, planner_sizes, planner_weak_scaling
 from benchmarks.planner_charts import draw_ablation, draw_measured
 from benchmarks.planner_fit import CASES, SWEEPS, fit, steps
 from benchmarks.planner_rows import Row, read
@@ -29,8 +29,23 @@ from megacore.tools.planner.error_bars import FILE as ERROR_BARS
 from megacore.tools.planner.profile import FITTED, Profile, fitted, profile
 from megacore.tools.planner.step_time import predict
 
-EXAMPLE = "python -m benchmarks.planner measured_steps.csv --output benchmarks/results/planner"
+EXAMPLE = "python -m benchmarks.planner --output benchmarks/results/planner"
 ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ROOT / "benchmarks/measured_steps.csv"
+WEAK_SCALING = ROOT / "benchmarks/a100_weak_scaling.csv"
+INTRODUCTION = """\
+How far predicted step times are from publicly measured ones, for rows that the constants were fitted on and
+rows that were held out. The predictions do not depend on the machine that computes them.
+
+The measurements are in [measured_steps.csv](../measured_steps.csv) and, for the weak scaling,
+[a100_weak_scaling.csv](../a100_weak_scaling.csv). A row's `source` is the repository, commit, file and line
+that published it; an empty cell means that the source does not state the value.
+[Where the predictions are wrong](planner_errors.md) discusses the errors. The same numbers are in
+[planner.json](planner.json).
+
+The baseline is one MFU for each framework, device and precision, fitted on the same rows. Regret is the
+measured time of the layout that the planner would choose, divided by the best measured time.
+"""
 SWITCHES = (
     "shape",
     "attention",
@@ -50,7 +65,14 @@ SWITCHES = (
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("data", type=Path, metavar="DATA.csv", help="the table of measured steps")
+    parser.add_argument(
+        "data",
+        type=Path,
+        nargs="?",
+        default=MEASURED,
+        metavar="DATA.csv",
+        help="the table of measured steps (default: benchmarks/measured_steps.csv)",
+    )
     parser.add_argument(
         "--fit",
         action="store_true",
@@ -59,8 +81,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--weak-scaling",
         type=Path,
+        default=WEAK_SCALING,
         metavar="TABLE.csv",
-        help="also predicts table 1 of Narayanan et al. 2021",
+        help="table 1 of Narayanan et al. 2021 (default: benchmarks/a100_weak_scaling.csv)",
     )
     parser.add_argument(
         "--output",
@@ -76,11 +99,17 @@ def of_framework(rows: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rows if row.framework == name and row.seconds is not None]
 
 
+def command_of(data: Path, *options: str) -> str:
+    """Return the command that reads this table; the project's own table is the default and is left out."""
+    table = [] if data == MEASURED else [data.name]
+    return " ".join(["python -m benchmarks.planner", *options, *table])
+
+
 def fit_all(rows: Sequence[Row], data: Path) -> None:
     """Fits every framework's constants, and freezes them with the command and the split."""
     frozen = fitted()
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.planner --fit {data.name}",
+        "command": command_of(data, "--fit"),
         "profiles": dict(frozen["profiles"]),  # a framework without rows keeps its constants
         "memory": frozen.get("memory", {}),
     }
@@ -254,8 +283,10 @@ def worst(rows: Sequence[Row], count: int = 3) -> list[dict[str, Any]]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The scoreboard as a table."""
-    lines = ["# Predicted steps beside measured ones", "", f"`{report['command']}`", ""]
+    """The scoreboard as a page."""
+    command = f"{report['command']} --output benchmarks/results/planner"
+    lines = machine.heading("Predicted and measured step times", command, report)
+    lines += [*INTRODUCTION.splitlines(), ""]
     lines += [
         "| framework | rows | error, median | 90th percentile | baseline, median | 90th | regret, median "
         "| worst | baseline's |"
@@ -280,7 +311,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"- {name}: {entry['split']}." for name, entry in report["frameworks"].items()
     ]
     columns = (
-        "rows | median | 90th percentile | refused | failed | recall | of those that fill half | false alarms"
+        "rows | median | 90th percentile | rejected | failed | recall | of runs that fill half | false alarms"
     )
     lines += ["", f"| nanotron's memory | {columns} |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
@@ -295,8 +326,7 @@ def markdown(report: dict[str, Any]) -> str:
         ]
         cells += [f"{m['recall where half is full']:.2f}", f"{m['false alarms']:.1%}"]
         lines.append(f"| {part} | {' | '.join(cells)} |")
-    if "weak scaling" in report:
-        lines += planner_weak_scaling.markdown(report["weak scaling"])
+    lines += planner_weak_scaling.markdown(report["weak scaling"])
     lines += planner_sizes.markdown(report)
     lines += ["", "Median error on rows held out, with one term left out and nothing fitted again:", ""]
     names = list(report["ablation"])
@@ -305,7 +335,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"| {term} | {' | '.join(f'{own[term]:.1%}' for own in report['ablation'].values())} |")
     lines += [
         "",
-        "Mixtures of experts, to which nothing is fitted:",
+        "MoE models, to which nothing is fitted:",
         "",
         "| model, source | rows | median | with sign | one MFU, median |",
     ]
@@ -339,8 +369,8 @@ def run(argv: list[str]) -> None:
     held, known = predicted(rows, lambda _, out: out), predicted(rows, lambda _, out: not out)
     ratios = planner_sizes.ratios(predicted(rows, lambda name, out: out or name in SWEEPS))
     tails = planner_sizes.tails(ratios)
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.planner {args.data.name}",
+    report: dict[str, Any] = machine.describe() | {
+        "command": command_of(args.data),
         "frameworks": score(rows),
         "fitted, by size": by(known, lambda row: planner_sizes.row_kind(row)[0]),
         "held out, by size": by(held, lambda row: planner_sizes.row_kind(row)[0]),
@@ -357,10 +387,8 @@ def run(argv: list[str]) -> None:
         "worst": worst(rows),
         "mixtures of experts": of_mixtures(mixtures, rows),
         "skipped": list(counts.items()),
+        "weak scaling": planner_weak_scaling.score(args.weak_scaling),
     }
-    if args.weak_scaling is not None:
-        report["weak scaling"] = planner_weak_scaling.score(args.weak_scaling)
-        report["command"] += f" --weak-scaling {args.weak_scaling.name}"
     print(markdown(report))
     if args.output is not None:
         args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -200,7 +200,8 @@ def adds_in_fp32(device: str, dtype: torch.dtype) -> bool:
     """Whether a device can add a product of 16-bit matrices to an fp32 one.
 
     PyTorch can on CUDA, and warns where it cannot after all. On a CPU it cannot: there a product in fp32
-    would take twice as long, which is more than rounding it to bf16 and adding that: see docs/performance.md.
+    would take twice as long, which is more than rounding it to bf16 and adding that: see
+    benchmarks/results/performance_gpu_estimates.md.
     """
     a, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:

@@ -19,10 +19,12 @@ from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.cli import Parser, StandardStream, exit_rank_with
+from megacore.tools.cli import Parser, StandardStream, count, exit_rank_with
+from megacore.tools.launchers import launcher_of
 from megacore.tools.settings.ds_config import print_note
 from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import Resolved, load
+from megacore.tools.settings.print_config import config_table, printed_world
 from megacore.tools.stop_request import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
@@ -47,12 +49,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--print-config", action="store_true", help="print every value and where it came from, and stop"
     )
     parser.add_argument(
+        "--describe", action="store_true", help="with --print-config: print the meaning of every key too"
+    )
+    parser.add_argument(
+        "--world",
+        type=count,
+        metavar="N",
+        help="with --print-config: number of ranks to resolve the config for, without a launcher "
+        "(default: the fewest that it fits)",
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
         help="JSON values over the file's, such as train.steps=20",
     )
     args = parser.parse_intermixed_args(argv)
+    if not args.print_config and (args.describe or args.world is not None):
+        option = "--describe" if args.describe else "--world"
+        raise ConfigError(option, "is an option of --print-config", f"--print-config, or no {option}")
     if args.deepspeed is not None:
         args.overrides = [*with_deepspeed(args.deepspeed), *args.overrides]
     return args
@@ -67,22 +82,33 @@ def run(argv: list[str], place: RankInfo) -> int:
     """Runs one rank. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
-    loaded = load(args.config, args.overrides, place.world_size)
+    world_size, note = place.world_size, ""
+    if args.print_config:
+        is_launched = place.world_size > 1 or launcher_of(os.environ) is not None
+        launched = place.world_size if is_launched else None
+        world_size, note = printed_world(args.config, args.overrides, args.world, launched)
+    loaded = load(args.config, args.overrides, world_size)
     check_launcher(loaded.config)
     if loaded.config.parallel.schedule.startswith("file:"):
         partitioned(loaded.config)
     refuse_overwriting(args.config, loaded)
     if args.print_config:
         if place.rank == 0:
-            print(loaded.table())
-            if loaded.config.optim.groups or loaded.config.model.parametrization == "mup":
-                from megacore.tools.settings.group_table import group_table
-
-                print(f"\n{group_table(loaded.config)}")
+            print_config(loaded, note, describe=args.describe)
         return 0
     folder = Path(resolved(loaded.config.log.dir))
     with StopRequest(folder if place.rank == 0 else None) as stop:
         return train(loaded.config, place, stop)
+
+
+def print_config(loaded: Resolved, note: str, *, describe: bool) -> None:
+    """Print every value and its origin, and which parameters have which optimizer if they differ."""
+    parts = [note, config_table(loaded, describe=describe)]
+    if loaded.config.optim.groups or loaded.config.model.parametrization == "mup":
+        from megacore.tools.settings.group_table import group_table
+
+        parts.append(group_table(loaded.config))
+    print("\n\n".join(filter(None, parts)))
 
 
 def refuse_overwriting(path: str, loaded: Resolved) -> None:

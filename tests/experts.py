@@ -7,7 +7,7 @@ python -m tests.experts --list            says which they are
 python -m tests.experts --only 3 7        some, by their numbers
 python -m tests.experts --results FILE    keeps there what is found, and does not prove again what is there of
     the same code
-python -m tests.experts --write           writes docs/experts_proof.md, if all are equal to one process
+python -m tests.experts --write           writes tests/experts_found.json, if all are equal to one process
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.proof_report import explain
 from megacore.tools.verify.run import Options, Result, prove
 from megacore.tools.verify.workers import ProofWorkers
-from tests.expert_rows import CHOICES, CONFIG, FACTORS, Proof, proofs
+from tests.expert_rows import CHOICES, CONFIG, Proof, proofs
 from tests.strict import Rules
 from tests.strict.runs import Case, Runs
 from tests.training import write_weights
 
-DOCUMENT = ROOT / "docs" / "experts_proof.md"
+FOUND = ROOT / "tests" / "experts_found.json"
 # of the layouts one in so many is run over a strict wire, of those whose routers are as they are
 STRICT_PART = 3
 MIXTURE = (
@@ -122,84 +122,14 @@ class StrictRuns:
         return made
 
 
-def document(found: dict[int, Found]) -> str:
-    """docs/experts_proof.md, from what was found."""
-    chosen, never = proofs()
+def write_found(found: dict[int, Found]) -> None:
+    """Write what was found of all rows, for `tests.pages.proved`."""
     rows = []
-    for number, proof in enumerate(chosen):
-        of, said = proof.of, found[number]
-        rest = (of[name] for name in CHOICES)
-        rows.append(f"| {proof.layout.name} | {' | '.join(rest)} | {said.verify} | {said.strict or '–'} |")
-    lacking = [f"- {FACTORS[i]} {a} with {FACTORS[j]} {b}" for i, a, j, b in sorted(never)]
-    beside = "\n\nNo run accepts these pairs, so no row has them:\n\n" + "\n".join(lacking) if lacking else ""
-    return (
-        HEAD.format(count=len(chosen), strict=sum(bool(one.strict) for one in found.values()))
-        + "\n".join(rows)
-        + beside
-        + "\n"
-    )
-
-
-HEAD = """# Experts in every layout
-
-`launch/verify.py` proves a mixture of experts in {count} layouts of 4 and 8 ranks.
-They are a pairwise cover: each two of the values in this table occur together in a row, if a run accepts the
-two.
-
-```bash
-python -m tests.experts              # proves all of them again: 17 minutes on two busy cores
-python -m tests.experts --only 3 7   # some, by their places in the table, from 0
-```
-
-With `--results FILE` a run that was interrupted goes on, as long as no code changes.
-
-A layout's name has the ranks of each axis: `etp` ranks divide an expert, `ep` ranks hold different ones, `sp`
-is sequence parallelism.
-
-- **engine**: native, its state divided (`engine.shard_optimizer`), its sums in two levels of hosts
-(`engine.reduce_levels=2`), or FSDP2.
-- **router**: a softmax and a loss of balance by sequence; or sigmoids, groups, a bias and a loss by the batch
-before (DeepSeek-V3).
-  With "ties" scores are rounded to sixteenths, so that several are equal.
-  With "one expert" all are equal: every token goes to the first, nobody chooses the others, and ranks that
-  hold these have no rows.
-- **batch**: "few tokens" has 4 or 8 in a microbatch, so ranks and experts are without a token.
-  "uneven" has 3 sequences in a microbatch, which tensor ranks cut, and 9 blocks.
-  "documents" has whole documents packed into samples, and attention within them.
-  Tokens of a microbatch that tensor ranks cannot divide are refused, in one line.
-- **capacity**: rows that an expert takes, as a part of the mean; "all" drops none.
-- **exchange**: a microbatch's tokens go to experts at once, or in two halves (`parallel.expert_halves`).
-- **layers**: "biases" has them in experts, routers and all other layers; "latent" is latent attention, with
-latents of queries too.
-
-All rows have an expert that all tokens share, a dense first block, and a loss of the router's logits.
-
-**largest difference** is that of all gradients, parameters, moments, buffers, losses and norms on all ranks
-from one process in plain fp64.
-Routing comes first: choices must be those of the one process.
-
-**strict wire**: {strict} of the rows also train over [a wire as strict as NCCL](strict_wire.md), and are
-compared with one process.
-They have an even batch there.
-They begin from drawn weights, and from a dense model's that were [upcycled](experts.md#from-a-dense-model)
-with noise.
-Losses, norms and every tensor of their checkpoints must be within 1e-9.
-
-Other tests prove what no row has:
-
-| what | test |
-|---|---|
-| Muon for every expert by itself | `tests/distributed/test_experts.py` |
-| checkpoints that move between `ep`, `etp` and `pp` | the same |
-| texts that are written over `ep` and tensor ranks | the same |
-| latent attention under ring and Ulysses | `tests/distributed/test_latent_attention.py` |
-| published models in, trained, and out | `tests/distributed/test_published_mixtures.py` |
-| mistakes with experts, planted | `tests/faults`, [the table](faults.md) |
-
-| layout | engine | recompute | router | batch | capacity | exchange | layers | largest difference | strict
-wire: drawn / upcycled |
-|---|---|---|---|---|---|---|---|---|---|
-"""
+    for number, proof in enumerate(proofs()[0]):
+        row = [proof.layout.name, *(proof.of[name] for name in CHOICES)]
+        rows.append({"row": row, "difference": found[number].verify, "strict": found[number].strict})
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    FOUND.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 class Kept:
@@ -244,7 +174,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="keep there what is found, and go on from it"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}, if all are equal")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write tests/experts_found.json, if all are equal; tests.pages makes a page of it",
+    )
     args = parser.parse_args(argv)
     chosen, _ = proofs()
     if args.write and args.only:
@@ -283,7 +217,7 @@ def main(argv: list[str]) -> int:
     right = sum(one.right for one in found.values())
     print(f"{right} of {len(found)} are equal to one process")
     if args.write and right == len(found):
-        DOCUMENT.write_text(document(found), encoding="utf-8")
+        write_found(found)
     return int(right < len(found))
 
 

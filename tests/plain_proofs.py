@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.plain_modules import machine_text
+from benchmarks.plain_modules import versions_text
 from megacore.files import ROOT
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.verify.layouts import DEFAULT, parse
@@ -54,9 +54,9 @@ SETTINGS = (
     Setting("bf16", ("one", "tp2sp", "pp2", "cp2"), precision="bf16"),
 )
 
-PROOF_HEAD = """# Modules by their own code, in every layout
-
-{machine}
+PROOF_HEAD = """{heading}
+Proofs that Hugging Face modules and a plain PyTorch model compute the same in each layout as on one process.
+{versions}
 
 Small models of four blocks train for three steps on real gloo ranks, in fp64.
 They are compared with the untouched module on one process: its own forward, eager attention and masks, and
@@ -68,11 +68,7 @@ In bf16 a difference must be one that bf16's rounding explains.
 There each token of Mixtral goes to all experts: with two of four, rounding changes which experts a router
 chooses, and a proof does not compare the choices of a class's own routers.
 
-{equal} are EQUAL.
-
-```bash
-python -m tests.plain_proofs --output benchmarks/results/plain_modules.md
-```
+{equal} are EQUAL. All cells: [plain_modules.json](plain_modules.json).
 
 """
 
@@ -157,7 +153,10 @@ def table(content: dict[str, Any]) -> str:
     cells = content["cells"]
     equal = sum(not is_wrong(text) and not text.startswith("impossible") for text in texts(cells))
     head = PROOF_HEAD.format(
-        machine=machine_text(content), bound=BOUND, equal=f"{equal} of {len(texts(cells))}"
+        heading="\n".join(machine.heading("Plain modules in many layouts", EXAMPLE, content)),
+        versions=versions_text(content),
+        bound=BOUND,
+        equal=f"{equal} of {len(texts(cells))}",
     )
     lines = [f"| layout | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
     notes = dict[str, None]()

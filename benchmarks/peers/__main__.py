@@ -16,6 +16,7 @@ complete.
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for all alike"
     )
     args = parser.parse_intermixed_args(argv)
+    args.command = shlex.join(["python", "-m", "benchmarks.peers", *argv])
     args.rounds = args.rounds or (3 if args.quick else 7)
     args.output = (
         args.output or ROOT / "benchmarks" / "results" / f"peers_{machine.describe()['date'][:10]}.json"
@@ -116,6 +118,7 @@ def begin(args: argparse.Namespace, output: Path, say: Callable[[str], None]) ->
         mode="json", by_alias=True, include={"model", "train", "optim"}
     )
     fresh = machine.describe() | {
+        "command": args.command,
         "peers": {name: " ".join(REQUIREMENTS[PEERS[name].environment]) for name in args.peers},
         "setting": setting,
         "settings": {kind: SETTINGS[kind] for kind in settings_here() if kind in args.settings},

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import machine
 from benchmarks.charts import ratio_bars
 from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, PRODUCTS, SAME_WEIGHTS
 from benchmarks.peers.process import EQUAL, OWN, SETTINGS
@@ -80,7 +81,7 @@ def another_job(record: Record, ours: Record, tolerance: float | None) -> str | 
 
 def table(report: dict[str, Any]) -> str:
     """The results in Markdown: first megacore over the best peer, then every contender in every layout."""
-    lines = [*_heading(report), "", *_against_best(report), "", "| " + " | ".join(HEADER) + " |"]
+    lines = [*_introduction(report), "", *_against_best(report), "", "| " + " | ".join(HEADER) + " |"]
     lines.append("|---|---" + "|---:" * 7 + "|---|")
     for key, entries in report["results"].items():
         ranked = sorted(
@@ -91,32 +92,35 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(report: dict[str, Any]) -> list[str]:
+def _introduction(report: dict[str, Any]) -> list[str]:
     """On what, with what, and how it was measured."""
-    cores, gpus = report["machine"]["cores"], ", ".join(report["machine"]["gpus"]) or "no GPU"
     versions = ", ".join(
         f"{name} {version}" for name, version in (report["versions"] | report["peers"]).items() if version
     )
     model, train = report["setting"]["model"], report["setting"]["train"]
-    mixture = (
-        f"{model['num_experts']} experts of {model['expert_ffn_size']} features, of which a token "
-        f"takes {model['experts_per_token']}, "
-    )
-    mixture += f"and {model['shared_experts']} that all share, in every block."
+    experts = []
+    if model["num_experts"] is not None:
+        experts.append(
+            f"{model['num_experts']} experts of {model['expert_ffn_size']} features in every block; a token "
+            f"uses {model['experts_per_token']} of them and {model['shared_experts']} that all tokens share."
+        )
+    kind = "dense model" if model["num_experts"] is None else "MoE model"
+    title = f"Speed compared with other libraries: {kind}, {' and '.join(report['settings'])} settings"
     lines = [
-        f"{report['machine']['processor']}, {cores} cores; {gpus}. {report['date'][:10]}.",
-        f"{versions}.",
+        *machine.heading(title, report["command"], report),
+        "Training speed of megacore and of other libraries with the same model, tokens and layout.",
+        f"Versions: {versions}.",
         "",
         f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, "
         f"sequence {train['seq_len']}, vocabulary "
         f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches "
         f"of {train['micro_batch_size']}.",
-        *([] if model["num_experts"] is None else [mixture]),
+        *experts,
         f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same "
         "random tokens in every step.",
-        "All contenders have as many ranks, and each rank as many threads.",
-        "At most: the ratio if megacore took no time but for the products of the linear layers and the LM "
-        "head, forward and backward.",
+        "All contenders have the same number of ranks and of threads a rank.",
+        "At most: the ratio if megacore took time only for the matrix products of the linear layers and the "
+        "LM head, forward and backward.",
         "They are timed alone in the same rounds, with megacore's settings; attention's own products are "
         "left out.",
         "",
@@ -127,8 +131,8 @@ def _heading(report: dict[str, Any]) -> list[str]:
             "Own settings: every contender as its users get it.",
             "Equal settings: the peers' processes also get what megacore sets for its own on a CPU.",
             "Freed memory is kept, and oneDNN multiplies fp32 where it is exact.",
-            "The two are races of their own, and megacore, which has its settings in both, runs in each; "
-            "a ratio is taken within a round.",
+            "Each kind is a separate race. megacore runs in both, with its own settings; a ratio is taken "
+            "within a round.",
         ]
     return [
         *lines,
@@ -212,14 +216,17 @@ def _row(key: str, name: str, entries: dict[str, Any], before: str | None) -> st
 def write(report: dict[str, Any], output: Path) -> None:
     """JSON, table and chart."""
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    output.with_suffix(".md").write_text(table(report), encoding="utf-8")
+    links = f"All numbers: [{output.name}]({output.name})."
     if panels := ratios_by_layout(report):
+        chart = output.with_suffix(".png").name
+        links += f" Chart: [{chart}]({chart})."
         where = f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['date'][:10]}"
         ratio_bars(
             output.with_suffix(".png"),
             panels,
             f"megacore's speed over each peer's (1: equally fast)\n{where}",
         )
+    output.with_suffix(".md").write_text(f"{table(report)}\n{links}\n", encoding="utf-8")
 
 
 def ratios_by_layout(report: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:

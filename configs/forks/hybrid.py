@@ -35,10 +35,14 @@ from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 class Settings(ModelConfig):
     attention_every: Count = Field(
-        4, description="of so many blocks the last attends, and the others are recurrences"
+        4, description="every n-th block is an attention block; the others are recurrent"
     )
-    taps: Count = Field(4, description="tokens whose queries, keys and values are mixed, the own among them")
-    chunk: Count = Field(64, description="tokens of the recurrence that are computed by one product")
+    taps: Count = Field(
+        4,
+        description="tokens that the causal convolution of queries, keys and values mixes, including the "
+        "current one",
+    )
+    chunk: Count = Field(64, description="tokens of the recurrence that one matrix product computes")
 
 
 def after(state: Tensor, step: Tensor) -> Tensor:

@@ -31,10 +31,13 @@ from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, column_line
 
 class Settings(ModelConfig):
     adapt: tuple[str, ...] = Field(
-        ("*.attention.*", "*.feed_forward.*"), description="patterns of the names of matrices with adapters"
+        ("*.attention.*", "*.feed_forward.*"),
+        description="patterns of the names of the matrices that get adapters",
     )
-    rank: Count = Field(8, description="rows and columns of an adapter")
-    alpha: Factor = Field(16.0, description="what adapters give is multiplied by alpha / rank")
+    rank: Count = Field(8, description="rank of the adapters")
+    alpha: Factor = Field(
+        16.0, description="scale of the adapters: their output is multiplied by `alpha` / `rank`"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -36,11 +36,15 @@ from megacore.section import Count, Factor
 class Settings(ModelConfig):
     ahead: Count = Field(
         1,
-        description="how many tokens behind the next one are learned; as many layers are counted in "
-        "num_layers",
+        description="number of tokens after the next one that are predicted too; their layers count in "
+        "`num_layers`",
     )
-    ahead_kind: Literal["heads", "module"] = "module"
-    ahead_weight: Factor = Field(0.3, description="of the mean of their losses")
+    ahead_kind: Literal["heads", "module"] = Field(
+        "module",
+        description="heads: one extra block and norm per token; module: one extra block that reads the next "
+        "token's embedding (DeepSeek-V3)",
+    )
+    ahead_weight: Factor = Field(0.3, description="coefficient of the mean loss of the extra predictions")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

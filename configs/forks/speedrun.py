@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from megacore.config import Config
@@ -31,10 +32,14 @@ from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
 class Settings(ModelConfig):
-    window: Count = 64  # tokens that a token attends to, itself among them
-    full_every: Count = 2  # every so many blocks, one sees all tokens
-    valued: Whole = 1  # so many of the first and of the last blocks mix vectors of tokens into their values
-    logit_cap: Factor | None = 15.0
+    window: Count = Field(64, description="number of tokens that a token attends to, including itself")
+    full_every: Count = Field(2, description="every n-th block attends to all previous tokens")
+    valued: Whole = Field(
+        1,
+        description="number of blocks at the start and at the end of the model that mix token embeddings "
+        "into their values",
+    )
+    logit_cap: Factor | None = Field(15.0, description="soft cap on the logits; null: no cap")
 
 
 def normed(x: Tensor) -> Tensor:

@@ -42,13 +42,17 @@ FONT = "75557 26227 71747 71717 55711 74717 74757 71122 75757 75717"  # of each 
 
 
 class Settings(ModelConfig):
-    patches: Count = Field(16, ge=2, description="of an image: so many tokens stand for it")
-    patch_size: Count = Field(8, description="pixels on a side of a patch")
-    channels: Count = Field(1, description="numbers of a pixel: 1 is grey, 3 are colours")
-    sight_layers: Count = Field(
-        1, description="blocks in which patches see each other; they are counted in num_layers"
+    patches: Count = Field(
+        16, ge=2, description="number of patches per image, each of which takes the place of one token"
     )
-    images: str | None = Field(None, description="a .npy of images; null: pictures of digits")
+    patch_size: Count = Field(8, description="side of a patch in pixels")
+    channels: Count = Field(1, description="numbers per pixel: 1 for grey, 3 for colour")
+    sight_layers: Count = Field(
+        1, description="number of blocks in which patches attend to each other; they count in `num_layers`"
+    )
+    images: str | None = Field(
+        None, description="path of a .npy file of images; null: generated pictures of digits"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -8,14 +8,21 @@ from megacore.section import Count, Factor, Ranks, Section
 
 
 class Int8Compression(Section):
-    """Gradients travel in 8 bits, with a scale for each block of consecutive numbers; what was rounded
-    away is added in the next step.
+    """Gradients are sent as 8-bit integers with one scale per block of consecutive elements.
+
+    The rounding error of a step is added to the gradients of the next step (error feedback).
     """
 
-    kind: Literal["int8"]
-    block: Literal[64, 128, 256, 512, 1024] = 256
+    kind: Literal["int8"] = Field(
+        description="int8: send each gradient as 8-bit integers with one scale per block"
+    )
+    block: Literal[64, 128, 256, 512, 1024] = Field(
+        256, description="consecutive elements that share one scale"
+    )
     rounding: Literal["nearest", "none"] = Field(
-        "nearest", description="none: blocks and scales, but nothing is rounded or saved: a proof"
+        "nearest",
+        description="nearest: round to the nearest code; none: keep the blocks and scales but do not "
+        "round, so that a proof can compare exact sums",
     )
 
     @property
@@ -29,13 +36,18 @@ class Int8Compression(Section):
 
 
 class LowRankCompression(Section):
-    """Gradients of matrices travel as two factors of `rank` columns (PowerSGD); what these
-    lack is added in the next step.
+    """Gradient matrices are sent as two factors of `rank` columns (PowerSGD, Vogels et al. 2019).
+
+    The approximation error of a step is added to the gradients of the next step (error feedback).
     """
 
-    kind: Literal["low_rank"]
+    kind: Literal["low_rank"] = Field(
+        description="low_rank: send each gradient matrix as two factors (PowerSGD)"
+    )
     rank: Count | None = Field(
-        4, description="null: that of the matrix, which loses nothing and saves nothing: a proof"
+        4,
+        description="columns of the two factors; null: the rank of the matrix, which is exact and saves "
+        "no traffic, for proofs",
     )
 
     @property
@@ -48,49 +60,53 @@ Compression = Annotated[Int8Compression | LowRankCompression, Field(discriminato
 
 
 class EngineConfig(Section):
-    kind: Literal["native", "deepspeed", "fsdp"] = "native"
+    """The engine that holds the optimizer state, reduces gradients and updates weights."""
+
+    kind: Literal["native", "deepspeed", "fsdp"] = Field(
+        "native",
+        description="what holds the optimizer state, reduces gradients and updates weights: megacore's "
+        "own engine, DeepSpeed, or PyTorch FSDP2",
+    )
     config: str | dict[str, Any] | None = Field(
-        None, description="deepspeed: a ds_config as an object or a file's path"
+        None, description="deepspeed: the ds_config, as an object or as the path of a JSON file"
     )
     shard_optimizer: bool = Field(
         False,
-        description="native: each data rank keeps and updates a part of the optimizer's state only (ZeRO "
-        "stage 1)",
+        description="native: shard the optimizer state and the update over the data ranks (ZeRO stage 1)",
     )
     shard_size: Ranks | None = Field(
         None,
-        description="fsdp: neighbouring data ranks that divide one copy of the state; others hold copies "
-        "of it; null: all data ranks",
+        description="fsdp: number of neighbouring data ranks that shard one copy of the state, with "
+        "replicas between such groups (HSDP); null: all data ranks",
     )
     reshard: bool | None = Field(
         None,
         description="fsdp: gather a block's parameters for each pass and reduce its gradients after each "
-        "microbatch (least memory), "
-        "not once a step (least traffic); null: where there is no pipeline",
+        "microbatch (least memory), instead of once per step (least traffic); null: true "
+        "without a pipeline, false with one",
     )
     cpu_offload: bool = Field(
         False,
-        description="fsdp: parameters, gradients and optimizer state rest, and are updated, in host memory",
+        description="fsdp: keep parameters, gradients and optimizer state in host memory and update them "
+        "there",
     )
     bucket_mib: Factor | None = Field(
         None,
-        description="native: size of a gradient bucket, reduced as a whole, in MiB of fp32; null: 25, or "
-        "4 a data rank if that is more",
+        description="native: size of a gradient bucket, in MiB of fp32, that is reduced by one "
+        "collective; null: 25, or 4 per data rank if that is larger",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="native: the dtype in which gradients travel between data ranks; they are added up in "
-        "fp32. "
-        "With two levels bf16 is for the links between hosts",
+        description="native: dtype in which gradients travel between data ranks; they are always added in "
+        "fp32. With `reduce_levels=2`, bf16 applies to the links between hosts only",
     )
     reduce_levels: Literal[1, 2] = Field(
         1,
-        description="native: 2: gradients are summed within each host first, and then between hosts, so "
-        "that these send less",
+        description="native: 2 reduces gradients within each host first and then between hosts, so that "
+        "less data crosses slow links",
     )
     compression: Compression | None = Field(
         None,
-        description="native: how gradients are made smaller on their way between data ranks, with error "
-        "feedback: "
-        '{"kind": "int8"} or {"kind": "low_rank", "rank": 4}; null: they are not',
+        description='native: compress gradients between data ranks, with error feedback: `{"kind": '
+        '"int8"}` or `{"kind": "low_rank", "rank": 4}`; null: no compression',
     )

@@ -21,7 +21,7 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
 
     A run asks once, and records it.
 
-    The rule is measured; docs/performance.md has the figures and the commands.
+    The rule is measured (benchmarks/results/performance_attention.md).
     Without a device: on the one that a prediction is for, which is a GPU unless the config names the CPU.
     """
     model, train = config.model, config.train

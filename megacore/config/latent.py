@@ -10,14 +10,17 @@ from megacore.section import Count, Section
 class LatentSettings(Section):
     kv_rank: Count | None = Field(
         None,
-        description="features of the latent that all heads' keys and values are made of (DeepSeek-V2); "
-        "null: plain attention",
+        description="features of the latent vector from which the keys and values of all heads are "
+        "computed (multi-head latent attention, DeepSeek-V2); null: plain attention",
     )
     q_rank: Count | None = Field(
-        None, description="features of the queries' latent; null: queries are made of the hidden states"
+        None,
+        description="features of the latent vector from which queries are computed; null: queries are "
+        "computed from the hidden states directly",
     )
     plain_size: Count = Field(
         128,
-        description="with kv_rank: features of a head's query and key that do not turn; head_size others do",
+        description="with `kv_rank`: features of each query and key head without rotary positions; "
+        "`head_size` further features have them",
     )
-    value_size: Count = Field(128, description="with kv_rank: features of a head's value")
+    value_size: Count = Field(128, description="with `kv_rank`: features of each value head")

@@ -12,74 +12,89 @@ from megacore.section import Count, Epsilon, Factor, Fraction, Positions, Rows, 
 
 
 class LinearRope(Section):
-    """Divides rotary frequencies by `factor`, which interpolates positions (Chen et al. 2023)."""
+    """Divide all rotary frequencies by `factor` (position interpolation, Chen et al. 2023)."""
 
-    type: Literal["linear"]
-    factor: Factor
+    type: Literal["linear"] = Field(description="linear: position interpolation")
+    factor: Factor = Field(description="divisor of all rotary frequencies")
 
 
 class Llama3Rope(Section):
-    """Divides low rotary frequencies by `factor` and keeps high ones, with a ramp between
-    (Grattafiori et al. 2024, Llama 3.1).
-
-    A frequency is low if it turns fewer than `low_freq_factor` times in `original_max_position_embeddings`
-    positions, and high if it turns more than `high_freq_factor` times.
+    """Divide low rotary frequencies by `factor` and keep high ones, with a ramp in between (Llama 3.1,
+    Grattafiori et al. 2024).
     """
 
-    type: Literal["llama3"]
-    factor: Factor
-    low_freq_factor: Factor
-    high_freq_factor: Factor
-    original_max_position_embeddings: Positions
+    type: Literal["llama3"] = Field(description="llama3: the scaling of Llama 3.1")
+    factor: Factor = Field(description="divisor of the low rotary frequencies")
+    low_freq_factor: Factor = Field(
+        description="a frequency counts as low if it completes fewer turns than this within the original "
+        "context length"
+    )
+    high_freq_factor: Factor = Field(
+        description="a frequency counts as high, and is kept, if it completes more turns than this within "
+        "the original context length"
+    )
+    original_max_position_embeddings: Positions = Field(description="original context length in tokens")
 
 
 class NtkRope(Section):
-    """Raises the base of the rotary frequencies so that the slowest one is divided by
-    `factor` and the fastest one stays.
-
-    "NTK-aware" scaling (described in Peng et al. 2023, YaRN).
+    """Raise the base of the rotary frequencies so that the slowest one is divided by `factor` and the
+    fastest one is unchanged ("NTK-aware" scaling, described in Peng et al. 2023, YaRN).
     """
 
-    type: Literal["ntk"]
-    factor: Factor
+    type: Literal["ntk"] = Field(description="ntk: NTK-aware scaling")
+    factor: Factor = Field(
+        description="divisor of the slowest rotary frequency; the fastest one is unchanged"
+    )
 
 
 class YarnRope(Section):
-    """Divides slow rotary frequencies by `factor` and keeps fast ones, with a ramp between, and sharpens
-    scores (Peng et al. 2023, YaRN).
-
-    The ramp starts at the feature that turns `beta_fast` times in `original_max_position_embeddings`
-    positions and ends at the one that turns `beta_slow` times; `truncate` widens it to whole features.
-    Queries and keys are multiplied by `attention_factor`, which is 0.1·ln(factor) + 1 by default.
+    """Divide slow rotary frequencies by `factor` and keep fast ones, with a ramp in between, and scale
+    queries and keys (YaRN, Peng et al. 2023).
     """
 
-    type: Literal["yarn"]
-    factor: Factor
-    original_max_position_embeddings: Positions
-    beta_fast: Factor = 32.0
-    beta_slow: Factor = 1.0
-    attention_factor: Factor | None = None
-    truncate: bool = True
+    type: Literal["yarn"] = Field(description="yarn: the scaling of YaRN")
+    factor: Factor = Field(description="divisor of the slow rotary frequencies")
+    original_max_position_embeddings: Positions = Field(description="original context length in tokens")
+    beta_fast: Factor = Field(
+        32.0, description="number of turns within the original context length at which the ramp starts"
+    )
+    beta_slow: Factor = Field(
+        1.0, description="number of turns within the original context length at which the ramp ends"
+    )
+    attention_factor: Factor | None = Field(
+        None, description="factor on queries and keys; null: 0.1 · ln(`factor`) + 1"
+    )
+    truncate: bool = Field(True, description="widen the ramp to whole features")
 
 
 FactorOfPair = Annotated[tuple[Factor, ...], Field(min_length=1, max_length=4096)]
 
 
 class LongRope(Section):
-    """Divides each rotary frequency by a factor of its own, and sharpens scores (Ding et al. 2024, LongRoPE).
+    """Divide each rotary frequency by its own factor, and scale queries and keys (LongRoPE, Ding et al.
+    2024).
 
-    The factors are `short_factor` in a text of up to `original_max_position_embeddings` tokens, and
-    `long_factor` in a longer one. A text of another length would thus be another function of the same
-    weights. So here texts are at most that long, and the other factors are kept for an export.
-    Queries and keys are multiplied by `attention_factor`.
+    LongRoPE uses `short_factor` for texts of up to `original_max_position_embeddings` tokens and
+    `long_factor` for longer ones, so the function that the weights compute would depend on the text's
+    length. Here texts are limited to the original length, and `long_factor` is only kept for an export.
     """
 
-    type: Literal["longrope"]
-    short_factor: FactorOfPair
-    long_factor: FactorOfPair
-    original_max_position_embeddings: Positions
-    max_position_embeddings: Positions = Field(description="of the whole model, with long_factor")
-    attention_factor: Factor = 1.0
+    type: Literal["longrope"] = Field(description="longrope: the scaling of LongRoPE")
+    short_factor: FactorOfPair = Field(
+        description="divisors of the rotary frequencies, one for each pair of features, for texts up to "
+        "the original context length"
+    )
+    long_factor: FactorOfPair = Field(
+        description="divisors for longer texts; kept for an export only, because texts longer than the "
+        "original context length are rejected"
+    )
+    original_max_position_embeddings: Positions = Field(
+        description="original context length in tokens; the longest text that is accepted"
+    )
+    max_position_embeddings: Positions = Field(
+        description="context length of the published model, with `long_factor`"
+    )
+    attention_factor: Factor = Field(1.0, description="factor on queries and keys")
 
 
 RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope | LongRope, Field(discriminator="type")]
@@ -89,180 +104,214 @@ LastStep = Annotated[Count, Field(title="last step")]
 
 
 class ModelConfig(ExpertSettings, LatentSettings):
+    """The architecture: sizes, kinds and initialization of the layers."""
+
     block: Literal["gpt"] = Field(
-        "gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py"
+        "gpt", description="kind of transformer block: a name in `BLOCKS` of `megacore/model/gpt.py`"
     )
     source: str | None = Field(
         None,
         min_length=1,
-        description="your own file with the model's settings and blocks, which is executed; see "
-        "docs/blocks.md",
+        description="path of a Python file with your own model settings and layers, which is executed; "
+        "see docs/blocks.md",
     )
     source_digest: str | None = Field(
-        None, min_length=1, description="of that file's text, SHA-256; null: what it is"
+        None,
+        min_length=1,
+        description="SHA-256 of the text of `source`; a file with another digest is rejected; null: "
+        "computed when the run starts",
     )
     hf: str | None = Field(
         None,
         min_length=1,
-        description="a folder with a config.json of transformers, or a name on the Hugging Face hub: its "
-        "class is the model; docs/plain_modules.md",
+        description="model class of transformers to train: a folder with its config.json, or a model name "
+        "on the Hugging Face hub; see docs/plain_modules.md",
     )
     hf_revision: str | None = Field(
-        None, min_length=1, description="of a name on the hub, the commit; null: the newest"
+        None, min_length=1, description="commit of a model on the hub; null: the newest"
     )
     hf_config: dict[str, Any] | None = Field(
-        None, description="the content of that config.json; null: what it is"
+        None, description="content of the config.json of `hf`; null: read when the run starts"
     )
     hf_version: str | None = Field(
-        None, min_length=1, description="of transformers, whose code computes; always the installed one"
+        None,
+        min_length=1,
+        description="version of transformers that the run uses; always the installed version",
     )
-    num_layers: Count = 12
-    hidden_size: Width = 768
-    num_heads: Width = 12
-    num_kv_heads: Width | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
+    num_layers: Count = Field(12, description="number of transformer blocks")
+    hidden_size: Width = Field(768, description="features of the hidden states")
+    num_heads: Width = Field(12, description="number of query heads of attention")
+    num_kv_heads: Width | None = Field(
+        None, description="number of key/value heads, for grouped-query attention; null: `num_heads`"
+    )
     head_size: Width | None = Field(
-        None, description="features of one attention head; null: hidden_size / num_heads"
+        None, description="features of one attention head; null: `hidden_size` / `num_heads`"
     )
     ffn_size: Rows | None = Field(
         None,
-        description="null: 4 × hidden_size; where it is gated, as by swiglu, 8/3 × hidden_size, rounded "
-        "up to a multiple of 64",
+        description="hidden features of the feed-forward layer; null: 4 × `hidden_size`, or with a gated "
+        "activation 8/3 × `hidden_size`, rounded up to a multiple of 64",
     )
-    vocab_size: Rows = 50304
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    vocab_size: Rows = Field(50304, description="rows of the token embedding and number of logits")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="kind of normalization layer")
     norm_offset: bool = Field(
-        False, description="norms multiply by 1 + their weights, which begin at 0 (Gemma)"
+        False, description="norms multiply by 1 + weight, with weights that start at 0 (Gemma)"
     )
     norm_place: Literal["pre", "post", "both"] = Field(
         "pre",
-        description="where a block's norms stand: before each branch, behind it (OLMo 2), or both (Gemma 2)",
+        description="position of a block's norms: before each branch, after it (OLMo 2), or both (Gemma 2)",
     )
     branches: Literal["serial", "parallel", "shared_norm"] = Field(
         "serial",
-        description="serial: the feed-forward layer reads what attention added; parallel: both read the "
-        "same (GPT-NeoX); "
-        "shared_norm: the same norm of it (GPT-J)",
+        description="serial: the feed-forward layer reads the sum of the residual and attention's output; "
+        "parallel: both branches read the residual (GPT-NeoX); shared_norm: both also share "
+        "one norm (GPT-J)",
     )
-    embedding_norm: bool = Field(False, description="a norm of the hidden states that enter the first block")
+    embedding_norm: bool = Field(
+        False, description="apply a norm to the hidden states that enter the first block"
+    )
     activation: Literal["gelu", "gelu_erf", "swiglu", "swiglu_clamped", "geglu", "geglu_erf", "relu2"] = (
         Field(
             "gelu",
-            description="gelu: its tanh form, as in GPT-2; gelu_erf: exact; swiglu_clamped: gpt-oss's; "
-            "geglu: as swiglu, with gelu; "
-            "relu2: a ReLU's square",
+            description="activation of the feed-forward layer; gelu: tanh approximation, as in GPT-2; "
+            "gelu_erf: exact GELU; swiglu, geglu, geglu_erf: gated by SiLU, tanh GELU or exact "
+            "GELU; swiglu_clamped: the gate of gpt-oss; relu2: squared ReLU",
         )
     )
-    position: Literal["learned", "rope"] = "learned"
+    position: Literal["learned", "rope"] = Field(
+        "learned", description="position encoding: a learned table, or rotary embeddings (RoPE)"
+    )
     max_positions: Positions | None = Field(
         None,
-        description="rows of the learned position table, and the longest text that generation may make; "
-        "null: train.seq_len",
+        description="rows of the learned position table, and the longest text that generation may "
+        "produce, in tokens; null: `train.seq_len`",
     )
     rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(
         10000.0, description="base of the rotary frequencies"
     )
     window_rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] | None = Field(
         None,
-        description="another base in blocks with a window, where frequencies are not stretched (Gemma 3); "
-        "null: the same in all",
+        description="base of the rotary frequencies in blocks with a `window`, which then do not use "
+        "`rope_scaling` (Gemma 3); null: the same frequencies in all blocks",
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="how rotary frequencies are stretched for longer texts"
+        None, description="rescaling of the rotary frequencies for longer contexts; null: none"
     )
-    rotary_share: Share = Field(1.0, description="of a head's features, how many rotary positions turn")
+    rotary_share: Share = Field(
+        1.0, description="fraction of a head's features that rotary positions apply to"
+    )
     nope_every: Count | None = Field(
-        None, description="every n-th block has no rotary positions (NoPE); null: none"
+        None, description="every n-th block has no rotary positions (NoPE); null: all blocks have them"
     )
-    norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
-    bias: bool = Field(
-        True, description="biases in the linear layers and layernorms, in experts and their routers"
+    norm_eps: Epsilon = Field(
+        1e-5, description="epsilon that is added to the variance inside the square root of every norm"
     )
-    qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
-    output_bias: bool | None = Field(None, description="a bias of attention's output; null: bias")
-    qk_norm: bool = Field(
-        False, description="an RMS norm over each head's queries and keys, before rotary positions"
+    bias: bool = Field(True, description="biases in linear layers, layernorms, experts and routers")
+    qkv_bias: bool | None = Field(
+        None, description="biases of the query, key and value projections; null: `bias`"
     )
+    output_bias: bool | None = Field(None, description="bias of attention's output projection; null: `bias`")
+    qk_norm: bool = Field(False, description="apply an RMS norm to queries and keys before rotary positions")
     qk_norm_heads: Literal["each", "all"] = Field(
-        "each", description="whether it is of each head by itself, or over all (OLMo 2)"
+        "each", description="scope of `qk_norm`: each head separately, or all heads together (OLMo 2)"
     )
     attention_scale: Factor | None = Field(
-        None, description="factor on attention's scores; null: 1 / sqrt(head_size)"
+        None, description="factor on attention scores; null: 1 / √`head_size`"
     )
     window: Positions | None = Field(
-        None, description="tokens that a token attends to, itself among them; null: all before it"
+        None,
+        description="number of tokens that a token attends to, including itself; null: all previous tokens",
     )
     window_schedule: Annotated[tuple[tuple[LastStep, Positions], ...], Field(max_length=64)] = Field(
         (),
-        description="[[last step, window], …]: up to each of these steps windows are that small, then "
-        "model.window",
+        description="windows for the start of training: `[[last step, window], …]` uses each window up to "
+        "its last step, and `window` after all of them",
     )
     global_every: Count | None = Field(
-        None, description="every n-th block attends to all tokens, whatever the window; null: none"
+        None,
+        description="every n-th block attends to all previous tokens regardless of `window`; null: no "
+        "such block",
     )
     attention_cap: Factor | None = Field(
-        None, description="attention's scores s become cap · tanh(s / cap); null: no cap"
+        None, description="soft cap c on attention scores: s becomes c · tanh(s / c); null: no cap"
     )
     attention_sinks: bool = Field(
-        False, description="of each head a learned logit in the softmax's denominator (gpt-oss)"
+        False,
+        description="learn one extra logit per head in the denominator of attention's softmax (gpt-oss)",
     )
     attention_gate: Literal["headwise", "elementwise"] | None = Field(
         None,
-        description="attention's output times a sigmoid of a product with its input: one of each head, or "
-        "of each of their features",
+        description="multiply attention's output by the sigmoid of a linear function of its input, with "
+        "one gate per head or per feature; null: no gate",
     )
-    logit_cap: Factor | None = Field(None, description="the same of the logits")
-    embedding_scale: Factor = Field(1.0, description="factor on the token vectors that enter the first block")
+    logit_cap: Factor | None = Field(
+        None, description="soft cap c on the logits: x becomes c · tanh(x / c); null: no cap"
+    )
+    embedding_scale: Factor = Field(
+        1.0, description="factor on the token embeddings that enter the first block"
+    )
     residual_scale: Factor = Field(
-        1.0, description="factor on what each half of a block adds to the residual"
+        1.0,
+        description="factor on the output of attention and of the feed-forward layer before it is added "
+        "to the residual",
     )
     logit_scale: Factor = Field(1.0, description="factor on the logits")
-    tie_embeddings: bool = True
+    tie_embeddings: bool = Field(True, description="use the token embedding as the weight of the LM head")
     head_bias: bool = Field(
-        False,
-        description="a bias of the logits, which is separate even where the head's weight is the embedding's "
-        "(Phi-2)",
+        False, description="bias of the LM head; a separate parameter also with tied embeddings (Phi-2)"
     )
     dropout: Fraction = Field(
         0.0,
-        description="on the embedding and on what each block adds to the residual; the same mask in every "
-        "layout",
+        description="dropout probability on the embeddings and on what each block adds to the residual; "
+        "masks are identical in every layout",
     )
     attention: Literal["auto", "sdpa", "fused", "eager"] = Field(
         "auto",
-        description="auto: eager for short sequences on CPUs, where it is faster; else sdpa, which keeps "
-        "no scores",
+        description="attention implementation: PyTorch's scaled_dot_product_attention, or the plain "
+        "formula with a fused softmax kernel or in plain PyTorch; auto: eager for short "
+        "sequences on CPUs, where it is faster, otherwise sdpa",
     )
     kernels: Literal["auto", "triton", "eager"] = Field(
         "auto",
-        description="fused Triton kernels; auto: on GPUs. triton: also in Triton's interpreter "
-        "(TRITON_INTERPRET=1)",
+        description="fused Triton kernels; auto: on GPUs only; triton: everywhere, on CPUs in Triton's "
+        "interpreter (TRITON_INTERPRET=1); eager: plain PyTorch",
     )
     chunked_loss: bool = Field(
         False,
-        description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as "
-        "a whole",
+        description="compute the LM head and the loss in chunks of tokens, so that the logits of a whole "
+        "microbatch are never in memory",
     )
     z_loss: Factor | None = Field(
-        None, description="weight in the loss of the mean square of the logits' log-sum-exp; null: none"
+        None,
+        description="coefficient of the z-loss, the mean squared log-sum-exp of the logits; null: no such "
+        "loss",
     )
     init_std: Factor = Field(
-        0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)"
+        0.02,
+        description="standard deviation of the initial weights; divided by √(2 × `num_layers`) for layers "
+        "that write to the residual",
     )
     parametrization: Literal["standard", "mup"] = Field(
         "standard",
-        description="mup: first weights, rates and scales by width, so that a rate found at base_width is "
-        "right at any; docs/mup.md",
+        description="mup: scale initial weights, learning rates and outputs with the width, so that a "
+        "learning rate tuned at `base_width` holds at any width; see docs/mup.md",
     )
     base_width: Width | None = Field(
-        None, description="mup: the hidden_size at which it is the standard parametrization"
+        None,
+        description="mup: `hidden_size` of the model that hyperparameters were tuned on, where mup equals "
+        "the standard parametrization",
     )
     base_head_size: Width | None = Field(
-        None, description="mup: the head_size at base_width; null: head_size, and heads grow in number"
+        None,
+        description="mup: `head_size` at `base_width`; null: `head_size`, so that a wider model has more "
+        "heads",
     )
     base_layers: Count | None = Field(
-        None, description="mup: the num_layers from which residuals are scaled with depth; null: they are not"
+        None,
+        description="mup: `num_layers` of the model that hyperparameters were tuned on, for scaling "
+        "residuals with depth; null: no scaling with depth",
     )
-    zero_init: bool = Field(False, description="the layers that write to the residual begin at zero")
+    zero_init: bool = Field(False, description="initialize the layers that write to the residual with zeros")
 
     def __hash__(self) -> int:
         """Hash all settings but `hf_config`, since JSON objects have no hash."""

@@ -13,18 +13,25 @@ from megacore.section import Count, NonNegative, Section, Whole
 
 
 class OptimGroup(Section):
-    """Settings of the parameters that it matches.
+    """Settings of the parameters that an entry of `optim.groups` matches.
 
-    What it leaves open is as in `optim`. It has the keys of all rules' settings too.
+    Keys that are not set have their value in `optim`. An entry also takes the settings of every optimizer.
     """
 
     match: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
-        description="patterns of parameters' names, such as blocks.*.attention.qkv.weight; the first "
-        "entry that matches decides"
+        description="patterns of parameter names, such as `blocks.*.attention.qkv.weight`; a parameter "
+        "belongs to the first entry with a matching pattern"
     )
-    kind: str | None = None  # the names in `RULES`, see `take_in_rules`
-    lr: NonNegative | None = None
-    weight_decay: NonNegative | None = None
+    # `take_in_rules` narrows the type to the names in `RULES`
+    kind: str | None = Field(None, description="optimizer of these parameters; null: `optim.kind`")
+    lr: NonNegative | None = Field(
+        None,
+        description="peak learning rate of these parameters, which follows the schedule of `optim`; null: "
+        "`optim.lr`",
+    )
+    weight_decay: NonNegative | None = Field(
+        None, description="weight decay of these parameters; null: `optim.weight_decay`"
+    )
 
     @model_serializer(mode="wrap")
     def _without_what_is_open(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -35,55 +42,64 @@ class OptimSchedule(Section):
     """What all optimizers share."""
 
     kind: str = Field(
-        "adamw",
-        description="a rule of megacore/optimizers; sgd has momentum; all have decoupled weight decay",
+        "adamw", description="optimizer; all use decoupled weight decay; see docs/optimizers.md"
     )
-    lr: NonNegative = 3e-4
-    min_lr: NonNegative = 0.0
-    warmup_steps: Whole = 0
+    lr: NonNegative = Field(3e-4, description="peak learning rate, reached at the end of warmup")
+    min_lr: NonNegative = Field(0.0, description="learning rate at the end of the decay")
+    warmup_steps: Whole = Field(0, description="steps of learning-rate warmup; 0: none")
     warmup: Literal["linear", "log"] = Field(
-        "linear", description="log: the rate grows with the logarithm of the step, as DeepSpeed's do"
+        "linear",
+        description="shape of the warmup: linear in the step, or logarithmic as in DeepSpeed's schedulers",
     )
-    warmup_lr: NonNegative = Field(0.0, description="the rate that warmup begins from")
+    warmup_lr: NonNegative = Field(0.0, description="learning rate at the start of warmup")
     decay_steps: Count | None = Field(
         None,
-        description="cosine, linear: the step that reaches min_lr (null: train.steps); wsd: length of the "
-        "last decay (null: a tenth)",
+        description="cosine and linear: the step at which `min_lr` is reached, null: `train.steps`; wsd: "
+        "length of the final decay in steps, null: a tenth of `train.steps`",
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="learning-rate schedule after warmup; wsd: constant, then a linear decay over the "
+        "last `decay_steps` steps",
+    )
     lag: tuple[Whole, Whole] = Field(
-        (0, 0), description="steps by which warmup and decay are late, as in libraries that count from 0"
+        (0, 0),
+        description="steps by which warmup and decay are delayed, for libraries that count steps from 0",
     )
-    weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
+    weight_decay: NonNegative = Field(
+        0.1, description="decoupled weight decay; applies to matrices only, not to biases and norms"
+    )
     groups: tuple[OptimGroup, ...] = Field(
         (),
-        description="a list of {match, and a rule or settings of its own}, for the parameters that a "
-        "pattern in `match` names",
+        description="parameter groups: a list of objects with `match` and the settings that differ for "
+        "the matching parameters; see docs/engines.md",
     )
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="decay rate of a mean of the weights, such as 0.999, which validation and exports "
-        "use; null: there is none",
+        description="decay rate per step, such as 0.999, of an exponential moving average of the weights, "
+        "which validation and exports then use; null: no average",
     )
-    grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
+    grad_clip: NonNegative = Field(1.0, description="maximum global gradient norm; 0: no clipping")
     spike_threshold: Annotated[float, Field(ge=1e-3, le=1e12)] | None = Field(
         None,
-        description="skip a step whose gradient norm exceeds the median of the last 128 by more than this "
-        "many robust deviations "
-        "(1.4826 × the median absolute deviation), say 10; null: skip only what is not finite",
+        description="skip a step whose gradient norm exceeds the median of the last 128 steps by more "
+        "than this many robust deviations (1.4826 × the median absolute deviation), such as "
+        "10; null: skip only steps with non-finite gradients",
     )
     max_skips: Count = Field(
-        100, description="after so many skipped steps in a row the run rolls back, or fails"
+        100,
+        description="number of consecutive skipped steps after which the run rolls back, or fails if no "
+        "rollback is left",
     )
     max_rollbacks: Whole = Field(
         0,
-        description="how often a run may go back to its last checkpoint and on from there with the "
-        "samples behind the skipped ones",
+        description="number of times a run may return to its last checkpoint and continue with the "
+        "samples after the skipped ones",
     )
 
 
 class OptimConfig(SGDSettings, AdamWSettings, OptimSchedule):
-    """The section `optim`: what all optimizers share, and each one's own settings."""
+    """The optimizer, its learning-rate schedule, and the handling of bad gradients."""
 
 
 _OPTIM, _ENTRY = dict(OptimConfig.model_fields), dict(OptimGroup.model_fields)  # without rules' settings
@@ -99,8 +115,7 @@ def take_in_rules() -> None:
         held.clear()
         held.update(own)
     fields["kind"] = FieldInfo.merge_field_infos(fields["kind"], annotation=kinds)
-    entry["kind"] = FieldInfo.from_annotation(kinds | None)
-    entry["kind"].default = None
+    entry["kind"] = FieldInfo.merge_field_infos(entry["kind"], annotation=kinds | None)
     for rule in RULES.values():
         for key, field in rule.settings_type.model_fields.items():
             assert key not in OptimSchedule.model_fields, (

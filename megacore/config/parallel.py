@@ -19,64 +19,83 @@ V_SHAPED = ("zb_v", "v_half", "v_min")
 
 
 class ParallelConfig(Section):
-    tensor: Ranks = 1
-    pipeline: Ranks = 1
-    data: Ranks | Literal["auto"] = Field("auto", description="auto: world size / all other axes")
+    """The axes of the device mesh, the pipeline schedule, and communication between ranks."""
+
+    tensor: Ranks = Field(
+        1,
+        description="tensor-parallel ranks: each weight matrix and its computation are split over this "
+        "many ranks",
+    )
+    pipeline: Ranks = Field(
+        1, description="pipeline-parallel ranks (stages): the blocks are split over this many ranks"
+    )
+    data: Ranks | Literal["auto"] = Field(
+        "auto",
+        description="data-parallel ranks, each of which trains on its own samples; auto: the world size "
+        "divided by all other axes",
+    )
     context: Ranks = Field(
-        1, description="ranks that divide the tokens of every sample among themselves, in every layer"
+        1,
+        description="context-parallel ranks: the tokens of every sample are split over this many ranks in "
+        "all layers",
     )
     expert: Ranks = Field(
         1,
-        description="ranks that divide the experts of a block; they are taken from data, context and "
-        "tensor ranks",
+        description="expert-parallel ranks: the experts of a block are split over this many ranks, which "
+        "are taken from the data, context and tensor ranks",
     )
     expert_tensor: Ranks | None = Field(
-        None, description="ranks that divide each expert; null: as many as tensor"
+        None, description="ranks that split each expert's matrices; null: the value of `tensor`"
     )
     expert_halves: bool = Field(
         False,
-        description="tokens go to experts in two halves: rows of one travel while experts compute the other",
+        description="exchange a microbatch's tokens with the experts in two halves, so that one half is "
+        "communicated while the other is computed",
     )
     context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
         "auto",
-        description="how context ranks attend: gather all keys and values; pass them round; exchange "
-        "sequences for heads; "
-        "auto: the fastest by the planner's estimate, see docs/long_texts.md",
+        description="how context ranks attend: gather all keys and values, pass them around a ring, or "
+        "exchange sequences for heads (Ulysses); auto: the fastest by the planner's estimate; "
+        "see docs/long_texts.md",
     )
     sequence: bool = Field(
-        False, description="split norms, dropout and residuals along the tokens over the tensor ranks"
+        False,
+        description="sequence parallelism: split norms, dropout and residuals along the tokens over the "
+        "tensor ranks",
     )
     schedule: (
         Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half", "v_min", "auto"] | PlanFile
     ) = Field(
         "1f1b",
-        description="docs/schedules.md compares them; some leave weights' gradients for gaps in the "
-        "pipeline; "
-        "auto: the fastest that a search finds; file: a plan of your own",
+        description="pipeline schedule; auto: the fastest that a search finds; file:PLAN.json: your own "
+        "plan; see docs/schedules.md",
     )
     chunks: Ranks | None = Field(
         None,
-        description="model chunks a rank; null: as many as the schedule needs at least, or as auto chooses",
+        description="model chunks per pipeline rank; null: the fewest that the schedule allows, or the "
+        "choice of auto",
     )
-    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="communication backend of torch.distributed; auto: nccl on GPUs, gloo on CPUs"
+    )
     shared_memory: bool = Field(
         True,
-        description="tensor ranks on one machine's CPU communicate through memory, not through gloo's "
-        "sockets",
+        description="let tensor ranks on the CPUs of one host communicate through shared memory instead "
+        "of gloo's sockets",
     )
     timeout_seconds: Seconds = Field(
-        1800.0, description="for every collective of every group; more than 4 × hang_seconds"
+        1800.0, description="timeout of every collective, in seconds; must exceed 4 × `hang_seconds`"
     )
     hang_seconds: Seconds | None = Field(
         300.0,
-        description="a rank that does nothing for so long ends the job with a verdict on the cause; "
-        "longer than saving takes; "
-        "before the first step it may take four times as long; null: never",
+        description="hang watchdog: seconds without progress on a rank after which the job ends with a "
+        "diagnosis, four times as long before the first step; must exceed the time to save a "
+        "checkpoint; null: no watchdog",
     )
     heartbeat_seconds: Annotated[float, Field(ge=1, le=1e8)] | None = Field(
         15.0,
-        description="a host that others hear nothing of for so long is lost, and all ranks end; null: "
-        "hosts are not watched",
+        description="seconds without a heartbeat after which a host counts as lost and all ranks end; "
+        "null: hosts are not watched",
     )
 
     def described(self) -> str:

@@ -41,40 +41,57 @@ Size = Annotated[Count, Field(title="size")]
 
 
 class TrainConfig(Section):
-    steps: Count = 1000
-    seq_len: Positions = 1024
-    micro_batch_size: Count = 1
-    global_batch_size: Count = 8
+    """The training loop: steps, batches, precision, memory and validation."""
+
+    steps: Count = Field(1000, description="optimizer steps of the run, counted from 1")
+    seq_len: Positions = Field(1024, description="tokens per sample")
+    micro_batch_size: Count = Field(
+        1, description="samples that a data rank processes in one forward and backward pass"
+    )
+    global_batch_size: Count = Field(
+        8,
+        description="samples per optimizer step over all data ranks; a multiple of `micro_batch_size` × "
+        "data ranks",
+    )
     batch_ramp: Annotated[tuple[tuple[LastStep, Size], ...], Field(max_length=64)] = Field(
         (),
-        description="[[last step, size], …]: up to each of these steps global batches have that size, "
-        "then global_batch_size",
+        description="smaller batches for the start of training: `[[last step, size], …]` uses each global "
+        "batch size up to its last step, and `global_batch_size` after all of them",
     )
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
-    recompute: Literal["none", "selective", "full"] = "none"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        "bf16",
+        description="dtype of parameters and activations; bf16 and fp16 keep fp32 master weights and "
+        "gradient sums",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activation checkpointing; selective: recompute attention scores and feed-forward "
+        "activations in the backward pass; full: recompute whole blocks",
+    )
     offload_activations: bool = Field(
         False,
-        description="what blocks keep for their backward waits in host memory, copied while the device "
-        "computes",
+        description="move the activations that blocks keep for the backward pass to host memory, with "
+        "copies that overlap the computation",
     )
-    seed: Whole = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Whole = Field(0, description="seed of the initial weights, the order of samples and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="device type; auto: cuda if a GPU is available, otherwise cpu"
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="torch.compile for every block: a graph that all blocks of a kind share, and that "
-        "ends around a mixture of experts; "
-        "auto: on a CPU, what a long run measures before its first step; elsewhere not so far",
+        description="torch.compile of every block, with graph breaks around MoE layers; auto: on CPUs, "
+        "decided by a measurement before the first step of a long run; off on other devices",
     )
     deterministic: bool = Field(
         False,
-        description="the same command on the same machines gives the same bits; operations that cannot do "
-        "so fail",
+        description="require bitwise-identical results of the same command on the same machines; "
+        "operations without a deterministic implementation raise an error",
     )
     eval_every: Whole = Field(0, description="steps between validations; 0: only after the last step")
     eval_batches: Whole = Field(
         20,
-        description="global batches that a validation reads, the same each time, spread evenly over the "
-        "validation set; 0: all of it",
+        description="global batches per validation, the same ones each time, spread evenly over the "
+        "validation set; 0: the whole set",
     )
 
     def batch_at(self, number: int) -> int:
@@ -102,123 +119,158 @@ class TrainConfig(Section):
 
 
 class DataConfig(Section):
+    """The corpora and how samples are made of them."""
+
     document_mask: bool = Field(
         False,
-        description="attention stays within a document, positions start anew in each, and no target lies "
-        "across a boundary",
+        description="keep attention within each document, restart positions at its start, and learn no "
+        "target across a document boundary",
     )
     packing: Literal["none", "best_fit"] = Field(
         "none",
-        description="none: a sample is consecutive tokens of a corpus; best_fit: whole documents, with "
-        "padding behind them",
+        description="none: a sample is a run of consecutive tokens of a corpus; best_fit: whole documents "
+        "packed into samples, with padding at the end",
     )
     train: Prefix | WeightedPrefixes | None = Field(
-        None, description="prefix of .bin/.idx, or a list of [weight, prefix]"
+        None,
+        description="training corpus: the prefix of a .bin/.idx pair, or a list of `[weight, prefix]` for "
+        "a blend; required for training",
     )
-    valid: Prefix | WeightedPrefixes | None = None
+    valid: Prefix | WeightedPrefixes | None = Field(
+        None, description="validation corpus, in the same form as `train`; null: no validation"
+    )
     tokenizer: str | None = Field(
-        None, description="bytes, a sentencepiece .model or a tokenizer.json; needed only where text is shown"
+        None,
+        description="`bytes`, a sentencepiece .model file or a tokenizer.json; only needed where text is "
+        "shown; null: none",
     )
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are saved and which ones are kept, and what a run starts from."""
+
     every: Whole = Field(
-        0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one"
+        0,
+        description="steps between checkpoints; 0: none during training; a run that is stopped always "
+        "saves one",
     )
-    last: bool = Field(True, description="a checkpoint after the last step, whatever `every` is")
-    keep: Count = Field(2, description="newest whole checkpoints kept")
+    last: bool = Field(True, description="save a checkpoint after the last step, independently of `every`")
+    keep: Count = Field(2, description="number of recent complete checkpoints to keep")
     keep_every: Whole = Field(
-        0, description="checkpoints of steps that are multiples of it are kept for good; 0: none"
+        0, description="keep checkpoints of steps that are multiples of this number permanently; 0: none"
     )
     best: bool = Field(
         False,
-        description="the checkpoint of the least validation loss is kept in the run's folder best/; see "
-        "docs/checkpoints.md",
+        description="keep the checkpoint with the lowest validation loss in the folder best/ of the run; "
+        "see docs/checkpoints.md",
     )
     async_: bool = Field(
         False,
         alias="async",
-        description="copy to host memory and go on training, while a thread writes; takes as much host "
-        "memory",
+        description="write checkpoints in a background thread from a copy in host memory, which needs as "
+        "much memory as the checkpoint, while training continues",
     )
     mirror: str | None = Field(
         None,
         min_length=1,
-        description="a folder for second copies, made beside training; used where those in log.dir are "
-        "damaged or gone",
+        description="folder for second copies of checkpoints, written in the background; used if the "
+        "copies in `log.dir` are damaged or missing; null: none",
     )
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
-        description="where a checkpoint cannot be saved (a full disk): end the run, or go on without it "
-        "and try again at the next",
+        description="if a checkpoint cannot be saved, for example on a full disk: stop the run, or "
+        "continue and try again at the next checkpoint",
     )
     resume: str = Field(
         "auto",
         min_length=1,
-        description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path",
+        description="auto: resume from the newest complete checkpoint in `log.dir`; never: start at step "
+        "0; or the path of a checkpoint",
     )
     weights: str | None = Field(
         None,
         min_length=1,
-        description="where there is nothing to resume: start at step 0 from the weights alone of this run "
-        "or checkpoint",
+        description="run or checkpoint whose weights initialize a new run at step 0, without its "
+        "optimizer state; ignored if there is a checkpoint to resume; null: random initial "
+        "weights",
     )
 
 
 class CpuConfig(Section):
+    """How ranks on CPUs use memory and compute matrix products; without effect on GPUs."""
+
     keep_memory: bool = Field(
         True,
-        description="freed blocks stay with the process, so that the system does not zero them again (glibc)",
+        description="keep freed memory in the process, so that the system does not zero pages "
+        "again (glibc only)",
     )
-    onednn: bool = Field(True, description="fp32 products go to oneDNN where they stay fp32-exact")
+    onednn: bool = Field(
+        True, description="compute fp32 matrix products with oneDNN where it keeps full fp32 precision"
+    )
     widen: bool = Field(
-        True, description="products in 16 bits that the processor would emulate are done in fp32, and rounded"
+        True,
+        description="compute 16-bit matrix products in fp32 and round the result, on processors that "
+        "would only emulate them",
     )
 
 
 class ProfileConfig(Section):
-    """Which steps of which ranks are profiled."""
+    """The steps and ranks to profile."""
 
-    steps: tuple[Count, Count]
-    memory: bool = False
-    ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
+    steps: tuple[Count, Count] = Field(description="first and last step to profile")
+    memory: bool = Field(False, description="also record a GPU's memory allocations")
+    ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = Field(
+        (0,), description="ranks whose steps are traced"
+    )
 
 
 class StatisticsConfig(Section):
     """How often weights, gradients, updates and activations are measured."""
 
-    every: Count
+    every: Count = Field(description="steps between measurements")
 
 
 class LogConfig(Section):
-    dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
-    every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
+    """The folder of the run, its metrics, and what is measured."""
+
+    dir: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of the run, for logs and checkpoints; null: `runs/` and the config file's name",
+    )
+    every: Count = Field(
+        10, description="steps between log lines; training waits for the device only at these steps"
+    )
     figures: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
         ("*",),
-        description="patterns of the tags that TensorBoard and wandb show, such as train/* or speed/mfu; "
-        "metrics.jsonl has all",
+        description="patterns of the metrics that TensorBoard and wandb receive, such as `train/*` or "
+        "`speed/mfu`; metrics.jsonl always has all of them",
     )
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write the metrics to the folder tensorboard/ of the run")
     wandb: Literal["off", "offline", "online"] = Field(
         "off",
-        description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb "
-        "sync sends later, or online",
+        description="send the metrics to Weights & Biases; offline: to a local file for `wandb sync`; "
+        "online: directly",
     )
     price_per_device_hour: NonNegative | None = Field(
-        None, description="in any currency: figures and the run's end say what it has cost"
+        None,
+        description="price of one device for an hour, in any currency; metrics and the end of the run "
+        "then report the cost; null: no cost",
     )
     prometheus_port: Count | None = Field(
-        None, description="the first rank of every machine serves figures there; null: nobody"
+        None,
+        description="port on which the first rank of every host serves metrics for Prometheus; null: no "
+        "server",
     )
     statistics: StatisticsConfig | None = Field(
         None,
-        description='{"every": 100}: steps between sizes of weights, gradients, updates, activations and '
-        "attention logits",
+        description="measure the sizes of weights, gradients, updates, activations and attention logits "
+        'at some steps, such as `{"every": 100}`; null: off',
     )
     profile: ProfileConfig | None = Field(
         None,
-        description='{"steps": [20, 22], "memory": true, "ranks": [0]}: a trace of steps 20 to 22 on '
-        "these ranks, and where time goes",
+        description="profile some steps: write a trace and a summary of where time is spent, for example "
+        '`{"steps": [20, 22], "ranks": [0]}`; null: off',
     )
 
 

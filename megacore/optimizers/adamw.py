@@ -19,7 +19,7 @@ class AdamWSettings(Section):
     """The settings of AdamW."""
 
     beta1: Fraction = Field(0.9, description="adamw: decay rate of the first moment")
-    beta2: Fraction = Field(0.95, description="adamw: of the second")
+    beta2: Fraction = Field(0.95, description="adamw: decay rate of the second moment")
     eps: Epsilon = Field(1e-8, description="adamw: added to the square root of the second moment")
 
 

@@ -22,15 +22,15 @@ class AdEMAMixSettings(AdamWSettings):
     """The settings of AdEMAMix: those of AdamW, and those of the slow mean."""
 
     slow_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.9999, description="ademamix: decay rate of the slow mean of gradients"
+        0.9999, description="ademamix: decay rate of the slow average of gradients"
     )
     slow_alpha: NonNegative = Field(
-        8.0, description="ademamix: factor on the slow mean; the paper has 4 to 10"
+        8.0, description="ademamix: weight of the slow average in the update; the paper uses 4 to 10"
     )
     slow_warmup: Whole | None = Field(
         None,
-        description="ademamix: steps in which both grow from 0, and from beta1, to these values; null: "
-        "train.steps; 0: at once",
+        description="ademamix: steps over which `slow_alpha` grows from 0, and `slow_beta` from `beta1`, "
+        "to their values; null: `train.steps`; 0: full values from the first step",
     )
 
 

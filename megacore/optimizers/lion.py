@@ -20,10 +20,12 @@ class LionSettings(Section):
     """The settings of Lion."""
 
     lion_beta1: Fraction = Field(
-        0.9, description="lion: the part of the running mean in what is stepped by; language models: 0.95"
+        0.9,
+        description="lion: weight of the running average in the update; 0.95 is usual for language models",
     )
     lion_beta2: Fraction = Field(
-        0.99, description="lion: decay rate of the running mean of gradients; language models: 0.98"
+        0.99,
+        description="lion: decay rate of the running average of gradients; 0.98 is usual for language models",
     )
 
 

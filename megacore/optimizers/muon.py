@@ -25,27 +25,26 @@ LEAST_NORM = 1e-7  # by which a matrix is divided at least, as in `torch.optim.M
 class MuonSettings(Section):
     """The settings of Muon."""
 
-    muon_momentum: Fraction = Field(0.95, description="muon: decay rate of the gradients' mean")
-    muon_nesterov: bool = Field(
-        True, description="muon: step by the mean as it would be after the same gradient once more"
-    )
-    muon_steps: Steps = Field(5, description="muon: of the iteration that makes a matrix nearly orthogonal")
+    muon_momentum: Fraction = Field(0.95, description="muon: decay rate of the running average of gradients")
+    muon_nesterov: bool = Field(True, description="muon: Nesterov momentum")
+    muon_steps: Steps = Field(5, description="muon: Newton-Schulz iterations that orthogonalize the update")
     muon_scale: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
-        description="muon: an update's scale. original: the root of rows / columns, at least 1; "
-        "match_rms_adamw: 0.2 × the root of the "
-        "longer side, with which AdamW's lr fits too",
+        description="muon: scale of an update; original: √(rows / columns), at least 1; match_rms_adamw: "
+        "0.2 × √(longer side), for which AdamW's learning rates also fit",
     )
     muon_precision: Literal["auto", "bf16", "fp32", "fp64"] = Field(
-        "auto", description="muon: what the iteration computes in. auto: bf16, and in runs of fp64 that"
+        "auto", description="muon: dtype of the Newton-Schulz iterations; auto: bf16, or fp64 in fp64 runs"
     )
     muon_heads: Literal["joined", "apart"] = Field(
         "joined",
-        description="muon: queries are one matrix, and so are keys and values; or each head of them is "
-        "one by itself",
+        description="muon: orthogonalize all query (or key, or value) heads as one matrix, or each head "
+        "separately",
     )
     muon_adamw_lr: NonNegative | None = Field(
-        None, description="muon: the rate of AdamW on embeddings, LM head, norms and biases (null: optim.lr)"
+        None,
+        description="muon: learning rate of AdamW, which updates embeddings, LM head, norms and biases; "
+        "null: `optim.lr`",
     )
 
 

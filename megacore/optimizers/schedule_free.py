@@ -20,7 +20,9 @@ class ScheduleFreeSettings(Section):
     """The settings of schedule-free AdamW."""
 
     free_beta1: Fraction = Field(
-        0.9, description="schedule_free: the part of the average in the weights that are trained"
+        0.9,
+        description="schedule_free: weight of the averaged weights in the interpolation at which "
+        "gradients are taken",
     )
     free_beta2: Fraction = Field(0.999, description="schedule_free: decay rate of the second moment")
     free_eps: Epsilon = Field(

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class SGDSettings(Section):
     """The settings of SGD."""
 
-    momentum: Fraction = Field(0.9, description="sgd: the part of the last update that is added to the next")
+    momentum: Fraction = Field(
+        0.9, description="sgd: fraction of the previous update that is added to the next one"
+    )
 
 
 @register

@@ -25,11 +25,15 @@ class SOAPSettings(Section):
 
     soap_beta1: Fraction = Field(0.95, description="soap: decay rate of the first moment")
     soap_beta2: Fraction = Field(
-        0.95, description="soap: of the second, and of the matrices whose eigenvectors are the basis"
+        0.95,
+        description="soap: decay rate of the second moment, and of the matrices whose eigenvectors are "
+        "the basis",
     )
     soap_eps: Epsilon = Field(1e-8, description="soap: added to the square root of the second moment")
     soap_adamw_lr: NonNegative | None = Field(
-        None, description="soap: AdamW's rate on all that is no hidden matrix (null: optim.lr)"
+        None,
+        description="soap: learning rate of AdamW, which updates all parameters that are not hidden "
+        "matrices; null: `optim.lr`",
     )
 
 

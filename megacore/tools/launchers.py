@@ -125,46 +125,52 @@ SETTING = {"mpirun": "-x MASTER_ADDR=<the first host>", "mpiexec": "-genv MASTER
 LOCAL_TOO = ("torchrun", "mpiexec")
 
 
+def launcher_of(env: Mapping[str, str]) -> str | None:
+    """Return the name of the launcher that started this process; None if no launcher did."""
+    for launcher, names in LAUNCHERS.items():
+        needed = (*names[:2], names[3]) if launcher in LOCAL_TOO else names[:2]
+        if all(name in env for name in needed):
+            return launcher
+    return None
+
+
 def place_from_environment(env: Mapping[str, str] = os.environ) -> RankInfo:
     """Reads the launcher's variables. A process without a launcher has none.
 
     Raises `ConfigError` if they are unreadable or incomplete, or if there are several machines and none is
     named as the first.
     """
-    for launcher, names in LAUNCHERS.items():
-        if names[0] not in env or names[1] not in env or (launcher in LOCAL_TOO and names[3] not in env):
-            continue
-        right = f"start the ranks with {launcher}"
-        rank, world_size, local_rank = (number(env, name, right, least=-MOST_RANKS) for name in names[:3])
-        count = tasks_here if launcher == "srun" else number
-        local_world_size = count(env, names[3], right) if names[3] in env else 1
-        port = number(
-            env, "MASTER_PORT", right, 29500 + number(env, "SLURM_JOB_ID", right, most=1 << 32) % 10000
+    launcher = launcher_of(env)
+    if launcher is None:
+        refuse_half_a_place(env)
+        return RankInfo()
+    names = LAUNCHERS[launcher]
+    right = f"start the ranks with {launcher}"
+    rank, world_size, local_rank = (number(env, name, right, least=-MOST_RANKS) for name in names[:3])
+    count = tasks_here if launcher == "srun" else number
+    local_world_size = count(env, names[3], right) if names[3] in env else 1
+    port = number(env, "MASTER_PORT", right, 29500 + number(env, "SLURM_JOB_ID", right, most=1 << 32) % 10000)
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            "environment",
+            f"rank {rank} of {world_size} ({launcher})",
+            "ranks from 0 to the world size - 1",
         )
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                "environment",
-                f"rank {rank} of {world_size} ({launcher})",
-                "ranks from 0 to the world size - 1",
-            )
-        if not 1 <= local_world_size <= world_size:
-            wrong = f"{names[3]}={env.get(names[3])} of {names[1]}={world_size}"
-            raise ConfigError("environment", wrong, "the ranks on this machine, one or more and at most all")
-        if not 0 <= local_rank < local_world_size or local_rank > rank:
-            wrong = (
-                f"{names[2]}={local_rank} of {names[3]}={local_world_size} on the machine of "
-                f"{names[0]}={rank}"
-            )
-            raise ConfigError("environment", wrong, "the rank among those of its machine, from 0")
-        if not 0 < port < 65536:
-            raise ConfigError("environment", f"MASTER_PORT={port} is no port", "from 1 to 65535")
-        address = host(env, "MASTER_ADDR") or (first_host(env, right) if launcher == "srun" else None)
-        if address is None and launcher in SETTING and local_world_size < world_size:
-            wrong = f"{launcher} started ranks on several machines, and MASTER_ADDR is not set"
-            raise ConfigError("environment", wrong, f"{launcher} {SETTING[launcher]} …")
-        return RankInfo(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
-    refuse_half_a_place(env)
-    return RankInfo()
+    if not 1 <= local_world_size <= world_size:
+        wrong = f"{names[3]}={env.get(names[3])} of {names[1]}={world_size}"
+        raise ConfigError("environment", wrong, "the ranks on this machine, one or more and at most all")
+    if not 0 <= local_rank < local_world_size or local_rank > rank:
+        wrong = (
+            f"{names[2]}={local_rank} of {names[3]}={local_world_size} on the machine of {names[0]}={rank}"
+        )
+        raise ConfigError("environment", wrong, "the rank among those of its machine, from 0")
+    if not 0 < port < 65536:
+        raise ConfigError("environment", f"MASTER_PORT={port} is no port", "from 1 to 65535")
+    address = host(env, "MASTER_ADDR") or (first_host(env, right) if launcher == "srun" else None)
+    if address is None and launcher in SETTING and local_world_size < world_size:
+        wrong = f"{launcher} started ranks on several machines, and MASTER_ADDR is not set"
+        raise ConfigError("environment", wrong, f"{launcher} {SETTING[launcher]} …")
+    return RankInfo(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
 
 
 def refuse_half_a_place(env: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Every engine, with everything that the table in docs/engines.md says it takes, trains as
+"""Every engine, with everything that the table in docs/engine_features.md says it takes, trains as
 the native engine on one process.
 """
 
@@ -10,14 +10,12 @@ import pytest
 
 from tests import training
 from tests.engines import (
-    DOCUMENT,
     ENGINES,
     FEATURES,
     FLOATING,
     PRECISIONS,
     WORLD,
     covered,
-    document,
     missing,
     refusal,
     whole_leg,
@@ -102,8 +100,3 @@ def test_every_cell_is_refused_or_trained(config_path: str) -> None:
         assert {feature for feature in FEATURES if not refusal(config_path, engine, [feature])} == covered(
             config_path, engine
         ), engine
-
-
-def test_the_documents_table_is_the_tables(config_path: str) -> None:
-    """Written by `python -m tests.engines --write`."""
-    assert DOCUMENT.read_text(encoding="utf-8") == document(config_path)

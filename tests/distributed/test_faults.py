@@ -1,4 +1,4 @@
-"""Faults of the catalogue are caught, by the check and in the words that docs/faults.md says;
+"""Faults of the catalogue are caught, by the check and in the words that tests/faults/README.md says;
 the checks are silent without.
 """
 
@@ -38,5 +38,5 @@ def test_the_same_checks_are_silent_without_faults(checks: Checks) -> None:
 
 
 def test_the_table_in_the_docs_is_this_catalogue() -> None:
-    assert (ROOT / "docs/faults.md").read_text(encoding="utf-8") == document()
+    assert (ROOT / "tests/faults/README.md").read_text(encoding="utf-8") == document()
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20

@@ -148,7 +148,8 @@ def test_the_documents_launch_commands_work_as_printed() -> None:
 
 def test_print_config_tells_origins(config: str) -> None:
     done = run_script(PRETRAIN, "--config", config, "--print-config", "train.steps=7")
-    rows = {row.split()[0]: row.split()[1:] for row in done.stdout.splitlines()}
+    lines = [line for line in done.stdout.splitlines() if line and not line.startswith("#")]
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["train.steps"] == ["7", "override"]
     assert rows["model.num_layers"] == ["5", "file"]
     assert rows["optim.beta1"] == ["0.9", "default"]

@@ -1,7 +1,7 @@
 """Mistakes that people make in parallel training, planted one at a time, and the check that catches each.
 
     python -m tests.faults                 plants every fault and prints what caught it
-    python -m tests.faults --write         the same, as docs/faults.md
+    python -m tests.faults --write         the same, and writes tests/faults/README.md
     python -m tests.faults --silent 10     the same checks on the code as it is: none may speak
 
 A fault is a context manager that changes the code of a running process;

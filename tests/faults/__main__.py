@@ -17,7 +17,9 @@ def main(argv: list[str]) -> int:
         help="run the checks without any fault, this many times",
     )
     parser.add_argument(
-        "--write", action="store_true", help="write docs/faults.md, when every fault was caught as it says"
+        "--write",
+        action="store_true",
+        help="write tests/faults/README.md, if every fault is caught as the catalogue says",
     )
     parser.add_argument("names", nargs="*", metavar="FAULT", help="some faults only")
     args = parser.parse_intermixed_args(argv)
@@ -55,7 +57,7 @@ def main(argv: list[str]) -> int:
         checks.close()
     print(f"{len(chosen) - wrong} of {len(chosen)} faults caught as the catalogue says")
     if args.write and not wrong:
-        (ROOT / "docs/faults.md").write_text(document(), encoding="utf-8")
+        (ROOT / "tests/faults/README.md").write_text(document(), encoding="utf-8")
     return int(wrong > 0)
 
 

@@ -216,39 +216,57 @@ def trained(folder: str, plant: str | None) -> str:
 
 
 def document() -> str:
-    """docs/faults.md: the catalogue with what each check says first."""
+    """Return the text of tests/faults/README.md: the catalogue with what each check reports first."""
     counts = Counter(fault.check for fault in FAULTS)
+    checks = [f"| {name} | {counts[name]} | {meaning} |" for name, meaning in CHECKS.items()]
     layouts = [f.layout if f.precision == "fp64" else f"{f.layout}, {f.precision}" for f in FAULTS]
     rows = [
         f"| {f.mistake} | {layout} | {f.check} | {f.found} |"
         for f, layout in zip(FAULTS, layouts, strict=True)
     ]
-    return HEAD.format(total=len(FAULTS), **counts) + "\n".join(rows) + "\n"
+    return HEAD.format(total=len(FAULTS), checks="\n".join(checks)) + "\n".join(rows) + "\n"
 
+
+CHECKS = {
+    "verify": "the proof of `launch/verify.py`",
+    "resume": "an interrupted run, compared bit by bit with an uninterrupted one",
+    "rollback": "a run that rolls back around bad batches, compared bit by bit with one that starts there",
+    "trained": "what `launch/pretrain.py` saves and logs, compared with plain code",
+    "formula": "the plain formula of an MoE layer",
+    "samples": "the proof of `launch/samples.py --prove`",
+    "plan": "the validation of pipeline plans",
+    "sums": "sums of random gradients, whose error must be explained by rounding",
+}
 
 HEAD = """# Planted faults
 
-What a proof is worth is what it catches. These are {total} mistakes that people make in parallel training; each is planted,
-alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
-bit by bit with one that is not, {rollback} by a run that goes back around bad batches and is compared bit by bit with one that
-starts there, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
-{formula} by the plain formula of a mixture, {samples} by the proof of `launch/samples.py`, {plan} by the validation of plans,
-{sums} by sums of random gradients, of which rounding must explain what they lack.
-The same checks are silent on the code as it is.
+A proof is worth what it catches.
+These are {total} mistakes that people make in parallel training.
+Each one is planted alone in the running code, and a check must catch it.
+The same checks must be silent on the code as it is.
 
 ```bash
-python -m tests.faults                 # plants all of them, prints what caught each (three minutes on two cores)
-python -m tests.faults --silent 10     # every check ten times on the code as it is: none may speak
-python launch/verify.py --config configs/gpt_tiny.json --layouts tp2 --plant tests.faults.tensor:column_gradient_unsummed   # one in full
+python -m tests.faults column_gradient_unsummed
+python launch/verify.py --config configs/gpt_tiny.json --layouts tp2 --plant tests.faults.tensor:column_gradient_unsummed
+python -m tests.faults --silent 10
+python -m tests.faults --write
 ```
 
-`tests/faults/` holds them. `--write` runs every one and writes this table from what it finds; the tests run the quick ones
-and a part of the others each time, and hold the table to the catalogue. A layout with `bf16` is proved in bf16, by
-`--precision bf16`; all others in fp64. [proof.md](proof.md) says what the proof exercises, and what only the tests do.
+The first command plants one fault and prints what catches it; without a name it plants all of them, which takes
+a few minutes.
+The second shows the full report of one fault.
+`--silent 10` runs every check ten times without a fault.
+`--write` plants all faults and writes this page if each one is caught as the catalogue says.
+The unit tests plant a fifth of them each time and keep this page equal to the catalogue.
 
-A mistake with a reference, to a repository and a number, happened there in public.
-Some that happened there cannot happen here: megacore has no heads for further tokens (Megatron-LM issue 1532), and no fp8.
+| check | faults | what it is |
+|---|---:|---|
+{checks}
 
-| mistake | layout | caught by | what it says first |
+A layout with `bf16` is proved with `--precision bf16`, all others in fp64.
+[What the proof covers](../../docs/proof.md) tells what the proof exercises and what only tests do.
+A mistake with a reference to a repository and a number happened there in public.
+
+| mistake | layout | caught by | first line of the report |
 |---|---|---|---|
 """  # noqa: E501

@@ -29,7 +29,7 @@ def residual_forgotten() -> Any:
 
 
 @fault(
-    "… of a step that is skipped is kept, with its infinity",
+    "the compression error of a skipped step is kept, with its infinity",
     "dp2",
     "a skipped step has left its gradient",
     INT8,
@@ -40,12 +40,14 @@ def residual_of_a_skipped_step() -> Any:
     return patch(GradientCompression, "keep", lambda self, skip: keep(self, torch.zeros_like(skip)))
 
 
-@fault("… goes to the next bucket", "dp2", LOST, INT8, check="sums")
+@fault("the compression error is added to the next bucket", "dp2", LOST, INT8, check="sums")
 def residual_of_another_bucket() -> Any:
     return patch(GradientCompression, "keep", _swapped)
 
 
-@fault("… goes to the next bucket, of low rank", "dp2", LOST, LOW_RANK, check="sums")
+@fault(
+    "the compression error is added to the next bucket, with low rank", "dp2", LOST, LOW_RANK, check="sums"
+)
 def residual_of_another_bucket_of_low_rank() -> Any:
     return patch(GradientCompression, "keep", _swapped)
 
@@ -57,13 +59,19 @@ def _swapped(self: GradientCompression, skip: Tensor, keep: Any = GradientCompre
     first[:count], second[:count] = second[:count].clone(), first[:count].clone()
 
 
-@fault("… is not restored where a run goes on", "dp2", "another grad_norm in step 3", INT8, check="resume")
+@fault(
+    "the compression error is not restored when a run resumes",
+    "dp2",
+    "another grad_norm in step 3",
+    INT8,
+    check="resume",
+)
 def residual_not_restored() -> Any:
     return patch(trainer, "read_residuals", lambda *_: [])
 
 
 @fault(
-    "… is restored, and the low rank starts from a new basis",
+    "the compression error is restored, but the low-rank basis starts anew",
     "dp2",
     "another grad_norm in step 3",
     LOW_RANK,
@@ -73,7 +81,7 @@ def basis_not_restored() -> Any:
     return patch(residuals, "BASIS", "none/")
 
 
-@fault("… keeps the loss scale, of low rank", "dp2", LOST, LOW_RANK, check="sums")
+@fault("the compression error keeps the loss scale, with low rank", "dp2", LOST, LOW_RANK, check="sums")
 def residual_with_the_loss_scale() -> Any:
     finish = LowRankBucket.finish
 
@@ -111,7 +119,7 @@ def factors_not_orthonormal() -> Any:
     return patch(torch.linalg, "qr", lambda x: (x, None))
 
 
-@fault("… are not summed, the first of the two", "dp2", SUMS, FULL_RANK)
+@fault("the first of the two low-rank factors is not reduced", "dp2", SUMS, FULL_RANK)
 def first_factor_unsummed() -> Any:
     behind = low_rank.behind
 

@@ -40,7 +40,7 @@ def data_reduction_dropped() -> Any:
 
 
 @fault(
-    "… are reduced twice",
+    "gradients are reduced twice",
     "dp2",
     SUM_APART,
 )
@@ -49,7 +49,7 @@ def data_reduction_doubled() -> Any:
 
 
 @fault(
-    "… are reduced over the tensor ranks instead",
+    "gradients are reduced over the tensor ranks instead of the data ranks",
     "tp2dp2",
     SUM_APART,
 )
@@ -145,7 +145,7 @@ def data_ranks_read_the_same() -> Any:
 
 
 @fault(
-    "… which the samples' own proof sees",
+    "data ranks read the same samples (caught by the samples' own proof)",
     "dp4",
     "samples are left out and samples are read again",
     check="samples",
@@ -228,7 +228,7 @@ def first_product_lost() -> Any:
 
 
 @fault(
-    "… are added once more",
+    "the first microbatch's weight gradients are added once more",
     "one",
     SUM_APART,
 )
@@ -288,7 +288,7 @@ def resume_repeats_a_step() -> Any:
     return patch(trainer.Trainer, "resume", lambda self: max(0, resume(self) - 1))
 
 
-@fault("… begins one sample early", "one", "another loss in step 3", check="resume")
+@fault("a resumed run begins one sample early", "one", "another loss in step 3", check="resume")
 def resume_repeats_a_sample() -> Any:
     init = trainer.Trainer.__init__
 
@@ -301,7 +301,7 @@ def resume_repeats_a_sample() -> Any:
     return patch(trainer.Trainer, "__init__", early)
 
 
-@fault("… starts with moments of zero", "one", "another loss in step 4", check="resume")
+@fault("a resumed run starts with moments of zero", "one", "another loss in step 4", check="resume")
 def moments_not_restored() -> Any:
     read = checkpoint.Reader.read_into
     skip = ("adam_m", "adam_v")
@@ -313,7 +313,7 @@ def moments_not_restored() -> Any:
 
 
 @fault(
-    "… counts the optimizer's steps from zero, so that bias correction starts again",
+    "a resumed run counts the optimizer's steps from zero, so bias correction starts again",
     "one",
     "another loss in step 4",
     check="resume",

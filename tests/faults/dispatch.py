@@ -113,7 +113,7 @@ def second_half_uncounted() -> Any:
 
 
 @fault(
-    "… come back in the other order",
+    "a microbatch's two halves come back in the other order",
     "ep2",
     "module blocks.1.feed_forward, its output, microbatch 0, forward",
     *HALVES,
@@ -125,7 +125,12 @@ def halves_in_the_other_order() -> Any:
     )
 
 
-@fault("… only the first has a part in the gradients of experts", "ep2", f"{SUMS} {UP}", *HALVES)
+@fault(
+    "only the first of a microbatch's two halves contributes to the gradients of experts",
+    "ep2",
+    f"{SUMS} {UP}",
+    *HALVES,
+)
 def second_half_without_gradient() -> Any:
     grouped_linear, times = experts.grouped_linear, 0
 

@@ -52,7 +52,13 @@ def experts_summed_over_all() -> Any:
     return patch(Topology, "gradient_sum", wide)
 
 
-@fault("… that hold other features of the same (Megatron-LM issue 1628)", "dp2etp2", f"{SUMS} {UP}", *EXPERTS)
+@fault(
+    "gradients of experts are summed over ranks that hold other features of the same "
+    "experts (Megatron-LM issue 1628)",
+    "dp2etp2",
+    f"{SUMS} {UP}",
+    *EXPERTS,
+)
 def features_summed() -> Any:
     gradient_sum = Topology.gradient_sum
 
@@ -68,7 +74,7 @@ def features_summed() -> Any:
 
 
 @fault(
-    "… are as many times too large as ranks divide the experts (Megatron-LM PR 5956)",
+    "gradients of experts are too large by the number of ranks that divide the experts (Megatron-LM PR 5956)",
     "ep2",
     f"{SUMS} {UP}",
     *EXPERTS,
@@ -149,7 +155,7 @@ def rows_unwritten() -> Any:
 
 
 @fault(
-    "… so does the gradient of an expert without rows",
+    "the gradient of an expert without rows is uninitialised memory",
     "tp4etp1",
     f"{SUMS} {UP}",
     *EXPERTS,

@@ -69,6 +69,6 @@ def summed_in_16_bits() -> Any:
     return exchanged(total)
 
 
-@fault("… and those of one host are lost", "dp4", NOT_THE_SUM, NARROW, TWO_LEVELS, precision="bf16")
+@fault("gradients in bf16 of one host are lost", "dp4", NOT_THE_SUM, NARROW, TWO_LEVELS, precision="bf16")
 def host_lost() -> Any:
     return exchanged(lambda parts: parts[1:].float().sum(0))

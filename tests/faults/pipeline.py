@@ -28,7 +28,7 @@ def tied_gradients_unsummed() -> Any:
 
 
 @fault(
-    "… sum them twice",
+    "the two copies of tied embeddings sum their gradients twice",
     "pp2",
     "every microbatch's gradients agree; their sum over microbatches and ranks does not: first "
     "embedding.weight",

@@ -76,7 +76,7 @@ def plain_norms_unsummed() -> Any:
 
 
 @fault(
-    "… of its norm after the blocks alone",
+    "the norm after a plain module's blocks does not know that each rank has its own tokens",
     "tp2sp",
     "module norm, gradient of its weight, microbatch 0, backward",
     *PLAIN,
@@ -107,7 +107,7 @@ def plain_positions_by_rank() -> Any:
 
 
 @fault(
-    "… that go on across a document's end",
+    "a plain module's positions continue across a document's end",
     "one",
     UNTOUCHED,
     *PLAIN,

@@ -42,7 +42,7 @@ def plan_loses_weights() -> Any:
 
 
 @fault(
-    "… computes it twice",
+    "a plan computes a weight's gradient twice",
     "pp4",
     "pp rank 1, backward_weight of microbatch 2: done 2 times",
     ZB_H1,
@@ -53,7 +53,7 @@ def plan_doubles_weights() -> Any:
 
 
 @fault(
-    "… before its input's gradient",
+    "a plan computes a weight's gradient before its input's gradient",
     "pp4",
     "pp rank 1, backward_weight of microbatch 2: comes before its backward_input",
     ZB_H1,

@@ -32,7 +32,7 @@ def gradients_overwritten_in_16_bits() -> Any:
     return patch(native.NativeEngine, "backward", alone)
 
 
-@fault("… gradients are accumulated in bf16", "one", NOT_THE_SUM, precision="bf16")
+@fault("in bf16 gradients are accumulated in bf16", "one", NOT_THE_SUM, precision="bf16")
 def gradients_accumulated_in_16_bits() -> Any:
     backward = native.NativeEngine.backward
 
@@ -46,7 +46,7 @@ def gradients_accumulated_in_16_bits() -> Any:
 
 
 @fault(
-    "… a weight's gradient is added to its sum, but for the first microbatch's",
+    "in bf16 the first microbatch's weight gradients are lost",
     "one",
     NOT_THE_SUM,
     precision="bf16",
@@ -61,7 +61,7 @@ def first_product_lost_in_16_bits() -> Any:
 
 
 @fault(
-    "… weight decay is missing on the path of fp32 masters",
+    "in bf16 weight decay is missing on the path of fp32 masters",
     "one",
     "the update does not follow from the moments (rate, weight decay, bias correction): first "
     "embedding.weight",
@@ -78,7 +78,7 @@ def weight_decay_missing_in_fp32() -> Any:
 
 
 @fault(
-    "… SGD's momentum takes the gradient before it is clipped",
+    "in bf16 SGD's momentum takes the gradient before it is clipped",
     "one",
     "the momentum does not follow from the gradients (clipping, momentum): first embedding.weight",
     "optim.kind=sgd",
@@ -92,7 +92,7 @@ def momentum_not_clipped() -> Any:
 
 
 @fault(
-    "… SGD accumulates gradients in bf16",
+    "in bf16 SGD accumulates gradients in bf16",
     "one",
     NOT_THE_SUM,
     "optim.kind=sgd",
@@ -103,7 +103,7 @@ def sums_of_sgd_in_16_bits() -> Any:
 
 
 @fault(
-    "… the last stage's copy of tied embeddings is a step behind its masters",
+    "in bf16 the last stage's copy of tied embeddings is one step older than its masters",
     "pp2",
     "what computes is not the master weights, rounded: first embedding.weight",
     precision="bf16",

@@ -182,6 +182,12 @@ def target_behind_a_cut_lost() -> Any:
     return not_learned_at_cuts()
 
 
-@fault("… in samples of consecutive tokens", "one", "the loss, microbatch 0, forward", DOCUMENTS, MASKED)
+@fault(
+    "a cut document's second piece loses its first target, in samples of consecutive tokens",
+    "one",
+    "the loss, microbatch 0, forward",
+    DOCUMENTS,
+    MASKED,
+)
 def target_behind_a_sample_s_edge_lost() -> Any:
     return not_learned_at_cuts()

@@ -98,7 +98,7 @@ def bucket_begun_early() -> Any:
 
 
 @fault(
-    "… while innocent gathers are in flight too",
+    "a bucket is begun one gradient early, while unrelated gathers are in flight",
     "dp2",
     "a race: two runs differ; in flight: 1 × reduce_scatter over dp on what differs (begun: backward, "
     "awaited: reduce gradients), "

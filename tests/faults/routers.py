@@ -95,7 +95,13 @@ def balance_of_another_routing() -> Any:
     return patch(router.Router, "losses", ungrouped)
 
 
-@fault("… has no gradient (NeMo Automodel issue 1408)", "one", "the gradient of x", *GROUPS, check="formula")
+@fault(
+    "the balance loss has no gradient (NeMo Automodel issue 1408)",
+    "one",
+    "the gradient of x",
+    *GROUPS,
+    check="formula",
+)
 def balance_without_gradient() -> Any:
     losses = router.Router.losses
     return patch(router.Router, "losses", lambda *rest: [loss.detach() for loss in losses(*rest)])
@@ -145,7 +151,13 @@ def bias_by_its_copies() -> Any:
     return patch(router.Router, "ranked", ranked)
 
 
-@fault("… in bf16, where experts may be chosen that are as good", "tp2", ROUTED, *BIASED, precision="bf16")
+@fault(
+    "a router adds the bias of every tensor rank, in bf16, where equally good experts may be chosen",
+    "tp2",
+    ROUTED,
+    *BIASED,
+    precision="bf16",
+)
 def bias_by_its_copies_in_bf16() -> Any:
     return bias_by_its_copies()
 
@@ -184,7 +196,7 @@ def groups_by_their_best() -> Any:
 
 
 @fault(
-    "… and an expert of another group is taken before one whose score and bias are negative",
+    "an expert of another group is taken before one whose score plus bias is negative",
     "one",
     "the result",
     "model.router_bias_rate=0.1",

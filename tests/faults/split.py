@@ -37,7 +37,7 @@ def weight_gradient_lost() -> Any:
 
 
 @fault(
-    "… adds one twice",
+    "the second half of backward adds a weight's gradient twice",
     "pp2",
     "module blocks.3.attention.output, gradient of its weight, microbatch 0, backward",
     ZB,
@@ -47,7 +47,7 @@ def weight_gradient_doubled() -> Any:
 
 
 @fault(
-    "… multiplies a gradient by the input of another microbatch",
+    "the second half of backward multiplies a gradient by the input of another microbatch",
     "pp2",
     "module blocks.3.feed_forward.down, gradient of its weight, microbatch 1, backward",
     ZB,

@@ -45,13 +45,18 @@ def column_gradient_unsummed() -> Any:
     return patch(linear, "all_reduce_start", not_started)
 
 
-@fault("… sums it twice", "tp2", "module norm, gradient of its output, microbatch 0, backward")
+@fault(
+    "backward of a column-parallel layer sums its input's gradient twice",
+    "tp2",
+    "module norm, gradient of its output, microbatch 0, backward",
+)
 def column_gradient_summed_twice() -> Any:
     return patch(linear, "all_reduce_start", twice(comm.all_reduce_start))
 
 
 @fault(
-    "… does not scatter-sum it under sequence parallelism",
+    "backward of a column-parallel layer does not reduce-scatter its input's "
+    "gradient under sequence parallelism",
     "tp2sp",
     "module norm, gradient of its output, microbatch 0, backward",
 )
@@ -70,7 +75,11 @@ def row_output_unsummed() -> Any:
     return patch(linear, "leave_tensor_parallel", lambda x, group, sequence: x)
 
 
-@fault("… sums them twice", "tp2", "module blocks.0.attention.output, its output, microbatch 0, forward")
+@fault(
+    "a row-parallel layer sums its partial results twice",
+    "tp2",
+    "module blocks.0.attention.output, its output, microbatch 0, forward",
+)
 def row_output_summed_twice() -> Any:
     once = comm.leave_tensor_parallel
     return patch(
@@ -81,7 +90,7 @@ def row_output_summed_twice() -> Any:
 
 
 @fault(
-    "… over the wrong group (the data ranks)",
+    "a row-parallel layer sums its partial results over the wrong group (the data ranks)",
     "tp2dp2",
     "module blocks.0.attention.output, its output, microbatch 0, forward",
 )
@@ -296,7 +305,7 @@ def norm_of_local_heads() -> Any:
 
 
 @fault(
-    "… its sums' gradients stay on their ranks",
+    "the gradients of the sums in the norm of queries and keys stay on their ranks",
     "tp2",
     "module blocks.3.attention.heads_norm, gradient of its input 1, microbatch 0, backward",
     *OVER_HEADS,

@@ -29,7 +29,12 @@ def rate_of_the_step_before() -> Any:
     return both(late, patch(trainer.Trainer, "report", right))
 
 
-@fault("… begins its warmup again where a run goes on", "one", "step 4 logs another lr", check="trained")
+@fault(
+    "the learning rate begins its warmup again when a run resumes",
+    "one",
+    "step 4 logs another lr",
+    check="trained",
+)
 def warmup_begins_again() -> Any:
     loop = trainer.Trainer.loop
 
@@ -45,7 +50,7 @@ def warmup_begins_again() -> Any:
 
 
 @fault(
-    "… is computed one step ahead, and is still there when the run has gone back",
+    "the learning rate is computed one step ahead, and not again after a rollback",
     "one",
     "step 4 logs another lr",
     check="rollback",

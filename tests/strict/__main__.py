@@ -8,7 +8,7 @@ from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from tests.strict.cases import CASES
 from tests.strict.plants import PLANTS
-from tests.strict.report import DOCUMENT, document, run_case, run_plant
+from tests.strict.report import FOUND, run_case, run_plant, write_found
 from tests.strict.runs import Runs
 
 
@@ -22,7 +22,11 @@ def main(argv: list[str]) -> int:
         "--only", nargs="+", metavar="LAYOUT", help="some layouts, such as pp4 or cp2, and no mistakes"
     )
     parser.add_argument("--mistakes", action="store_true", help="the mistakes alone")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write tests/strict/{FOUND.name}, which README.md there is generated from",
+    )
     args = parser.parse_args(argv)
     if args.write and (args.only or args.mistakes):
         raise ConfigError("--write", "writes what was found of all", "--write alone")
@@ -55,7 +59,7 @@ def main(argv: list[str]) -> int:
         finally:
             runs.close()
     if args.write:
-        DOCUMENT.write_text(document(layouts, mistakes), encoding="utf-8")
+        write_found(layouts, mistakes)
     return int(wrong > 0)
 
 

@@ -18,6 +18,7 @@ from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES as OPTIMIZERS
 from megacore.tools.settings.load import Resolved, flatten, load, smallest_world
 from megacore.tools.settings.other_words import MEANINGS, suggested_override, words_of_rows
+from megacore.tools.settings.print_config import config_table
 from megacore.tools.settings.validation import warmup_warning
 from megacore.tools.stop_request import StopRequest
 from tests.training import write_config, write_corpus
@@ -507,7 +508,8 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
     }
     for key, (value, right, origin) in expected.items():
         assert (value, origins[key]) == (right, origin), key
-    rows = {line.split()[0]: line.split() for line in resolved.table().splitlines()}
+    lines = [line for line in config_table(resolved).splitlines() if line and not line.startswith("#")]
+    rows = {line.split()[0]: line.split() for line in lines}
     assert rows.keys() == origins.keys() == flatten(Config().model_dump(by_alias=True)).keys()
     assert rows["train.steps"][1:] == ["20", "override"]
     assert rows["checkpoint.async"][1:] == ["false", "default"]

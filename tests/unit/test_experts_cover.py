@@ -1,9 +1,10 @@
 """The layouts in which experts are proved: a pairwise cover, and the table of what was found in them."""
 
+import json
 from itertools import product
 
 from tests.expert_rows import CHOICES, proofs
-from tests.experts import DOCUMENT
+from tests.experts import FOUND
 from tests.pairwise import cover, pairs_of
 
 
@@ -22,9 +23,9 @@ def test_every_pair_that_is_allowed_is_in_a_row() -> None:
 def test_the_table_is_of_this_cover() -> None:
     """A change of what a run accepts, or of what can be chosen, calls for another proof."""
     chosen, never = proofs()
-    table = DOCUMENT.read_text(encoding="utf-8").partition("| layout |")[2].splitlines()[2:]
-    lines = [line.split(" | ")[0] for line in table]
-    assert lines == [f"| {proof.layout.name}" for proof in chosen] and not never
+    rows = [record["row"] for record in json.loads(FOUND.read_text(encoding="utf-8"))]
+    assert rows == [[proof.layout.name, *(proof.of[name] for name in CHOICES)] for proof in chosen]
+    assert not never
     settings = [[proof.of[name] for name in CHOICES] for proof in chosen]
     for (i, some), (j, others) in product(enumerate(CHOICES.values()), repeat=2):
         assert i >= j or {(row[i], row[j]) for row in settings} == set(product(some, others))

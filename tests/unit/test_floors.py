@@ -91,6 +91,7 @@ TORCH_FREE = (
     "megacore.tools.settings.launcher_settings",
     "megacore.tools.settings.ds_keys",
     "megacore.tools.settings.other_words",
+    "megacore.tools.settings.print_config",
     "megacore.tools.schedules.",
     "megacore.tools.choices.flops",
     "megacore.tools.choices.activations",

@@ -180,7 +180,7 @@ def test_a_compiled_graph_leaves_the_gradient_to_autograd() -> None:
 
 def test_a_cpu_is_not_asked_for_what_it_lacks() -> None:
     """Where PyTorch learns to add products of bf16 in fp32 on a CPU, this says so, and
-    docs/performance.md is to be measured again.
+    benchmarks/results/performance_gpu_estimates.md is to be measured again.
     """
     assert not adds_in_fp32("cpu", torch.bfloat16)
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import collectives, machine, planner_memory, planner_weak_scaling, predicted, throughput
 from benchmarks.collectives import cluster_content
-from benchmarks.planner import run
+from benchmarks.planner import MEASURED, ROOT, parse, run
 from benchmarks.planner_fit import Case, fit, steps
 from benchmarks.planner_rows import SCHEDULES, Row, read
 from benchmarks.planner_score import baseline, errors, operations, regret
@@ -456,6 +456,19 @@ def test_a_broken_table_is_one_line(column: str, cell: str, line: str, tmp_path:
     with pytest.raises(ConfigError) as caught:
         run([str(tmp_path / "rows.csv")])
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_scoreboard_is_of_the_table_in_the_checkout() -> None:
+    """The command without arguments reads it, so a reader can make the scoreboard again."""
+    rows, skipped = read(parse([]).data)
+    scores = json.loads((ROOT / "benchmarks/results/planner.json").read_text())
+    for name in ("nanotron", "megatron-2023", "nemo"):
+        scored = sum(scores["frameworks"][name][part]["rows"] for part in ("fitted", "held out"))
+        assert scored == sum(
+            row.framework == name and row.seconds is not None and row.setting.mixture is None for row in rows
+        )
+    assert len(skipped) == sum(count for _, count in scores["skipped"])
+    assert MEASURED.parent / "a100_weak_scaling.csv" == parse([]).weak_scaling
 
 
 def test_a_place_for_results_is_asked_for_first(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.monitoring import wandb as tracking
 from megacore.tools.monitoring.tags import tagged
 from megacore.tools.settings.load import load
+from megacore.tools.settings.print_config import config_table
 from tests import forks
 from tests.commands import run_script
 from tests.pool import PATIENCE
@@ -160,7 +161,7 @@ def test_the_config_is_that_of_the_run(run_ranks: Callable[..., list[Any]], tmp_
     model = {"num_layers": 2, "source": str(source)}
     path = write_config(tmp_path, write_corpus(tmp_path), model=model, train={"steps": 1, "compile": "auto"})
     loaded = load(path)
-    assert loaded.config.train.compile == "auto" and '"x"' in loaded.table()
+    assert loaded.config.train.compile == "auto" and '"x"' in config_table(loaded)
     [told] = run_ranks(1, config_told, path, str(tmp_path / "run"))
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (

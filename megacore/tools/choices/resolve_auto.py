@@ -2,7 +2,7 @@
 
 A run asks once, before its first step (`resolved_auto`).
 
-The rules are measured; docs/performance.md has the figures and the commands.
+The rule for attention is measured (benchmarks/results/performance_attention.md).
 """
 
 from typing import Any

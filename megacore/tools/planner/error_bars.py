@@ -6,7 +6,7 @@ which no term explains.
 So a prediction has a distribution: the share that stalls, how long those take, and a bar around the others
 and one around all. `errors.json` has the measured over the predicted time of each row, by framework, model
 and kind
-(`python -m benchmarks.planner DATA.csv --output PREFIX` writes it). megacore itself has not been measured on
+(`python -m benchmarks.planner --output PREFIX` writes it). megacore itself has not been measured on
 a GPU: its bars are those of the frameworks that were.
 """
 

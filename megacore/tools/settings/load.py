@@ -61,15 +61,6 @@ class Resolved:
     config: Config
     origins: dict[str, str]
 
-    def table(self) -> str:
-        """The text of `--print-config`: one line a value, with the value's origin."""
-        values = flatten(self.config.model_dump(mode="json", by_alias=True))
-        if (digest := self.config.model.hf_digest) is not None:  # the object has dozens of keys
-            values["model.hf_config"] = f"SHA-256 {digest}"
-        rows = [(key, json.dumps(value), self.origins[key]) for key, value in values.items()]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}" for key, value, origin in rows)
-
 
 def load(path: str, overrides: list[str] | None = None, world_size: int = 1) -> Resolved:
     """Reads a config file, applies `section.key=value` overrides, derives open values, and checks all of it.

@@ -1,7 +1,7 @@
 """What settings are called in Megatron-LM, torchtitan, nanoGPT and transformers, and what an unknown word may
 mean.
 
-The table of docs/coming_from.md is made of this one: `python -m megacore.tools.settings.other_words`.
+The table of docs/coming_from.md is generated from this one: `python -m tests.pages`.
 """
 
 import difflib

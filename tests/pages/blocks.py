@@ -1,0 +1,73 @@
+"""Generate the blocks and numbers in pages that people write.
+
+A block is between two lines `<!-- generated: NAME -->` and `<!-- end -->`. A number stands within a sentence:
+`<!-- number: NAME -->177<!-- end -->`. Both may occur in any page, and a name in several pages.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from megacore.config import Config
+from megacore.errors import ConfigError
+from megacore.files import ROOT
+from megacore.tools.interchange.families import FAMILIES
+from megacore.tools.settings import other_words
+from megacore.tools.settings.load import flatten
+from megacore.tools.verify.layouts import DEFAULT, EXPERTS
+from tests import experts
+from tests.faults.checks import FAULTS
+from tests.strict.cases import CASES
+
+T = TypeVar("T")
+
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = "<!-- end -->"  # ends a generated block or number
+NUMBER = re.compile(r"(<!-- number: (\w+) -->)[^<\n]*(<!-- end -->)")
+SPEEDS = ROOT / "benchmarks/results/peers_settings_2026-11-22.json"
+LAYOUTS = {"one": "one process", "dp2": "data 2", "tp2": "tensor 2", "pp2": "pipeline 2"}
+SETTINGS = {"as users get it": "as users get it", "equal process settings": "equal settings"}
+
+
+def peers_speed() -> str:
+    """Return the table of megacore's speed over the best other library's, from the file of the picture."""
+    record = json.loads(SPEEDS.read_text(encoding="utf-8"))
+    columns = [(precision, setting) for precision in record["ratios"] for setting in SETTINGS]
+    titles = [f"{precision}, {SETTINGS[setting]}" for precision, setting in columns]
+    lines = [f"| layout | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    for index, layout in enumerate(record["layouts"]):
+        ratios = [f"{record['ratios'][precision][setting][index]:.2f}" for precision, setting in columns]
+        lines.append(f"| {LAYOUTS[layout]} | {' | '.join(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "other_words": lambda: other_words.table() + "\n",
+    "peers_speed": peers_speed,
+}
+NUMBERS: dict[str, Callable[[], int]] = {
+    "config_keys": lambda: len(flatten(Config().model_dump(by_alias=True))),
+    "default_layouts": lambda: len(DEFAULT),
+    "expert_layouts": lambda: len(EXPERTS),
+    "families": lambda: len(FAMILIES),
+    "faults": lambda: len(FAULTS),
+    "moe_proofs": lambda: len(json.loads(experts.FOUND.read_text(encoding="utf-8"))),
+    "strict_layouts": lambda: len(CASES),
+}
+
+
+def filled(text: str, page: str) -> str:
+    """Return a page's text with its blocks and numbers as they should be.
+
+    Raises `ConfigError` if a name is not known.
+    """
+    text = BLOCK.sub(lambda match: match[1] + value_of(BLOCKS, match[2], page)() + match[3], text)
+    return NUMBER.sub(lambda match: f"{match[1]}{value_of(NUMBERS, match[2], page)():,}{match[3]}", text)
+
+
+def value_of(known: dict[str, T], name: str, page: str) -> T:
+    """Return the entry of a name. Raises `ConfigError` if there is none."""
+    if name not in known:
+        raise ConfigError(page, f"has a generated block {name}, which is not known", ", ".join(known))
+    return known[name]
