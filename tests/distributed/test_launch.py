@@ -4,6 +4,7 @@ line, failures name their cause.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -131,14 +132,10 @@ ONE_MACHINE = {
 
 def test_the_documents_launch_commands_work_as_printed() -> None:
     """On a machine without sshd; those for several machines aside."""
-    block = (
-        (ROOT / "docs/starting.md")
-        .read_text()
-        .partition("## Starting it")[2]
-        .partition("```bash\n")[2]
-        .partition("```")[0]
-    )
-    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    page = (ROOT / "docs/starting.md").read_text().partition("## Starting it")[2]
+    block = re.search(r"```bash[^\n]*\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    commands = [shlex.split(line, comments=True) for line in block[1].splitlines()]
     here = [command for command in commands if command[0] != "srun" and "--hostfile" not in command]
     assert {command[0] for command in here} == {"python", *LAUNCHERS}
     for command in here:

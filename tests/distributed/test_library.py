@@ -13,6 +13,7 @@ from tests.commands import provers, run_script
 from tests.pool import ROOT
 
 CELLS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+FOLDER = re.compile(r'^folder = "runs/notebook"', re.MULTILINE)
 BEFORE = """
 import torch
 from megacore.distributed import cpu
@@ -34,8 +35,10 @@ def test_the_documents_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """
     monkeypatch.chdir(ROOT)
     proofs = [cell for cell in CELLS if "megacore.prove(" in cell]
-    script, folder = tmp_path / "cells.py", f"folder = {str(tmp_path)!r}\n"
-    script.write_text("\n".join([folder, BEFORE, *(cell for cell in CELLS if cell not in proofs), AFTER]))
+    script, folder = tmp_path / "cells.py", f"folder = {str(tmp_path)!r}"
+    cells, replaced = FOLDER.subn(folder, "\n".join(cell for cell in CELLS if cell not in proofs))
+    assert replaced == 1, "the page says where its files go"
+    script.write_text("\n".join([BEFORE, cells, AFTER]))
     done = run_script(str(script))
     assert done.returncode == 0, done.stderr
     assert "The planner " in done.stdout and "backward 0" in done.stdout

@@ -1,0 +1,27 @@
+"""The table of configs in docs/starting.md has every config, with its number of parameters."""
+
+import re
+from pathlib import Path
+
+from megacore.tools.planner.parameters import parameters
+from megacore.tools.settings.load import load
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = re.compile(r"^\| `(\w+)`[^|]*\| ([\d.]+) ([MBT]) \| ([^|]*) \|", re.MULTILINE)
+UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def devices(hardware: str) -> int:
+    """The number of devices in a cell such as `a node of 8 × 80 GB and up`; 1 if it gives none."""
+    number = re.search(r"([\d,]+) ×", hardware)
+    return int(number[1].replace(",", "")) if number else 1
+
+
+def test_the_table_of_configs_is_right() -> None:
+    page = (ROOT / "docs/starting.md").read_text(encoding="utf-8").partition("## The configs")[2]
+    rows = {name: (float(number), unit, hardware) for name, number, unit, hardware in ROW.findall(page)}
+    assert set(rows) == {path.stem for path in (ROOT / "configs").glob("*.json")}
+
+    for name, (number, unit, hardware) in rows.items():
+        config = load(str(ROOT / f"configs/{name}.json"), [], devices(hardware)).config
+        assert abs(number - parameters(config) / UNITS[unit]) <= 0.5 * (0.1 if number < 10 else 1), name
