@@ -167,7 +167,7 @@ def page(results: list[Result], commit: str) -> str:
         "",
         "| file | result | reason |",
         "|---|---|---|",
-        *(f"| `{name}` | {result} | {reason.replace('|', '/')} |" for name, result, reason in results),
+        *(f"| {name} | {result} | {reason.replace('|', '/')} |" for name, result, reason in results),
     ]
     return "\n".join(lines) + "\n"
 

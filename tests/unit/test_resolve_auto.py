@@ -51,7 +51,7 @@ def config_of(model: dict[str, Any], **train: Any) -> Config:
 def test_attention_goes_by_device_precision_and_sizes(
     precision: str, head: int, seq_len: int, device: str, chosen: str
 ) -> None:
-    """The rule is in docs/performance.md; another one is slower, or needs memory that nobody counts."""
+    """The rule is in docs/performance.md; another rule is slower, or needs memory that is not counted."""
     config = config_of({"head_size": head}, precision=precision, seq_len=seq_len)
     assert attention_of(config, device) == chosen
     for explicit in ("sdpa", "eager"):
