@@ -23,12 +23,19 @@ setup(
     author="megacore contributors",
     license="MIT",
     python_requires=">=3.11",
-    packages=find_packages(include=["megacore", "megacore.*"]),
+    packages=[
+        *find_packages(include=["megacore", "megacore.*"]),
+        *("megacore.launch.kubernetes", "megacore.launch.monitoring"),
+    ],
     # kernels/ is imported as megacore.kernels, and has no __init__.py: a package on PyPI is called `kernels`.
-    package_dir={"megacore.kernels": "kernels"},
+    # launch/ is likewise megacore.launch: its scripts are the commands of `megacore`.
+    package_dir={"megacore.kernels": "kernels", "megacore.launch": "launch"},
     package_data={
-        "megacore.tools.planner": ["errors.json", "fitted.json", "devices/*.json", "clusters/*.json"]
+        "megacore.launch": ["slurm/pretrain.sbatch"],
+        "megacore.launch.monitoring": ["*.json", "*.yml"],
+        "megacore.tools.planner": ["errors.json", "fitted.json", "devices/*.json", "clusters/*.json"],
     },
+    entry_points={"console_scripts": ["megacore = megacore.__main__:main"]},
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",  # tools/deepspeed touches private names of it

@@ -75,7 +75,7 @@ def write(stage: Stage, prompt: Sequence[int], least: int) -> Written:
 
 def main(argv: list[str]) -> None:
     """Prints the text, and how many guesses were right. Raises `UserError`."""
-    from launch.generate import pick_tokenizer, text_config
+    from megacore.launch.generate import pick_tokenizer, text_config
     from megacore import checkpoint
     from megacore.checkpoint.weights import recorded_sections
     from megacore.model.stage import whole_model

@@ -142,14 +142,19 @@ def wrong_in_command(
     if script.path.suffix != ".py" or not script.has_parser:
         yield from wrong_paths(words)
         return
+    if {"-h", "--help"} & set(words):
+        return
     try:
-        parsed = parse(script, with_values(words), fragment=fragment)
+        exact = with_values(words)
+        parsed = parse(script, exact, fragment=fragment)
     except WrongWordsError as error:
         if not is_tolerated(str(error), words, fragment):
             yield f"{script.name}: {error}"
         return
     for option in hidden_options(parsed, words):
         yield f"{script.name}: {option} is an old name that its -h does not show"
+    if exact != words:  # the page leaves a number open, such as --world N
+        parsed.values["world"] = None
     yield from wrong_settings(script, parsed, ranks, has_needs)
     if not has_needs:
         yield from missing_files(script, parsed, state, command.line)

@@ -34,7 +34,7 @@ def wrong_links(page: Page) -> Iterator[Finding]:
                 continue
             name, _, anchor = link.partition("#")
             target = (ROOT / page.name).parent / name if name else ROOT / page.name
-            if not target.exists():
+            if name and not target.exists():
                 yield page.finding(number, f"link to {link}: no such file")
             elif anchor and anchor not in (page.anchors if not name else anchors_of(target)):
                 yield page.finding(number, f"link to {link}: no such heading")
@@ -64,14 +64,18 @@ def wrong_pages_in_code() -> Iterator[Finding]:
     """Pages that strings and comments of the code refer to and that do not exist."""
     for path in sources():
         text = path.read_text(encoding="utf-8", errors="replace")
-        for number, line in enumerate(text.splitlines(), 1):
-            for match in PAGE_IN_CODE.finditer(line):
-                target, anchor = ROOT / match[1], match[2]
-                name = str(path.relative_to(ROOT))
-                if not target.is_file():
-                    yield Finding(name, number, f"refers to {match[1]}, which does not exist")
-                elif anchor and anchor not in anchors_of(target):
-                    yield Finding(name, number, f"refers to {match[0]}, which is not a heading there")
+        yield from wrong_pages_in_text(str(path.relative_to(ROOT)), text)
+
+
+def wrong_pages_in_text(name: str, text: str) -> Iterator[Finding]:
+    """Pages that the text of the file `name` refers to and that do not exist."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for match in PAGE_IN_CODE.finditer(line):
+            target, anchor = ROOT / match[1], match[2]
+            if not target.is_file():
+                yield Finding(name, number, f"refers to {match[1]}, which does not exist")
+            elif anchor and anchor not in anchors_of(target):
+                yield Finding(name, number, f"refers to {match[0]}, which is not a heading there")
 
 
 def sources() -> Iterator[Path]:
