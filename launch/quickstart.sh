@@ -2,10 +2,27 @@
 # From a bare machine (Python 3.11+, git) to a small GPT trained on real text, in one command.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    printf '%s\n' "example: bash launch/quickstart.sh train.steps=200" \
-        "Installs what is missing, prepares the Python standard library as a corpus, trains configs/gpt_tiny.json on all" \
-        "local devices through the deepspeed launcher (4 ranks, tensor 2 × pipeline 2, on a CPU), and lets it write." \
-        "Arguments are overrides of the config; MEGACORE_VENV and PYTHON as in launch/environment.sh."
+    cat <<'EOF'
+usage: bash launch/quickstart.sh [section.key=value ...]
+
+Install what training needs, train a small GPT on the text of Python's standard library, and generate text with it.
+configs/gpt_tiny.json trains on all local devices through the deepspeed launcher: on a CPU, four ranks (tensor 2 ×
+pipeline 2). The same command resumes from the last checkpoint. Without a network, training works once the packages
+are installed.
+
+arguments:
+  section.key=value   a setting that replaces the config's, such as train.steps=200
+
+environment:
+  MEGACORE_VENV       the folder of the virtual environment (.venv)
+  PYTHON              the interpreter to make it with (the first that is 3.11 or newer)
+  MASTER_PORT         the port on which the ranks meet (29500)
+
+example:
+  bash launch/quickstart.sh train.steps=200
+
+Exit status: 0 trained, 2 wrong settings, 75 stopped on request after saving, others: failed.
+EOF
     exit
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,16 +49,16 @@ fi
 if deepspeed --log_level error --hostfile="" --num_gpus "$ranks" --master_port "${MASTER_PORT:-29500}" \
     launch/pretrain.py --config configs/gpt_tiny.json log.dir=runs/quickstart $mesh "$@"; then :; else
     status=$?
-    printf 'training ended with status %d; the same command goes on from the last checkpoint\n' "$status" >&2
+    printf 'training ended with status %d; the same command resumes from the last checkpoint\n' "$status" >&2
     exit "$status"
 fi
 
-printf '\nwhat the model writes:\n\n'
+printf '\ntext that the model generates:\n\n'
 python launch/generate.py --checkpoint runs/quickstart --prompt $'def read(self, path):\n' --tokens 120
 cat <<'EOF'
 
 next:
-  bash launch/quickstart.sh                                            goes on from what is there
+  bash launch/quickstart.sh                                            resumes from the last checkpoint
   .venv/bin/python launch/generate.py --checkpoint runs/quickstart --prompt "import "
   .venv/bin/python launch/evaluate.py --checkpoint runs/quickstart
   .venv/bin/tensorboard --logdir runs/quickstart

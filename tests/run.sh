@@ -2,14 +2,23 @@
 # Format, lint, types and tests, in a separate environment. Further arguments go to pytest.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    printf '%s\n' \
-        "example: bash tests/run.sh -k 'pipeline and not fp16' -x" \
-        "--quick: the tests that find most mistakes soonest, in 2 minutes" \
-        "Installs what is missing, then runs ruff, mypy and pytest [arguments];" \
-        "MEGACORE_VENV and PYTHON as in launch/environment.sh."
+    cat <<'EOF'
+usage: bash tests/run.sh [--quick] [PYTEST_ARGUMENT ...]
+
+Run ruff, mypy and pytest in a virtual environment, .venv, with the tested versions of all packages.
+Installs what is missing. Environment: MEGACORE_VENV and PYTHON as in launch/environment.sh.
+
+options:
+  --quick   the tests that find most mistakes soonest, in 2 minutes
+  others    go to pytest
+
+example:
+  bash tests/run.sh -k 'pipeline and not fp16' -x
+EOF
     exit
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+megacore_extras='[test]'
 source launch/environment.sh
 export OMP_NUM_THREADS=1 # many ranks share the cores: more threads each would only wait for one another
 

@@ -20,6 +20,7 @@ if (Path(__file__).resolve().parents[2] / "megacore").is_dir():
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megacore.errors import ConfigError
+from megacore.tools.charts import SMALL, label_panel, new_figure
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.planner.plot import check_plot
 
@@ -27,6 +28,8 @@ EXAMPLE = "python launch/monitoring/picture.py --url http://localhost:9090 --min
 DASHBOARD = Path(__file__).parent / "dashboard.json"
 POINTS = 400  # of a line
 GAP = 10  # seconds without a value, after which a line begins anew; and twice a point's
+PANEL_INCHES = 2.5  # height of a row of panels, legends included
+SHORT_LEGEND = 8  # letters: four such legends stand next to each other
 UNITS = {"s": "seconds", "bytes": "GiB", "percentunit": "%"}
 SCALES = {"bytes": 2.0**-30, "percentunit": 100.0}
 
@@ -86,62 +89,65 @@ def right_of(panel: dict[str, Any]) -> set[str]:
 
 
 def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: float, out: str) -> None:
-    """Draws panels, two in a row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw the panels, two in a row."""
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(13, 2.5 * rows), dpi=80, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (panel, lines) in zip(figure.subplots(rows, 2, squeeze=False).flat, panels, strict=False):
-        defaults = panel["fieldConfig"]["defaults"]
-        scale = SCALES.get(defaults["unit"], 1.0)
-        times = sorted({at for _, values in lines for at in values})
-        times = sorted(
-            {
-                *times,
-                *(
-                    at + 1
-                    for at, after in pairwise(times)
-                    if after - at > max(GAP, 2 * (end - start) / POINTS)
-                ),
-            }
-        )  # where nothing is known lines end
-        minutes = [(at - start) / 60 for at in times]
-        rows_of = [(legend, [scale * values.get(at, math.nan) for at in times]) for legend, values in lines]
-        right: Any = None
-        apart = right_of(panel)
-        if "stacking" in defaults["custom"]:
-            axes.stackplot(
-                minutes,
-                [values for _, values in rows_of],
-                labels=[legend for legend, _ in rows_of],
-                alpha=0.7,
-            )
-        else:
-            for number, (legend, values) in enumerate(rows_of):
-                if legend in apart:
-                    right = right or axes.twinx()
-                    right.set_ylabel(legend, fontsize=8)
-                # for the legend, which is that of the left axis
-                axes.plot([], color=f"C{number}", label=legend)
-                (right if legend in apart else axes).plot(minutes, values, linewidth=1.2, color=f"C{number}")
-        axes.set_title(panel["title"], fontsize=10, loc="left")
-        axes.set_ylabel(UNITS.get(defaults["unit"], ""), fontsize=8)
-        axes.set_xlim(0, (end - start) / 60)
-        for side in filter(None, (axes, right)):
-            side.tick_params(labelsize=8)
-            side.spines["top"].set_visible(False)
-        axes.spines["right"].set_visible(right is not None)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.2 if right else 1.0, 1.0))
-    figure.supxlabel(f"minutes since {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M:%S} UTC", fontsize=9)
+    figure = new_figure(PANEL_INCHES * rows)
+    grid = figure.subplots(rows, 2, squeeze=False).flat
+    for axes, (panel, lines) in zip(grid, panels, strict=False):
+        draw_panel(axes, panel, lines, start, end)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    began = datetime.fromtimestamp(start, UTC)
+    figure.supxlabel(f"minutes since {began:%Y-%m-%d %H:%M:%S} UTC", fontsize=SMALL)
     try:
         figure.savefig(out)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "--out", f"cannot write {out}: {error}", "a writable path that ends in .png"
         ) from None
+
+
+def draw_panel(axes: Any, panel: dict[str, Any], lines: Lines, start: float, end: float) -> None:
+    """Draw the lines of one panel over minutes, and its legend below."""
+    defaults = panel["fieldConfig"]["defaults"]
+    scale = SCALES.get(defaults["unit"], 1.0)
+    times = with_gaps(sorted({time for _, values in lines for time in values}), start, end)
+    minutes = [(time - start) / 60 for time in times]
+    curves = [(legend, [scale * values.get(time, math.nan) for time in times]) for legend, values in lines]
+
+    right: Any = None
+    right_legends = right_of(panel)
+    if "stacking" in defaults["custom"]:
+        heights = [values for _, values in curves]
+        axes.stackplot(minutes, heights, labels=[legend for legend, _ in curves], alpha=0.7)
+    else:
+        for number, (legend, values) in enumerate(curves):
+            colour = f"C{number}"
+            if legend in right_legends:
+                right = right or axes.twinx()
+                right.set_ylabel(legend, fontsize=SMALL)
+            axes.plot([], color=colour, label=legend)  # the legend is that of the left axis
+            (right if legend in right_legends else axes).plot(minutes, values, linewidth=1.2, color=colour)
+
+    label_panel(axes, panel["title"], y_label=UNITS.get(defaults["unit"], ""))
+    axes.set_xlim(0, (end - start) / 60)
+    if right is not None:
+        axes.spines["right"].set_visible(True)
+        right.spines["top"].set_visible(False)
+        right.tick_params(labelsize=SMALL)
+    # Below the panel, because next to it legends would take a third of the width.
+    columns = 4 if all(len(legend) <= SHORT_LEGEND for legend, _ in curves) else 2
+    axes.legend(
+        fontsize=SMALL, frameon=False, ncols=columns, loc="upper left", bbox_to_anchor=(-0.05, -0.1),
+        columnspacing=1.0, handlelength=1.2, borderaxespad=0,
+    )  # fmt: skip
+
+
+def with_gaps(times: list[float], start: float, end: float) -> list[float]:
+    """Add a moment without values after each of `times` that a pause follows, so that lines end there."""
+    longest = max(GAP, 2 * (end - start) / POINTS)
+    pauses = [time + 1 for time, following in pairwise(times) if following - time > longest]
+    return sorted({*times, *pauses})
 
 
 def run(argv: list[str]) -> None:

@@ -27,6 +27,7 @@ class Training(Record):
     mfu: Amount | None
     memory_bytes: Whole
     skipped: Whole
+    lr: Amount | None = None
     cross_entropy: Figure | None = None  # of a model with several losses, of which `loss` is the sum
 
     @property

@@ -89,7 +89,7 @@ def opened_ports(config_path: str, overrides: list[str]) -> tuple[bool, int, int
 
 
 def test_what_listens_is_what_the_document_says(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """docs/trust.md tells who sets up a firewall: the store on rank 0, and a port of
+    """SECURITY.md tells who sets up a firewall: the store on rank 0, and a port of
     gloo's for each group of a rank.
     """
     config = write_config(tmp_path, "nothing")

@@ -8,6 +8,8 @@ import pytest
 
 from megacore.errors import UserError
 from megacore.tools.monitoring.heat_map import KINDS, draw, read_statistics
+from megacore.tools.monitoring.run_charts import draw_run
+from megacore.tools.monitoring.run_records import read_run
 from tests.commands import run_script
 
 LOSSES = [4.0, 3.5, 3.0, 2.5]
@@ -131,7 +133,6 @@ def test_tolerance_is_the_users(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "one run": (["{a}", "{a}/"], "config error: arguments: one run cannot be compared"),
     "no run": (["{a}", "{a}/none"], "none/config.json: cannot be read: No such file"),
     "nothing logged": (["{a}", "{empty}"], "holds no logged step yet"),
     "no records": (["{a}", "{broken}"], "metrics.jsonl: line 1 is no record of a step"),
@@ -217,6 +218,24 @@ def test_records_of_a_wrong_type_are_one_line(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == ""
     config.write_text(settings)
     assert launch.compare.run([a, b]) == 0, "the records were whole to begin with"
+
+
+def test_one_run_is_summarized_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss curve would need a second run, and a folder given twice would be compared with itself."""
+    folder = write_run(tmp_path / "run", LOSSES, momentum=0.5)
+    found, said = compare(tmp_path, folder, f"{folder}/", "--plot", str(tmp_path / "loss.png"))
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (found["parting"], found["config"]) == ({}, {})
+    assert found["runs"][folder]["best_valid_loss"] == 3.25
+    assert "best validation loss" in said and "0.93" in said, "10**9 bytes are 0.93 GiB"
+    assert "equal" not in said
+
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
+    draw_run(read_run(folder), "")
+    losses = figures[0].axes[0]
+    assert [list(line.get_ydata()) for line in losses.get_lines()] == [LOSSES, [3.25]]
+    assert {text.get_text() for text in losses.get_legend().get_texts()} == {"training", "validation"}
 
 
 def test_draws_layers_over_steps(tmp_path: Path) -> None:

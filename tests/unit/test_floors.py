@@ -39,6 +39,7 @@ ROOMS = [
         "megacore.tools.hostfile",
         "megacore.tools.error_report",
         "megacore.tools.output_files",
+        "megacore.tools.charts",
         "megacore.tools.interrupt",
     ],
     ["megacore.tools.metrics_file", "megacore.tools.stop_request"],

@@ -4,15 +4,14 @@ there, beside PyPI's `kernels` too.
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools
 from packaging.requirements import Requirement
 
 from tests.unit.test_floors import ROOT, build, sources
@@ -36,19 +35,18 @@ IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 
 
 @pytest.fixture
-def declared(monkeypatch) -> dict[str, Any]:
-    """The arguments that setup.py gives to setup()."""
-    arguments: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **given: arguments.update(given))
-    runpy.run_path(str(ROOT / "setup.py"))
-    return arguments
+def declared() -> dict[str, Any]:
+    """The table `project` of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def requirements(declared: dict[str, Any]) -> dict[str, Requirement]:
-    lines = declared["install_requires"] + [
-        line for extra in declared["extras_require"].values() for line in extra
+    """All requirements by name, without the extras that an extra includes."""
+    lines = declared["dependencies"] + [
+        line for extra in declared["optional-dependencies"].values() for line in extra
     ]
-    return {Requirement(line).name: Requirement(line) for line in lines}
+    found = [Requirement(line) for line in lines]
+    return {requirement.name: requirement for requirement in found if requirement.name != "megacore"}
 
 
 def imported_names(declared: dict[str, Any]) -> set[str]:
@@ -169,6 +167,7 @@ def test_wheel_beside_the_package_called_kernels(site, tmp_path):
     assert run.returncode == 0, run.stderr
     assert [path.name for path in built.iterdir()] == ["megacore"]
     assert found_softmax([built, site], tmp_path) == built / "megacore/kernels/softmax.py"
+    assert (built / "megacore/py.typed").is_file(), "type checkers would take all of megacore for Any"
     modules = {path.relative_to(ROOT / "megacore") for path in (ROOT / "megacore").rglob("*.py")}
     assert modules - {path.relative_to(built / "megacore") for path in built.rglob("*.py")} == {
         Path("kernels/__init__.py"),
@@ -193,23 +192,27 @@ esac
 """
 
 
+INSTALL = "-m pip install --no-compile -c requirements.txt -e ."
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of what environment.sh reads, with an interpreter that only pretends;
     returns a function that sources it.
     """
     (tmp_path / "launch").mkdir()
-    for name in ("launch/environment.sh", "setup.py", "requirements.txt"):
+    for name in ("launch/environment.sh", "pyproject.toml", "setup.py", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
     calls = tmp_path / "calls"
 
-    def enter(**extra: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def enter(extras: str = "", **extra: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         calls.write_text("")
         environment = {"PATH": os.environ["PATH"], "CALLS": str(calls), "PYTHON": str(python)} | extra
-        command = ["bash", "-c", "set -euo pipefail; source launch/environment.sh; command -v python"]
+        script = "set -euo pipefail; source launch/environment.sh; command -v python"
+        command = ["bash", "-c", f"megacore_extras={extras}; {script}"]
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return run, [
             line for line in calls.read_text().splitlines() if " install " in line or "-m venv" in line
@@ -224,12 +227,23 @@ def test_environment_installs_once_and_again_after_a_change(checkout, tmp_path):
     assert first.returncode == 0 and first.stdout.splitlines()[-1] == str(tmp_path / ".venv/bin/python")
     assert calls == [
         f"-m venv {tmp_path}/.venv",
-        "-m pip install --no-compile -c requirements.txt -e .[test]",
+        INSTALL,
     ]
     second, calls = checkout()
     assert (second.returncode, second.stdout, calls) == (0, f"{tmp_path}/.venv/bin/python\n", [])
     (tmp_path / "requirements.txt").write_text("torch==2.14.0\n")
-    assert checkout()[1] == ["-m pip install --no-compile -c requirements.txt -e .[test]"]
+    assert checkout()[1] == [INSTALL]
+
+
+def test_tests_add_their_packages_and_the_quickstart_leaves_them(checkout, tmp_path):
+    """The quickstart would install linters; after it the tests would lack them; after a change the
+    quickstart would leave the tests' packages at old versions.
+    """
+    assert checkout()[1][-1] == INSTALL
+    assert checkout(extras="[test]")[1] == [f"{INSTALL}[test]"]
+    assert checkout()[1] == [] and checkout(extras="[test]")[1] == []
+    (tmp_path / "requirements.txt").write_text("torch==2.14.0\n")
+    assert checkout()[1] == [f"{INSTALL}[test]"]
 
 
 def test_a_failed_installation_is_tried_again(checkout):
@@ -238,7 +252,7 @@ def test_a_failed_installation_is_tried_again(checkout):
         "the installation failed (log: "
     )
     again, calls = checkout()
-    assert again.returncode == 0 and calls == ["-m pip install --no-compile -c requirements.txt -e .[test]"]
+    assert again.returncode == 0 and calls == [INSTALL]
 
 
 def test_an_old_python_is_one_clear_line(checkout):

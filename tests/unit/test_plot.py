@@ -88,3 +88,12 @@ def test_both_ends_can_be_read(stages: int, microbatches: int, tmp_path: Path) -
     assert width <= 20, "inches"
     stage = "1 stage " if stages == 1 else f"{stages} stages "
     assert any(stage in text for text, _ in found)
+
+
+def test_a_cut_that_hides_no_microbatch_has_no_label(tmp_path: Path) -> None:
+    """The gap of a schedule whose microbatches all have a whole box was labelled "0 more"."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(timeline("1f1b", 4, 24), "1f1b", tmp_path / "s.svg")
+    texts = [text for text, _ in numbers(tmp_path / "s.svg")]
+    assert "\u22ef" in texts, "the schedule is cut"
+    assert not [text for text in texts if text.endswith("more")]

@@ -136,6 +136,10 @@ def test_the_table_for_newcomers_is_the_one_that_suggestions_come_from() -> None
         assert word not in known or names == (word,), word
 
 
+# Scripts that install a checkout, and the recipe of an image that holds one.
+ONLY_IN_A_CHECKOUT = ("environment.sh", "quickstart.sh", "kubernetes/Dockerfile*")
+
+
 def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script of an installed megacore would end where it reads a file that only a checkout has."""
     said = dict[str, Any]()
@@ -144,17 +148,29 @@ def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch)
     runpy.run_path("setup.py")
     patterns = [(package, "*.py") for package in said["packages"]]
     patterns += [(package, pattern) for package, found in said["package_data"].items() for pattern in found]
-    packed = {
-        path for package, pattern in patterns for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    packed = set[Path]()
+    for package, pattern in patterns:
+        folder = ROOT / package.replace(".", "/")
+        for prefix, elsewhere in said["package_dir"].items():
+            if package == prefix or package.startswith(f"{prefix}."):
+                folder = ROOT / elsewhere / package.removeprefix(prefix).removeprefix(".").replace(".", "/")
+        packed.update(folder.glob(pattern))
+
+    left_out = {path for pattern in ONLY_IN_A_CHECKOUT for path in (ROOT / "launch").glob(pattern)}
+    left_out |= {ROOT / f"megacore/{name}/__init__.py" for name in ("kernels", "launch")}
+    left_out.add(ROOT / "kernels/README.md")
+    wanted = {
+        path
+        for folder in ("megacore", "kernels", "launch")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {
-        path for path in (ROOT / "megacore").rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    } == packed
+    assert wanted - left_out == packed
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_is_of_the_newest_release() -> None:
+    """A citation would have another version or date than what is cited."""
     cited = yaml.safe_load(read(ROOT / "CITATION.cff"))
-    assert cited["version"] == megacore.__version__ and re.search(
-        rf'version="{megacore.__version__}"', read(ROOT / "setup.py")
-    )
-    assert f"## {megacore.__version__}" in read(ROOT / "docs/CHANGELOG.md")
+    releases = re.findall(r"^## \[([\d.]+)\] - (.*)$", read(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert releases[0] == (cited["version"], str(cited["date-released"]))
+    assert cited["version"] == megacore.__version__, "pyproject.toml is compared in test_packaging.py"

@@ -11,6 +11,7 @@ import numpy as np
 
 from megacore.errors import LogError
 from megacore.files import open_plain
+from megacore.tools.charts import SMALL, TITLE, new_figure
 from megacore.tools.metrics_file import recorded
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ KINDS = {
 }
 # kinds whose rows are not those of activations; their colours are linear
 OWN_ROWS = ("largest_logit", "expert_load")
-INCHES, MOST = 0.13, 400  # of a row; of so many rows at most: more are thinner
+COLUMNS = 2  # of panels: more of them would leave no room for layers' names at the width of a page
+ROW_INCHES = 0.16  # of a layer: room for its name
+MOST_ROWS = 400  # of a panel; more are thinner, and only some have their names
+TITLE_INCHES = 0.8  # of a panel: title and steps
+MOST_INCHES = 400.0  # of the picture, within what an image file can hold
 
 Steps = dict[int, dict[str, float]]  # figures by step, and by layer
 
@@ -68,61 +73,77 @@ def read_statistics(folder: str) -> dict[str, Steps]:
 
 
 def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
-    """Writes the picture; `OSError` says why it cannot be written.
+    """Draw a panel for each kind and run, the runs of a kind in the same colours.
 
-    A kind has the same colours in all runs.
+    Raises `OSError` if the picture cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
-    kinds = [kind for kind in KINDS if any(any(found[kind].values()) for found in runs.values())]
-    rows = max(len(next(iter(found[kind].values()), {})) for found in runs.values() for kind in kinds)
-    figure = Figure(
-        figsize=(4 * len(kinds), len(runs) * (1.2 + min(max(8, rows), MOST) * INCHES)),
-        dpi=110,
-        layout="constrained",
-    )
-    FigureCanvasAgg(figure)  # no display, no global state
-    panels = figure.subplots(len(runs), len(kinds), squeeze=False)
-    for column, kind in enumerate(kinds):
-        every = [
-            x
-            for found in runs.values()
-            for figures in found[kind].values()
-            for x in figures.values()
-            if np.isfinite(x)
-        ]
-        above = [x for x in every if x > 0] or [1.0]
-        norm: Normalize = (
-            Normalize(min(every), max(every)) if kind in OWN_ROWS else LogNorm(min(above), max(above))
-        )
-        for row, (name, found) in enumerate(runs.items()):
-            axes = panels[row, column]
-            if not any(found[kind].values()):
-                axes.set_axis_off()  # another run has figures of this kind
-                continue
-            image = show(axes, found[kind], norm)
-            axes.set_title(
-                f"{KINDS[kind]}\n{name}" if len(runs) > 1 else KINDS[kind], loc="left", fontsize=10
-            )
-        figure.colorbar(image, ax=panels[:, column], shrink=0.8)
+    panels = [
+        (kind, name, figures[kind])
+        for kind in KINDS
+        for name, figures in runs.items()
+        if any(figures[kind].values())
+    ]
+    # A row of the grid is as high as the larger of its panels needs.
+    lines = [panels[start : start + COLUMNS] for start in range(0, len(panels), COLUMNS)]
+    heights = [max(panel_inches(steps) for _, _, steps in line) for line in lines]
+    scale = min(1.0, MOST_INCHES / sum(heights))
+    heights = [scale * height for height in heights]
+
+    figure = new_figure(sum(heights))
+    grid = figure.add_gridspec(len(lines), COLUMNS, height_ratios=heights)
+    norms = {kind: colour_norm(kind, runs) for kind in KINDS}
+    for number, (kind, name, steps) in enumerate(panels):
+        row, column = divmod(number, COLUMNS)
+        axes = figure.add_subplot(grid[row, column])
+        image = show(axes, steps, norms[kind], named=int((heights[row] - TITLE_INCHES * scale) / ROW_INCHES))
+        title = f"{KINDS[kind]}\n{name}" if len(runs) > 1 else KINDS[kind]
+        axes.set_title(title, loc="left", fontsize=TITLE)
+        colours = figure.colorbar(image, ax=axes, aspect=25)
+        colours.ax.tick_params(labelsize=SMALL, which="both")
+        if image.norm.vmax >= 10 * image.norm.vmin > 0:
+            colours.minorformatter = NullFormatter()  # powers of ten are enough, and have room
     figure.savefig(path)
 
 
-def show(axes: "Axes", steps: Steps, norm: "Normalize") -> "QuadMesh":
-    """One panel: a row a layer, a column a step that was measured."""
-    layers, numbers = (
-        list(dict.fromkeys(layer for figures in steps.values() for layer in figures)),
-        sorted(steps),
-    )
+def panel_inches(steps: Steps) -> float:
+    """Return how high a panel is in which each layer's name can be read."""
+    layers = len({layer for figures in steps.values() for layer in figures})
+    return TITLE_INCHES + min(max(8, layers), MOST_ROWS) * ROW_INCHES
+
+
+def colour_norm(kind: str, runs: Mapping[str, dict[str, Steps]]) -> "Normalize":
+    """Return the scale of a kind's colours, which all runs share."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    values = [
+        value
+        for figures in runs.values()
+        for layers in figures[kind].values()
+        for value in layers.values()
+        if np.isfinite(value)
+    ]
+    if kind in OWN_ROWS:
+        return Normalize(min(values, default=0.0), max(values, default=1.0))
+    positive = [value for value in values if value > 0] or [1.0]
+    return LogNorm(min(positive), max(positive))
+
+
+def show(axes: "Axes", steps: Steps, norm: "Normalize", named: int) -> "QuadMesh":
+    """Draw one panel: a row a layer, a column a measured step, and the names of `named` layers at most."""
+    from matplotlib.ticker import MaxNLocator
+
+    layers = list(dict.fromkeys(layer for figures in steps.values() for layer in figures))
+    numbers = sorted(steps)
     values = np.array([[steps[step].get(layer, np.nan) for step in numbers] for layer in layers])
     gap = numbers[-1] - numbers[-2] if len(numbers) > 1 else 1
     edges = [*(step - gap / 2 for step in numbers), numbers[-1] + gap / 2]
     image = axes.pcolormesh(edges, np.arange(len(layers) + 1) - 0.5, values, norm=norm, cmap="viridis")
-    ticks = range(0, len(layers), -(-len(layers) // MOST))  # names that there is room for
+    ticks = range(0, len(layers), -(-len(layers) // max(1, named)))
     axes.set_yticks(ticks, [layers[i] for i in ticks])
     axes.set_ylim(len(layers) - 0.5, -0.5)
-    axes.set_xlabel("step", fontsize=8)
-    axes.tick_params(labelsize=7, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("step", fontsize=SMALL)
+    axes.tick_params(labelsize=SMALL, length=0)
     return image

@@ -221,6 +221,8 @@ def mark_cut(axes: "Axes", cut: Cut, stages: int, more: int) -> None:
     axes.barh((stages - 1) / 2, cut.gap, left=cut.start, height=stages, color="white", zorder=3)
     for stage in range(stages):
         axes.text(middle, stage, "\u22ef", ha="center", va="center", fontsize=12, zorder=4)
+    if more == 0:
+        return  # every microbatch has a whole box on one of the sides
     below = axes.get_xaxis_transform()
     axes.annotate(
         f"{more} more", (middle, 0), (0, -7), below, "offset points", ha="center", va="top", fontsize=9

@@ -7,6 +7,7 @@ from typing import Any
 from megacore.distributed.axes import AXES
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import COMPUTE
+from megacore.tools.charts import SMALL, label_panel, new_figure
 from megacore.tools.choices.partition import partitioned, simulated
 from megacore.tools.planner.plot import FACE, NAMES
 from megacore.tools.planner.search import Candidate, Found
@@ -21,60 +22,64 @@ PARTS = {
     "activations": "#b5651d",
     "gathered": "#8e7cc3",
 }
+GIB = 2**30
 BESIDES = "#b0b0b0"
 FITS, DOES_NOT = "#2a9d8f", "#c0392b"
 
 
 def draw_search(found: Found, limit: float, path: str) -> None:
-    """Writes the picture to `path`, of the format that its ending names.
+    """Write the picture to `path`, of the format that its ending tells.
 
     Raises `OSError` if it cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2)
-    memory, times, pipeline = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
-    bars(memory, found.fit[:BARS], limit)
-    for candidates, color, name in ((found.too_large, DOES_NOT, "do not fit"), (found.fit, FITS, "fit")):
-        times.scatter(
-            [c.needs_gib for c in candidates],
-            [c.seconds for c in candidates],
-            s=8,
-            color=color,
-            label=f"{len(candidates):,} {name}",
-        )
-    times.axvline(limit, color="black", linewidth=1, linestyle="--")
-    times.set(
-        xlabel="GiB that a device must have",
-        ylabel="seconds a step",
-        xlim=(0, 3 * limit),
-        title=f"the layouts that were compared, up to {3 * limit:g} GiB",
-    )
-    times.legend(fontsize=8)
-    timeline(pipeline, found.fit[0])
-    figure.savefig(path, dpi=80)
+    best = found.fit[:BARS]
+    pipeline_inches = 1.2 + 0.09 * max(8, min(64, found.fit[0].config.parallel.pipeline))
+    heights = [1.3 + 0.45 * len(best), 3.0, pipeline_inches]
+    figure = new_figure(sum(heights))
+    memory, times, pipeline = figure.subplots(3, 1, height_ratios=heights)
+    draw_memory(memory, best, limit)
+    draw_times(times, found, limit)
+    draw_timeline(pipeline, found.fit[0])
+    figure.savefig(path)
 
 
-def bars(axes: Any, best: list[Candidate], limit: float) -> None:
-    """What the fullest device holds in each of the best layouts."""
+def draw_memory(axes: Any, best: list[Candidate], limit: float) -> None:
+    """Draw what the fullest device holds in each of the best layouts."""
     for row, candidate in enumerate(best):
         _, memory, needs = candidate.memory
-        left = 0.0
-        amounts = {name: getattr(memory, name) / 2**30 for name in PARTS}
+        amounts = {name: getattr(memory, name) / GIB for name in PARTS}
         amounts["besides tensors"] = needs - sum(amounts.values())
+        left = 0.0
         for name, amount in amounts.items():
-            axes.barh(
-                row, amount, left=left, color=PARTS.get(name, BESIDES), label=name if row == 0 else None
-            )
+            label = name if row == 0 else None
+            axes.barh(row, amount, left=left, height=0.6, color=PARTS.get(name, BESIDES), label=label)
             left += amount
+
+        # The layout is written above its bar: as the bar's tick it would take a third of the width.
+        text = f"{row + 1}. {candidate.seconds:.3g} s: {label_of(candidate)}"
+        axes.annotate(text, (0, row - 0.34), (0, 0), textcoords="offset points", va="bottom", fontsize=SMALL)
+    label_panel(axes, "memory of the fullest device in the best layouts", "GiB")
     axes.axvline(limit, color="black", linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(best)), [f"{label_of(c)}\n{c.seconds:.3g} s" for c in best], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB of the fullest device", title="the best layouts")
-    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.2))
+    axes.set_yticks([])
+    axes.set_ylim(len(best) - 0.6, -0.9)
+    axes.legend(fontsize=SMALL, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def draw_times(axes: Any, found: Found, limit: float) -> None:
+    """Draw step time over memory of all layouts that were compared."""
+    for candidates, colour, verdict in ((found.too_large, DOES_NOT, "do not fit"), (found.fit, FITS, "fit")):
+        needs = [candidate.needs_gib for candidate in candidates]
+        seconds = [candidate.seconds for candidate in candidates]
+        axes.scatter(needs, seconds, s=10, color=colour, label=f"{len(candidates):,} {verdict}")
+    axes.axvline(limit, color="black", linewidth=1, linestyle="--")
+    axes.set_xlim(0, 3 * limit)
+    label_panel(
+        axes,
+        f"layouts that were compared, up to {3 * limit:.0f} GiB",
+        "GiB that a device must have",
+        "s a step",
+    )
+    axes.legend(fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def label_of(candidate: Candidate) -> str:
@@ -88,13 +93,13 @@ def label_of(candidate: Candidate) -> str:
     state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
     recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
     return (
-        f"{axes}{' sp' * parallel.sequence}{schedule}\nmicrobatch {train.micro_batch_size}, "
+        f"{axes}{' sp' * parallel.sequence}{schedule}, microbatch {train.micro_batch_size}, "
         f"{state}{recompute}"
     )
 
 
-def timeline(axes: Any, best: Candidate) -> None:
-    """The first microbatches of the best layout's pipeline."""
+def draw_timeline(axes: Any, best: Candidate) -> None:
+    """Draw the first microbatches of the best layout's pipeline."""
     config = best.config
     few = min(config.num_microbatches, max(MOST_SHOWN, 2 * config.parallel.pipeline))
     train = config.train.model_copy(
@@ -108,11 +113,14 @@ def timeline(axes: Any, best: Candidate) -> None:
             axes.broken_barh(
                 spans, (rank - 0.45, 0.9), color=color, edgecolor="white", linewidth=0.3, label=label
             )
+    stages = best.config.parallel.pipeline
+    label_panel(
+        axes, f"the best layout's pipeline, {few} of {config.num_microbatches} microbatches", "time",
+        "pipeline rank",
+    )  # fmt: skip
+    axes.grid(visible=False)
     axes.invert_yaxis()
-    axes.legend(fontsize=8, ncols=len(FACE), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    axes.set(
-        xticks=[],
-        yticks=[0, best.config.parallel.pipeline - 1],
-        ylabel="pipeline rank",
-        xlabel=f"{few} of {config.num_microbatches} microbatches: {best.describe()}",
-    )
+    axes.set_xticks([])
+    axes.set_yticks([0, stages - 1] if stages > 1 else [0])
+    # as wide as the panels above, whose legends have the column at the right
+    axes.legend(fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -135,22 +135,35 @@ def table(found: Found, limit: float, host_ranks: int) -> None:
         f"{len(found.too_large):,} as fast that do not, and {found.hopeless:,} whose state alone does not"
     )
     rows = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in ("", "step s", "tokens/s", "MFU", "causal", "GiB", "layout", "why not"):
-        rows.add_column(
-            name, justify="left" if name in ("layout", "why not") else "right", no_wrap=name != "why not"
-        )
+    for name in ("", "step s", "tokens/s", "MFU", "causal", "GiB", "layout"):
+        rows.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
     best = found.fit[0]
     error = bar(best.config.world_size, best.config.parallel.pipeline, host_ranks)
+    reasons = {}
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
-        tie = "tie: " if error.ties(best.seconds, candidate.seconds) else ""
-        why = "" if candidate is best else tie + lost(best, candidate)
-        rows.add_row(str(number), *figures(candidate), candidate.describe(), why)
-    faster = [candidate for candidate in found.too_large if candidate.seconds < best.seconds]
-    for candidate in sorted(faster, key=lambda c: c.seconds)[:2] or found.too_large[:1]:
+        rows.add_row(str(number), *figures(candidate), candidate.describe())
+        if candidate is not best:
+            tie = "tie: " if error.ties(best.seconds, candidate.seconds) else ""
+            reasons[str(number)] = tie + lost(best, candidate)
+
+    # Faster layouts that do not fit have letters: the numbers are those of the commands that are printed.
+    faster = sorted(
+        (candidate for candidate in found.too_large if candidate.seconds < best.seconds),
+        key=lambda candidate: candidate.seconds,
+    )
+    for letter, candidate in zip("ab", faster[:2] or found.too_large[:1], strict=False):
         worst, memory, needs = candidate.memory
-        why = f"{needs - limit:,.1f} GiB too much on pipeline rank {worst}, most of it {largest_part(memory)}"
-        rows.add_row("–", *figures(candidate), candidate.describe(), why)
+        rows.add_row(letter, *figures(candidate), candidate.describe())
+        reasons[letter] = (
+            f"does not fit: {needs - limit:,.1f} GiB too much on pipeline rank {worst}, most of it "
+            f"{largest_part(memory)}"
+        )
     console.print(rows)
+    if reasons:
+        console.print("Why not the others:")
+    for label, reason in reasons.items():
+        console.print(f"  {label}  {reason}")
+    console.print()
     terms = sorted(best.prediction.terms.items(), key=lambda term: -term[1])
     shares = ", ".join(
         f"{name} {value / best.seconds:.0%}" for name, value in terms if value > 0.005 * best.seconds
