@@ -175,28 +175,30 @@ def parsers() -> tuple[type[argparse.ArgumentParser], ...]:
     return (argparse.ArgumentParser, cli.Parser)
 
 
-def every_action(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The options and arguments of a parser and of its subcommands."""
+def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those of its subcommands."""
+    yield parser
     for action in parser._actions:
-        yield action
         if isinstance(action, argparse._SubParsersAction):
-            for sub in {id(sub): sub for sub in action.choices.values()}.values():
-                yield from every_action(sub)
+            for inner in {id(inner): inner for inner in action.choices.values()}.values():
+                yield from every_parser(inner)
 
 
 def require_nothing(parser: argparse.ArgumentParser) -> None:
-    for action in every_action(parser):
-        action.required = False
-    for group in parser._mutually_exclusive_groups:
-        group.required = False
+    for each in every_parser(parser):
+        for action in each._actions:
+            action.required = False
+        for group in each._mutually_exclusive_groups:
+            group.required = False
 
 
 def hidden_options(parsed: ParsedError, words: list[str]) -> list[str]:
     """The options among `words` that the script accepts but does not show in its help."""
     shown, known = {LAUNCHER_OPTION}, set[str]()
-    for action in every_action(parsed.parser):
-        known.update(action.option_strings)
-        if action.help != argparse.SUPPRESS:
-            shown.update(action.option_strings)
+    for parser in every_parser(parsed.parser):
+        known.update(parser._option_string_actions)
+        for action in parser._actions:
+            if action.help != argparse.SUPPRESS:
+                shown.update(action.option_strings)
     typed = [word.partition("=")[0] for word in words]
     return [word for word in typed if word in known and word not in shown]
