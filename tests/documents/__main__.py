@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tests.documents
-from megacore.tools.cli import Parser, exit_with
+from megacore.errors import ConfigError
+from megacore.tools.cli import exit_with
 from tests.documents.commands import wrong_commands
 from tests.documents.content import records, wrong_fences
 from tests.documents.examples import failed_examples, runnable
@@ -33,11 +34,14 @@ def all_findings(run: bool) -> Iterator[Finding]:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("python -m tests.documents", tests.documents.__doc__)
-    parser.add_argument("--run", action="store_true", help="also run the commands of `bash run` fences")
-    args = parser.parse_args(argv)
+    """Print all findings. Returns 1 if there are any. Raises `ConfigError`."""
+    if argv in (["-h"], ["--help"]):
+        print(tests.documents.__doc__)
+        return 0
+    if argv not in ([], ["--run"]):
+        raise ConfigError("arguments", f"{' '.join(argv)} is not an option", "--run, or nothing")
     number = 0
-    for finding in all_findings(args.run):
+    for finding in all_findings(run="--run" in argv):
         number += 1
         print(finding, flush=True)
     print(f"{number} findings", file=sys.stderr)

@@ -38,8 +38,8 @@ QUICKSTART_MAKES = ("data/stdlib", "runs/quickstart")
 WRITES = {"output", "plot", "json", "cluster_file", "device_file", "heat_map", "out", "write", "folder"}
 NOT_FILES = {"prompt", "overrides", "command", "image", "exclude", "include", "hosts_command", "url", "probe"}
 NOT_FILES |= {"ranks_command", "plant", "fault", "layouts", "mount"}
-FILE_SETTINGS = ("data.train", "data.valid", "data.tokenizer", "checkpoint.resume", "checkpoint.weights")
-FILE_SETTINGS += ("model.source", "model.hf", "engine.config", "parallel.schedule")
+FILE_SETTINGS = {"data.train", "data.valid", "data.tokenizer", "checkpoint.resume", "checkpoint.weights"}
+FILE_SETTINGS |= {"model.source", "model.hf", "engine.config", "parallel.schedule"}
 
 # Of launchers: the options whose product is the number of ranks.
 RANKS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--num_gpus", "--num_nodes"}

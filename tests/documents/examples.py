@@ -57,9 +57,9 @@ def prepare(folder: Path) -> dict[str, str]:
     command = programs / "megacore"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megacore "$@"\n', encoding="utf-8")
     command.chmod(0o755)
-    path = os.pathsep.join((str(programs), str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    places = (str(programs), str(Path(sys.executable).parent), os.environ.get("PATH", ""))
     return os.environ | {
-        "PATH": path,
+        "PATH": os.pathsep.join(places),
         "PYTHONPATH": str(ROOT),
         "PYTHONSAFEPATH": "",
         "OMP_NUM_THREADS": "1",

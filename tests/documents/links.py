@@ -16,6 +16,7 @@ PAGE_IN_CODE = re.compile(
     r"(?:#([\w-]+))?"
 )
 SOURCES = {".py", ".sh", ".json", ".yml", ".yaml", ".toml", ".sbatch", ".cff", ""}
+OTHER_PROJECTS = ("benchmarks/autosp/",)  # folders of DeepSpeedExamples, which a results page lists
 FOLDERS = ("megacore", "launch", "kernels", "benchmarks", "tests", "configs", ".github", ".ci")
 
 
@@ -56,7 +57,9 @@ def wrong_names(page: Page) -> Iterator[Finding]:
 
 
 def is_ignored(path: str) -> bool:
-    """Whether a path is an example's, with capitals where a name would be."""
+    """Whether a path is an example's, with capitals where a name would be, or another project's."""
+    if path.startswith(OTHER_PROJECTS):
+        return True
     return bool(re.search(r"/[A-Z_]{2,}(\.|/|$)", path)) and not path.endswith("README.md")
 
 

@@ -35,7 +35,7 @@ class ParsedError(Exception):
         super().__init__()
         self.parser = parser
         namespace, rest = values if isinstance(values, tuple) else (values, [])
-        self.values: dict[str, Any] = vars(namespace)
+        self.values: dict[str, Any] = dict(vars(namespace))
         self.rest: list[str] = rest
 
 
@@ -99,6 +99,8 @@ def parse(script: Script, words: list[str], *, fragment: bool = False) -> Parsed
             raise WrongWordsError(str(error)) from error
         except SystemExit as error:
             raise WrongWordsError(f"ends with status {error.code} before it has parsed its words") from error
+        except Exception as error:
+            raise WrongWordsError(f"fails before it has parsed its words: {error!r}") from error
     raise WrongWordsError("never parses its words")
 
 
@@ -160,8 +162,8 @@ def stopping_after_parsing(fragment: bool) -> Iterator[None]:
     entries = (cli.exit_with, cli.exit_rank_with)
     for cls, name, method in kept:
         setattr(cls, name, stop_after(method))
-    cli.exit_with = lambda script: script(sys.argv[1:])  # type: ignore[assignment]
-    cli.exit_rank_with = lambda script: script(sys.argv[1:], RankInfo())  # type: ignore[assignment]
+    vars(cli)["exit_with"] = lambda script: script(sys.argv[1:])
+    vars(cli)["exit_rank_with"] = lambda script: script(sys.argv[1:], RankInfo())
     try:
         yield
     finally:

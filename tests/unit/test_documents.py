@@ -13,10 +13,14 @@ from tests.documents.pages import ROOT, Fence, Page, documents
 from tests.documents.shell import commands
 
 PAGES = list(documents())
-NOWHERE = "docs/" + "nowhere.md"  # in two parts: the check of the code would find it here
+# In two parts, because the check of the code would find them here.
+NOWHERE = "docs/" + "nowhere.md"
+ANCHOR = "#nowhere"
+PLANTED = "docs/" + "planted.md"
+RESULT = "benchmarks/results/" + "planted.md"
 
 
-def found(text: str, name: str = "docs/planted.md") -> list[str]:
+def found(text: str, name: str = PLANTED) -> list[str]:
     """The findings in a page with this text, without the page's name."""
     return [f"{finding.line}: {finding.what}" for finding in findings_in(Page(name, text))]
 
@@ -205,19 +209,19 @@ def test_an_old_name_of_an_option_is_reported() -> None:
 
 def test_a_page_in_a_string_must_exist() -> None:
     text = (
-        f'"""See README.md."""\nMORE = "see {NOWHERE}"\nRIGHT = "docs/README.md"  # docs/README.md#nowhere\n'
+        f'"""See README.md."""\nMORE = "see {NOWHERE}"\nRIGHT = "docs/README.md"  # docs/README.md{ANCHOR}\n'
     )
     findings = [(finding.line, finding.what) for finding in wrong_pages_in_text("a.py", text)]
     assert findings == [
         (2, f"refers to {NOWHERE}, which does not exist"),
-        (3, "refers to docs/README.md#" + "nowhere, which is not a heading there"),
+        (3, f"refers to docs/README.md{ANCHOR}, which is not a heading there"),
     ]
 
 
 def test_records_keep_dates_and_machines() -> None:
     text = "`python -m benchmarks.speed` · AMD EPYC, 2 cores · 2026-11-22"
-    assert found(text, "benchmarks/results/planted.md") == []
-    assert len(found(text, "docs/planted.md")) == 2
+    assert found(text, RESULT) == []
+    assert len(found(text, PLANTED)) == 2
 
 
 def test_examples_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
@@ -229,12 +233,10 @@ def test_examples_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
             in_fence("python launch/plan.py --config nowhere.json", info="bash run"),
         )
     )
-    page = Page("docs/planted.md", text)
+    page = Page(PLANTED, text)
     first, second = failed_examples(page, tmp_path)
-    assert str(first) == "docs/planted.md:9: the commands before do not print this line: no such line"
-    assert str(second).startswith(
-        "docs/planted.md:11: its commands end with status 2: config error: --config"
-    )
+    assert str(first) == f"{PLANTED}:9: the commands before do not print this line: no such line"
+    assert str(second).startswith(f"{PLANTED}:11: its commands end with status 2: config error: --config")
     assert (tmp_path / "commands.txt").is_file() and not (ROOT / "commands.txt").exists()
 
 
