@@ -5,8 +5,9 @@ parametrization.
 import os
 import sys
 
-# so that a checkout runs without being installed
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# so that a checkout runs without being installed; an installed script has no such folder
+if os.path.isdir(os.path.dirname(os.path.realpath(__file__)) + "/../megacore"):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
 

@@ -5,8 +5,9 @@ are those of a run without it.
 import os
 import sys
 
-# so that a checkout runs without being installed
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# so that a checkout runs without being installed; an installed script has no such folder
+if os.path.isdir(os.path.dirname(os.path.realpath(__file__)) + "/../megacore"):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
 
@@ -122,9 +123,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> int:
     """Runs one calm run, and then the drills. Returns the exit status."""
     args = parse(argv)
-    from tests.drills.drills import TORCHRUN, Drill, check_launcher
-    from tests.drills.faults import check
-    from tests.drills.faults import parse as parse_fault
+    try:
+        from tests.drills.drills import TORCHRUN, Drill, check_launcher
+        from tests.drills.faults import check
+        from tests.drills.faults import parse as parse_fault
+    except ModuleNotFoundError:
+        wrong = "the faults are in tests/drills, which an installed megacore does not have"
+        raise ConfigError("drill", wrong, "python launch/drill.py in a checkout") from None
 
     faults = [parse_fault(text) for text in args.fault]
     overrides = [*SHORT, f"parallel.hang_seconds={args.hang_seconds}", *args.overrides]
@@ -176,7 +181,7 @@ def show(outcomes: list["Outcome"]) -> None:
 
 def strike(argv: list[str], place: RankInfo) -> int:
     """Runs one rank of a drill: launch/pretrain.py with the fault after --strike."""
-    from launch import pretrain
+    from megacore.launch import pretrain
     from tests.drills.faults import install
     from tests.drills.faults import parse as parse_fault
 

@@ -3,8 +3,9 @@
 import os
 import sys
 
-# so that a checkout runs without being installed
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# so that a checkout runs without being installed; an installed script has no such folder
+if os.path.isdir(os.path.dirname(os.path.realpath(__file__)) + "/../megacore"):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
 
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
-from megacore.files import check_folder, open_plain
+from megacore.files import ROOT, check_folder, open_plain
 from megacore.tools.cli import Parser, add_config, add_overrides, exit_with, unwind_on_sigterm
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
@@ -140,9 +141,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             "ray", f"Ray Train cannot be imported ({error})", "pip install -e '.[ray]'"
         ) from None
-    path = os.pathsep.join(
-        filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")))
-    )
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         ray.init(logging_level="WARNING", runtime_env={"env_vars": {"PYTHONPATH": path}})
     except Exception as error:
@@ -323,7 +322,7 @@ def work(start: dict[str, Any]) -> int:
             "MASTER_PORT": port,
         }
         os.environ.update({"MASTER_ADDR": address} | {name: str(number) for name, number in numbers.items()})
-        from launch.pretrain import train
+        from megacore.launch.pretrain import train
 
         place = replace(place_from_environment(), guest=True)
         # Only a main thread can take signals, so the file alone stops the run.

@@ -5,8 +5,9 @@ document.
 import os
 import sys
 
-# so that a checkout runs without being installed
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# so that a checkout runs without being installed; an installed script has no such folder
+if os.path.isdir(os.path.dirname(os.path.realpath(__file__)) + "/../megacore"):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
 
@@ -17,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.samples import beginning, named, table
 from megacore.errors import ConfigError, DataError
+from megacore.launch.samples import beginning, named, table
 from megacore.tools.cli import Parser, add_device, add_json, add_overrides, add_source, exit_with
 from megacore.tools.output_files import check_json, report_unless_json, write_results
 

@@ -5,8 +5,9 @@ asked to stop.
 import os
 import sys
 
-# so that a checkout runs without being installed
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+# so that a checkout runs without being installed; an installed script has no such folder
+if os.path.isdir(os.path.dirname(os.path.realpath(__file__)) + "/../megacore"):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other imports prints no traceback)
 
@@ -17,9 +18,9 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.errors import ConfigError
 from megacore.files import check_folder
+from megacore.launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.relaunch.fleet import PROBE, Fleet
 from megacore.tools.relaunch.hosts import filters_in, hostfile_option, load_any

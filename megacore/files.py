@@ -17,7 +17,10 @@ from megacore.errors import ConfigError
 
 OUTPUT = "a file that can be written, in a folder that exists"
 ASIDE = ".{}.tmp"  # behind the name of a file that is being written; with the process's number
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the folder into which megacore is installed
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parent  # of the checkout, or the folder into which megacore is installed
+# The scripts: in the package where it is installed, else next to it.
+LAUNCH = PACKAGE / "launch" if (PACKAGE / "launch" / "pretrain.py").is_file() else ROOT / "launch"
 MOST_BYTES = 256 << 20  # far above any config, hostfile, index or tokenizer
 
 

@@ -75,9 +75,9 @@ def write(stage: Stage, prompt: Sequence[int], least: int) -> Written:
 
 def main(argv: list[str]) -> None:
     """Prints the text, and how many guesses were right. Raises `UserError`."""
-    from launch.generate import pick_tokenizer, text_config
     from megacore import checkpoint
     from megacore.checkpoint.weights import recorded_sections
+    from megacore.launch.generate import pick_tokenizer, text_config
     from megacore.model.stage import whole_model
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# so that a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# so that a checkout runs without being installed; an installed script has no such folder
+if (Path(__file__).resolve().parents[2] / "megacore").is_dir():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config

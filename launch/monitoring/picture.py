@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout that is not installed
+# so that a checkout runs without being installed; an installed script has no such folder
+if (Path(__file__).resolve().parents[2] / "megacore").is_dir():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megacore.errors import ConfigError
 from megacore.tools.charts import SMALL, label_panel, new_figure

@@ -1,230 +1,248 @@
-"""The README stays short, links lead somewhere, lines stay readable, and the README's runs
-fit the devices that it names.
+"""Every document holds what `tests.documents` checks: its commands parse, its links lead somewhere, and its
+examples print what the page shows. Run `python -m tests.documents` to see all findings at once.
 """
 
-import re
-import runpy
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-import megacore
-from launch import prepare
-from megacore.config import Config
-from megacore.tools.settings import other_words
-from megacore.tools.settings.load import flatten, load
+from tests.documents.__main__ import findings_in
+from tests.documents.examples import failed_examples, runnable
+from tests.documents.links import FOLDERS, unlisted_pages, wrong_pages_in_code, wrong_pages_in_text
+from tests.documents.pages import ROOT, Fence, Page, documents
+from tests.documents.shell import commands
 
-ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
-DOCUMENTS = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "kernels/README.md",
-    ROOT / "benchmarks/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
-LINK = re.compile(r"\]\(([^)\s]+)\)")
-SENTENCE_END = re.compile(r"[.!?][)\"*]*\s+[\"*`(\[]*[A-Z]")
+PAGES = list(documents())
+# In two parts, because the check of the code would find them here.
+NOWHERE = "docs/" + "nowhere.md"
+ANCHOR = "#nowhere"
+PLANTED = "docs/" + "planted.md"
+RESULT = "benchmarks/results/" + "planted.md"
 
 
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def found(text: str, name: str = PLANTED) -> list[str]:
+    """The findings in a page with this text, without the page's name."""
+    return [f"{finding.line}: {finding.what}" for finding in findings_in(Page(name, text))]
 
 
-def prose(text: str) -> list[str]:
-    """The lines outside code blocks, tables and comments."""
-    lines = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
-    return [line for line in lines if not line.lstrip().startswith(("|", "<!--"))]
+def in_fence(*lines: str, info: str = "bash") -> str:
+    return "\n".join((f"```{info}", *lines, "```"))
 
 
-def too_long(text: str) -> list[str]:
-    """Lines of more than 120 characters with more than one sentence."""
-    return [line for line in prose(text) if len(line) > 120 and SENTENCE_END.search(line)]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_no_mistakes(page: Page) -> None:
+    assert [str(finding) for finding in findings_in(page)] == []
 
 
-def anchors(text: str) -> set[str]:
-    """What a link may name behind `#`: the headings, as GitHub writes them."""
-    headings = [line.lstrip("#").strip().lower() for line in prose(text) if line.startswith("#")]
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+def test_examples_print_what_the_page_shows(page: Page, tmp_path: Path) -> None:
+    assert [str(finding) for finding in failed_examples(page, tmp_path)] == []
 
 
-def broken_links(path: Path, text: str) -> list[str]:
-    """Relative links that lead to no file, or to no heading of one."""
-    broken = []
-    for link in LINK.findall(
-        "\n".join(prose(text)) + "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    ):
-        name, _, anchor = link.partition("#")
-        target = path.parent / name if name else path
-        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(read(target)))):
-            broken.append(link)
-    return broken
-
-
-def test_the_readme_has_at_most_a_thousand_words() -> None:
-    assert len(read(README).split()) <= 1000
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_resolve_and_lines_are_short(path: Path) -> None:
-    text = read(path)
-    assert broken_links(path, text) == []
-    assert too_long(text) == []
+def test_the_code_refers_to_pages_that_exist() -> None:
+    assert [str(finding) for finding in wrong_pages_in_code()] == []
+    assert all((ROOT / folder).is_dir() for folder in FOLDERS if not folder.startswith("."))
 
 
 def test_the_table_of_contents_is_complete() -> None:
     """A document that nothing leads to is not read."""
-    listed = {link.partition("#")[0] for link in LINK.findall(read(ROOT / "docs/README.md"))}
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+    assert [str(finding) for finding in unlisted_pages()] == []
 
 
-def test_pictures_are_small() -> None:
-    """Everybody who clones the project downloads every version of them."""
-    pictures = sorted((ROOT / "docs/figures").glob("*.png"))
-    assert pictures and all(picture.stat().st_size < 200_000 for picture in pictures)
-
-
-def commands(path: Path, script: str) -> list[list[str]]:
-    """The words of a document's commands, in blocks and in text, that start a script with a config."""
-    text = read(path)
-    typed = re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(
-        r"`(python [^`\n]*|launch/[^`\n]*)`", text
-    )
-    lines = [
-        shlex.split(line, comments=True) for block in typed for line in block.replace("\\\n", "").splitlines()
-    ]
-    return [line for line in lines if f"launch/{script}.py" in line]
-
-
-def overrides(words: list[str]) -> list[str]:
-    return [word for word in words if re.match(r"[a-z]+\.\w+=", word)]
-
-
-def test_the_readmes_runs_fit_their_devices() -> None:
-    """For 1, 8 and 512 devices: the config's layout and batch divide over them,
-    and what is planned is what runs.
-    """
-    found = []
-    for words in commands(README, "pretrain"):
-        number = re.search(r"(?:--num_gpus|--ntasks) (\d+)", " ".join(words))
-        devices = int(number[1]) if number else 512 if "--hostfile" in words else 1
-        config = words.index("--config")
-        parallel = load(str(ROOT / words[config + 1]), words[config + 2 :], devices).config.parallel
-        assert parallel.tensor * parallel.pipeline * int(parallel.data) == devices, words
-        found.append(devices)
-    assert found == [1, 8, 512, 512]
-    [planned] = [words for words in commands(README, "plan") if "512" in words]
-    assert [overrides(words) for words in commands(README, "pretrain")[2:]] == [overrides(planned)] * 2
-
-
-def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
-    """Someone would spend days on a run with another batch, another vocabulary, or a
-    tokenizer that no command has brought.
-    """
-    page = ROOT / "docs/real_run.md"
-    runs = commands(page, "pretrain")
-    fineweb, openwebtext = (
-        load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs
-    )
-    batch = [config.train.global_batch_size * config.train.seq_len for config in (fineweb, openwebtext)]
-    assert (
-        batch == [524_288, 491_520] and fineweb.train.steps == 18_865 and openwebtext.train.steps == 600_000
-    )
-    assert all(
-        config.model.vocab_size == 50_304 and config.max_positions == 1_024
-        for config in (fineweb, openwebtext)
-    )
-    for words, config in zip(
-        (words for words in commands(page, "prepare") if "--input" in words),
-        (fineweb, openwebtext),
-        strict=True,
-    ):
-        prepared = prepare.parse(words[2:])
-        written = (prepared.output, f"{prepared.output}_valid", f"{prepared.output}.tokenizer.json")
-        assert (config.data.train, config.data.valid, config.data.tokenizer) == written
-        assert prepared.tokenizer == "gpt2" and prepared.valid_fraction
-    [planned] = commands(page, "plan")
-    assert overrides(planned) == overrides(runs[0])
-
-
-def test_the_page_of_plain_modules_shows_what_runs() -> None:
-    """Readers copy its table, its config and its overrides."""
-    text = read(ROOT / "docs/plain_modules.md")
-    [table] = re.findall(r"^PARTS = \{.*?^\}", text, re.DOTALL | re.MULTILINE)
-    assert table in read(ROOT / "configs/forks/plain_gpt.py")
-
-    [content] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    known = flatten(Config.model_validate_json(content).model_dump(by_alias=True))
-    scripts = ("prepare", "verify", "pretrain")
-    lines = [line for script in scripts for line in commands(ROOT / "docs/plain_modules.md", script)]
-    named = {word.split("=")[0] for line in lines for word in overrides(line)}
-    assert len(lines) == 6 and named and not named - known.keys()
-
-
-def test_every_setting_that_is_named_for_newcomers_exists() -> None:
-    """A flag of another trainer would lead to a key that was renamed."""
-    known = flatten(Config().model_dump(by_alias=True))
-    rows = [
-        line.split("|")[1]
-        for line in read(ROOT / "docs/coming_from.md").splitlines()
-        if line.startswith("| `")
-    ]
-    named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
-    assert len(named) > 50 and not set(named) - known.keys()
-
-
-def test_the_table_for_newcomers_is_the_one_that_suggestions_come_from() -> None:
-    """The page and the error messages would call one setting by two names."""
-    mark = "<!-- generated: other_words -->"
-    assert f"{mark}\n{other_words.table()}\n<!-- end -->" in read(ROOT / "docs/coming_from.md")
-    known = flatten(Config().model_dump(by_alias=True))
-    keys = {key for names in other_words.words().values() for key in names}
-    assert len(keys) > 60 and keys <= known.keys()
-    # A word that is a key here as well may stand for nothing else.
-    for word, names in other_words.words().items():
-        assert word not in known or names == (word,), word
-
-
-def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script of an installed megacore would end where it reads a file that only a checkout has."""
-    said = dict[str, Any]()
-    monkeypatch.setattr("setuptools.setup", said.update)
-    monkeypatch.chdir(ROOT)
-    runpy.run_path("setup.py")
-    patterns = [(package, "*.py") for package in said["packages"]]
-    patterns += [(package, pattern) for package, found in said["package_data"].items() for pattern in found]
-    packed = {
-        path for package, pattern in patterns for path in (ROOT / package.replace(".", "/")).glob(pattern)
-    }
+def test_all_kinds_of_documents_are_read() -> None:
+    names = {page.name for page in PAGES}
     assert {
-        path for path in (ROOT / "megacore").rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    } == packed
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/README.md",
+        "kernels/README.md",
+        "benchmarks/README.md",
+    } <= names
+    assert any(name.startswith("benchmarks/results/") for name in names)
+    assert sum(len(page.fences) for page in PAGES) > 100
 
 
-def test_the_citation_is_of_the_newest_release() -> None:
-    """A citation would have another version or date than what is cited."""
-    cited = yaml.safe_load(read(ROOT / "CITATION.cff"))
-    releases = re.findall(r"^## \[([\d.]+)\] - (.*)$", read(ROOT / "CHANGELOG.md"), re.MULTILINE)
-    assert releases[0] == (cited["version"], str(cited["date-released"]))
-    assert cited["version"] == megacore.__version__, "pyproject.toml is compared in test_packaging.py"
+# --- planted mistakes: each is reported at its line ---------------------------------------------------------
+
+PLAN = "python launch/plan.py --config configs/gpt_tiny.json"
 
 
-def test_mistakes_would_be_noticed() -> None:
-    two = (
-        "The first sentence of this line is as long as many a sentence is. "
-        + "The second one makes it longer than the rule allows it to be, by far."
-    )
-    assert too_long(two) == [two]
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (in_fence(f"{PLAN} --wrold 2"), "2: launch/plan.py: config error: arguments: unrecognized arguments"),
+        (
+            in_fence("echo", "torchrun --nproc-per-node 2 launch/plan.py --cnfig a"),
+            "3: launch/plan.py: config error",
+        ),
+        (in_fence("python -m benchmarks.speed --qiuck"), "2: python -m benchmarks.speed: config error"),
+        (
+            in_fence("python launch/nothing.py"),
+            "2: python launch/nothing.py: the checkout has no such script",
+        ),
+        (in_fence("python -m tests.nothing"), "2: python -m tests.nothing: the checkout has no such script"),
+        (in_fence("megacore plam --world 2"), "2: megacore plam: the checkout has no such script"),
+        (
+            in_fence("megacore plan --config configs/gpt_tiny.json --wrold 2"),
+            "2: launch/plan.py: config error",
+        ),
+        (in_fence("source launch/nothing.sh"), "2: launch/nothing.sh is not in the checkout"),
+        (
+            in_fence(f"{PLAN} model.num_layer=2"),
+            "2: launch/plan.py would reject this: config error: model.num_layer",
+        ),
+        (
+            in_fence(f"{PLAN} train.seq_len=0"),
+            "2: launch/plan.py would reject this: config error: train.seq_len",
+        ),
+        (
+            in_fence(
+                "torchrun --nproc-per-node 3 launch/pretrain.py --config configs/gpt_tiny.json "
+                "data.train=my_corpus parallel.tensor=2"
+            ),
+            "2: launch/pretrain.py would reject this: config error",
+        ),
+        (
+            in_fence(
+                "python launch/evaluate.py --checkpoint my_run paralel.tensor=2", info="bash needs a run"
+            ),
+            "2: paralel.tensor is not a setting of the config",
+        ),
+        (in_fence("python launch/compare.py runs/a"), "2: runs/a: no earlier command on the page makes this"),
+        (
+            in_fence(f"{PLAN} parallel.schedule=file:plan.json parallel.pipeline=2"),
+            "2: plan.json: no earlier command on the page makes this",
+        ),
+        (
+            in_fence("python launch/pretrain.py --config configs/gpt_1b.json"),
+            "2: data/train: no earlier command",
+        ),
+        (
+            in_fence("python launch/pretrain.py --config configs/gpt_tiny.json"),
+            "2: reads what launch/quickstart.sh makes",
+        ),
+        (
+            in_fence("python launch/supervise.py torchrun launch/pretrain.py --confg a", info="bash needs a"),
+            "2: launch/pretrain.py: config error",
+        ),
+        (in_fence("echo 'a"), "2: bash cannot read this line"),
+        (
+            f"a\n\n`{PLAN} --wrold 2` plans",
+            "3: launch/plan.py: config error: arguments: unrecognized arguments",
+        ),
+        ("`launch/plan.py --serch`", "1: launch/plan.py: config error: arguments: unrecognized arguments"),
+        ("`plan.py --serch`", "1: launch/plan.py: config error: arguments: unrecognized arguments"),
+        ("a\n[a](nowhere.md)", "2: link to nowhere.md: no such file"),
+        ("[a](README.md#nowhere)", "1: link to README.md#nowhere: no such heading"),
+        ("# Here\n\n[a](#there)", "3: link to #there: no such heading"),
+        ("| [a](nowhere.md) |", "1: link to nowhere.md: no such file"),
+        ("`launch/nowhere.py`", "1: `launch/nowhere.py`: the checkout has no launch/nowhere.py"),
+        ("`megacore/files.py:Nothing`", "1: `megacore/files.py:Nothing`: megacore/files.py has no Nothing"),
+        (in_fence("a", info=""), "1: a fence without a language"),
+        (in_fence("a", info="bahs"), "1: bahs is not a language of fences"),
+        (in_fence("ls", info="bash runs"), "1: bash runs: after bash comes run, or needs WHAT"),
+        (in_fence('{"a": 1,', info="json"), "invalid JSON"),
+        (in_fence("a = (", info="python"), "Python that does not compile"),
+        ("a\n\nOn a Xeon it is fast.", "3: Xeon: a guide has no processor's name"),
+        ("On a Zen 5", "1: Zen 5: a guide has no processor's name"),
+        ("Measured 2026-11-22", "1: 2026-11-22: a guide has no date"),
+        ("until 08c71b9 or so", "1: 08c71b9: a guide has no commit hash"),
+    ],
+)
+def test_a_planted_mistake_is_found(text: str, wanted: str) -> None:
+    findings = found(text)
+    assert len(findings) == 1 and wanted in findings[0], findings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        in_fence(f"{PLAN} --world 2 \\", "  train.steps=20  # it's enough", "", "# a comment"),
+        in_fence('C="--config configs/gpt_tiny.json"', "python launch/plan.py $C | head -n 3 > plan.txt"),
+        in_fence("python launch/plan.py --config configs/gpt_7b.json --world N"),
+        in_fence("OMP_NUM_THREADS=1 timeout 9 python -m benchmarks.speed --quick && echo done"),
+        in_fence(
+            "deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_7b.json",
+            info="bash needs a",
+        ),
+        in_fence(
+            "megacore -h",
+            "python -m megacore plan --config configs/gpt_tiny.json",
+            "torchrun -m megacore plan -h",
+        ),
+        in_fence("bash launch/quickstart.sh", "python launch/evaluate.py --checkpoint runs/quickstart"),
+        in_fence(
+            "python launch/prepare.py --input my.txt --output data/mine --tokenizer bytes",
+            "python launch/pretrain.py --config configs/gpt_tiny.json data.train=data/mine log.dir=runs/mine",
+            "python launch/compare.py runs/mine runs/mine",
+        ),
+        in_fence(
+            "python launch/checkpoint.py import my_model --format hf --output runs/gpt2",
+            "python launch/pretrain.py --config runs/gpt2/config.json data.train=data/stdlib",
+            "python launch/generate.py --checkpoint runs/gpt2_finetuned --prompt a/b",
+        )
+        + "\nafter `launch/quickstart.sh`",
+        "`launch/samples.py --prove`, `plan.py --search` and `python -m benchmarks.speed` are parts",
+        "`python -m benchmarks.gpu SLICE` and `launch/FILE.py`",
+        "[a](../benchmarks/results/) ran in 2026, as `benchmarks/results/peers_2026-11-22.md` says",
+        "# A `b` (c)\n\n[a](#a-b-c) and `[x](nowhere.md)`\n\n" + in_fence("[x](nowhere.md)", info="text"),
+        in_fence('{"a": 1}', info="json") + "\n" + in_fence("a: int = ...", info="python"),
+        in_fence("a\\", "b", info="sh"),
+    ],
+)
+def test_what_is_right_is_not_reported(text: str) -> None:
+    assert found(text) == []
+
+
+def test_an_old_name_of_an_option_is_reported() -> None:
+    [finding] = found(in_fence(f"{PLAN} --local_rank 1"))
+    assert "unrecognized" in finding
     assert (
-        too_long(two.replace(". The", ", and the")) == []
-        and too_long(f"```\n{two}\n```") == []
-        and too_long(f"| {two} |") == []
+        found(
+            in_fence(
+                "python launch/pretrain.py --config configs/gpt_1b.json --local_rank 1", info="bash needs a"
+            )
+        )
+        == []
     )
-    wrong = (
-        "[a](docs/nowhere.md) [b](docs/README.md#nowhere) | [c](docs/README.md#documents) "
-        "[d](https://pytorch.org)"
+
+
+def test_a_page_in_a_string_must_exist() -> None:
+    text = (
+        f'"""See README.md."""\nMORE = "see {NOWHERE}"\nRIGHT = "docs/README.md"  # docs/README.md{ANCHOR}\n'
     )
-    assert broken_links(README, wrong) == ["docs/nowhere.md", "docs/README.md#nowhere"]
+    findings = [(finding.line, finding.what) for finding in wrong_pages_in_text("a.py", text)]
+    assert findings == [
+        (2, f"refers to {NOWHERE}, which does not exist"),
+        (3, f"refers to docs/README.md{ANCHOR}, which is not a heading there"),
+    ]
+
+
+def test_records_keep_dates_and_machines() -> None:
+    text = "`python -m benchmarks.speed` · AMD EPYC, 2 cores · 2026-11-22"
+    assert found(text, RESULT) == []
+    assert len(found(text, PLANTED)) == 2
+
+
+def test_examples_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    text = "\n".join(
+        (
+            in_fence("megacore -h > commands.txt", "grep plan commands.txt; ls", info="bash run"),
+            "",
+            in_fence("plan  Predicts …", "configs", "no such line", info="text"),
+            in_fence("python launch/plan.py --config nowhere.json", info="bash run"),
+        )
+    )
+    page = Page(PLANTED, text)
+    first, second = failed_examples(page, tmp_path)
+    assert str(first) == f"{PLANTED}:9: the commands before do not print this line: no such line"
+    assert str(second).startswith(f"{PLANTED}:11: its commands end with status 2: config error: --config")
+    assert (tmp_path / "commands.txt").is_file() and not (ROOT / "commands.txt").exists()
+
+
+def test_here_documents_and_quotes_over_lines_are_one_command() -> None:
+    fence = Fence(
+        0, "bash", "", ("cat > a.json <<'EOF'", '{"it": "is"}', "EOF", "python -c 'a = 1", "b = 2'")
+    )
+    words = [(command.line, command.words, command.written) for command in commands(fence.lines, 1, {})]
+    assert words == [(1, ["cat"], ["a.json"]), (4, ["python", "-c", "a = 1\nb = 2"], [])]

@@ -64,6 +64,7 @@ ROOMS = [
     ["megacore.tools.library", "tests.drills."],
     ["megacore.tools.replay.", "megacore.tools.sweep.", "megacore.tools.scaling."],
     ["megacore.tools.versus."],
+    ["megacore.launch", "megacore.__main__"],
     ["launch.", "benchmarks."],
     ["tests."],
 ]
@@ -289,6 +290,7 @@ def test_packages_hold_nothing_of_their_own():
     would stand on every floor at once.
     """
     allowed = {"megacore", "megacore.kernels", "megacore.config", "megacore.checkpoint", "benchmarks"}
+    allowed.add("megacore.launch")
     for file in sources():
         if file.is_package and file.name not in allowed:
             assert all(isinstance(node, ast.Expr) for node in file.tree.body), file.name
@@ -303,7 +305,8 @@ def test_the_core_imports_no_tool():
     core = [
         source
         for source in sources()
-        if source.name.startswith("megacore.") and not source.name.startswith("megacore.tools")
+        if source.name.startswith("megacore.")
+        and not source.name.startswith(("megacore.tools", "megacore.__main__"))
     ]
     assert len(core) > 100
     for source in core:
@@ -405,7 +408,7 @@ def build(root: Path, files: dict[str, str]) -> None:
         (
             "megacore/data/shuffle.py",
             "import launch.pretrain",
-            "megacore.data on floor 8 imports launch.pretrain on floor 32",
+            "megacore.data on floor 8 imports launch.pretrain on floor 33",
         ),
         ("megacore/attic.py", "", "stands on no floor"),
         ("megacore/attic/old.py", "", "stands on no floor"),

@@ -158,7 +158,7 @@ def test_wheel_beside_the_package_called_kernels(site, tmp_path):
     `kernels` to overwrite PyPI's.
     """
     copy = tmp_path / "copy"  # building leaves its traces there
-    for room in ("megacore", "kernels"):
+    for room in ("megacore", "kernels", "launch"):
         shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.py", copy)
     built = tmp_path / "built"
@@ -170,8 +170,11 @@ def test_wheel_beside_the_package_called_kernels(site, tmp_path):
     assert (built / "megacore/py.typed").is_file(), "type checkers would take all of megacore for Any"
     modules = {path.relative_to(ROOT / "megacore") for path in (ROOT / "megacore").rglob("*.py")}
     assert modules - {path.relative_to(built / "megacore") for path in built.rglob("*.py")} == {
-        Path("kernels/__init__.py")
+        Path("kernels/__init__.py"),
+        Path("launch/__init__.py"),
     }
+    for script in (ROOT / "launch").rglob("*.py"):
+        assert (built / "megacore" / script.relative_to(ROOT)).is_file()
 
 
 # --- launch/environment.sh ----------------------------------------------------------------------------------

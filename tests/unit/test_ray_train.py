@@ -234,7 +234,7 @@ def test_each_worker_has_its_place(
         during=lambda training: training(), send=lambda: None, waiting=SimpleNamespace(put=None)
     )
     monkeypatch.setattr("launch.ray_train.Reports", lambda rank, folder: reports)
-    monkeypatch.setattr("launch.pretrain.train", train)
+    monkeypatch.setattr("megacore.launch.pretrain.train", train)
     start = {"cwd": str(tmp_path), "config": config, "overrides": [], "folder": str(tmp_path / "run")}
     workers = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
     for rank, (node, local) in enumerate(workers):

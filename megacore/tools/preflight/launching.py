@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megacore.errors import ConfigError
-from megacore.files import ROOT
+from megacore.files import LAUNCH
 from megacore.tools.preflight.facts import last_line
 from megacore.tools.preflight.patience import Say, patience
 from megacore.tools.preflight.reach import forwarded
 from megacore.tools.relaunch.hosts import plan, write_hostfile
 
-SCRIPT = ROOT / "launch" / "preflight.py"
+SCRIPT = LAUNCH / "preflight.py"
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]  # its script need not be on PATH
 # between looks at what ranks have said; more than a rank takes to end by itself
 LOOK_SECONDS, END_SECONDS = 0.2, 40.0
@@ -118,7 +118,7 @@ def dry_run(
         ConfigError: its file of variables has a bad line, or the launcher fails.
     """
     forwarded()
-    first, script = next(iter(slots)), [str(ROOT / "launch" / "pretrain.py"), *arguments]
+    first, script = next(iter(slots)), [str(LAUNCH / "pretrain.py"), *arguments]
     options = [
         "--hostfile",
         hostfile,

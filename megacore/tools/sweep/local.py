@@ -14,7 +14,7 @@ from typing import Self
 
 from megacore.distributed.processes import available_cores
 from megacore.errors import shown
-from megacore.files import ROOT
+from megacore.files import LAUNCH
 from megacore.tools.launchers import LAUNCHERS
 from megacore.tools.processes import descendants
 from megacore.tools.stop_request import STOP, requests
@@ -23,7 +23,7 @@ from megacore.tools.sweep.results import figure, last_line, row_of
 from megacore.tools.sweep.trials import Trial
 
 LOOK_SECONDS = 0.2
-SCRIPT = ROOT / "launch" / "pretrain.py"
+SCRIPT = LAUNCH / "pretrain.py"
 OUTPUT = "output.txt"
 RANKS_OWN = {name for names in LAUNCHERS.values() for name in names}
 

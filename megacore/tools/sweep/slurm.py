@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from megacore.errors import ConfigError
-from megacore.files import ROOT, write_whole
+from megacore.files import LAUNCH, write_whole
 from megacore.tools.sweep.folder import SweepFolder
 from megacore.tools.sweep.results import Row
 
@@ -60,7 +60,7 @@ def write_job(folder: SweepFolder, rows: list[Row], host_size: int, at_once: int
         nodes=count // tasks,
         tasks=tasks,
         gpus="" if on_cpu else f"#SBATCH --gpus-per-node={tasks}\n#SBATCH --cpus-per-task={CORES}\n",
-        script=shlex.quote(str(ROOT / "launch" / "slurm" / "pretrain.sbatch")),
+        script=shlex.quote(str(LAUNCH / "slurm" / "pretrain.sbatch")),
     )
     job = folder.path / "sweep.sbatch"
     try:

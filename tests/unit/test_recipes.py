@@ -1,0 +1,176 @@
+"""What pages promise beyond their commands' syntax: the README is short and its runs fit their devices, a
+recipe's numbers are those of its text, and a package has the files that it needs.
+"""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import megacore
+from launch import prepare
+from megacore.config import Config
+from megacore.tools.settings import other_words
+from megacore.tools.settings.load import flatten, load
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_readme_has_at_most_a_thousand_words() -> None:
+    assert len(read(README).split()) <= 1000
+
+
+def test_pictures_are_small() -> None:
+    """Everybody who clones the project downloads every version of them."""
+    pictures = sorted((ROOT / "docs/figures").glob("*.png"))
+    assert pictures and all(picture.stat().st_size < 200_000 for picture in pictures)
+
+
+def commands(path: Path, script: str) -> list[list[str]]:
+    """The words of a document's commands, in blocks and in text, that start a script with a config."""
+    text = read(path)
+    typed = re.findall(r"```bash[^\n]*\n(.*?)```", text, re.DOTALL) + re.findall(
+        r"`(python [^`\n]*|launch/[^`\n]*)`", text
+    )
+    lines = [
+        shlex.split(line, comments=True) for block in typed for line in block.replace("\\\n", "").splitlines()
+    ]
+    return [line for line in lines if f"launch/{script}.py" in line]
+
+
+def overrides(words: list[str]) -> list[str]:
+    return [word for word in words if re.match(r"[a-z]+\.\w+=", word)]
+
+
+def test_the_readmes_runs_fit_their_devices() -> None:
+    """For 1, 8 and 512 devices: the config's layout and batch divide over them,
+    and what is planned is what runs.
+    """
+    found = []
+    for words in commands(README, "pretrain"):
+        number = re.search(r"(?:--num_gpus|--ntasks) (\d+)", " ".join(words))
+        devices = int(number[1]) if number else 512 if "--hostfile" in words else 1
+        config = words.index("--config")
+        parallel = load(str(ROOT / words[config + 1]), words[config + 2 :], devices).config.parallel
+        assert parallel.tensor * parallel.pipeline * int(parallel.data) == devices, words
+        found.append(devices)
+    assert found == [1, 8, 512, 512]
+    [planned] = [words for words in commands(README, "plan") if "512" in words]
+    assert [overrides(words) for words in commands(README, "pretrain")[2:]] == [overrides(planned)] * 2
+
+
+def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
+    """Someone would spend days on a run with another batch, another vocabulary, or a
+    tokenizer that no command has brought.
+    """
+    page = ROOT / "docs/real_run.md"
+    runs = commands(page, "pretrain")
+    fineweb, openwebtext = (
+        load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs
+    )
+    batch = [config.train.global_batch_size * config.train.seq_len for config in (fineweb, openwebtext)]
+    assert (
+        batch == [524_288, 491_520] and fineweb.train.steps == 18_865 and openwebtext.train.steps == 600_000
+    )
+    assert all(
+        config.model.vocab_size == 50_304 and config.max_positions == 1_024
+        for config in (fineweb, openwebtext)
+    )
+    for words, config in zip(
+        (words for words in commands(page, "prepare") if "--input" in words),
+        (fineweb, openwebtext),
+        strict=True,
+    ):
+        prepared = prepare.parse(words[2:])
+        written = (prepared.output, f"{prepared.output}_valid", f"{prepared.output}.tokenizer.json")
+        assert (config.data.train, config.data.valid, config.data.tokenizer) == written
+        assert prepared.tokenizer == "gpt2" and prepared.valid_fraction
+    [planned] = commands(page, "plan")
+    assert overrides(planned) == overrides(runs[0])
+
+
+def test_the_page_of_plain_modules_shows_what_runs() -> None:
+    """Readers copy its table, its config and its overrides."""
+    text = read(ROOT / "docs/plain_modules.md")
+    [table] = re.findall(r"^PARTS = \{.*?^\}", text, re.DOTALL | re.MULTILINE)
+    assert table in read(ROOT / "configs/forks/plain_gpt.py")
+
+    [content] = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    known = flatten(Config.model_validate_json(content).model_dump(by_alias=True))
+    scripts = ("prepare", "verify", "pretrain")
+    lines = [line for script in scripts for line in commands(ROOT / "docs/plain_modules.md", script)]
+    named = {word.split("=")[0] for line in lines for word in overrides(line)}
+    assert len(lines) == 6 and named and not named - known.keys()
+
+
+def test_every_setting_that_is_named_for_newcomers_exists() -> None:
+    """A flag of another trainer would lead to a key that was renamed."""
+    known = flatten(Config().model_dump(by_alias=True))
+    rows = [
+        line.split("|")[1]
+        for line in read(ROOT / "docs/coming_from.md").splitlines()
+        if line.startswith("| `")
+    ]
+    named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
+    assert len(named) > 50 and not set(named) - known.keys()
+
+
+def test_the_table_for_newcomers_is_the_one_that_suggestions_come_from() -> None:
+    """The page and the error messages would call one setting by two names."""
+    command = "<!-- python -m megacore.tools.settings.other_words -->"
+    assert f"{command}\n{other_words.table()}\n<!-- end -->" in read(ROOT / "docs/coming_from.md")
+    known = flatten(Config().model_dump(by_alias=True))
+    keys = {key for names in other_words.words().values() for key in names}
+    assert len(keys) > 60 and keys <= known.keys()
+    # A word that is a key here as well may stand for nothing else.
+    for word, names in other_words.words().items():
+        assert word not in known or names == (word,), word
+
+
+# Scripts that install a checkout, and the recipe of an image that holds one.
+ONLY_IN_A_CHECKOUT = ("environment.sh", "quickstart.sh", "kubernetes/Dockerfile*")
+
+
+def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of an installed megacore would end where it reads a file that only a checkout has."""
+    said = dict[str, Any]()
+    monkeypatch.setattr("setuptools.setup", said.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    patterns = [(package, "*.py") for package in said["packages"]]
+    patterns += [(package, pattern) for package, found in said["package_data"].items() for pattern in found]
+    packed = set[Path]()
+    for package, pattern in patterns:
+        folder = ROOT / package.replace(".", "/")
+        for prefix, elsewhere in said["package_dir"].items():
+            if package == prefix or package.startswith(f"{prefix}."):
+                folder = ROOT / elsewhere / package.removeprefix(prefix).removeprefix(".").replace(".", "/")
+        packed.update(folder.glob(pattern))
+
+    left_out = {path for pattern in ONLY_IN_A_CHECKOUT for path in (ROOT / "launch").glob(pattern)}
+    left_out |= {ROOT / f"megacore/{name}/__init__.py" for name in ("kernels", "launch")}
+    left_out.add(ROOT / "kernels/README.md")
+    wanted = {
+        path
+        for folder in ("megacore", "kernels", "launch")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert wanted - left_out == packed
+
+
+def test_the_citation_is_of_the_newest_release() -> None:
+    """A citation would have another version or date than what is cited."""
+    cited = yaml.safe_load(read(ROOT / "CITATION.cff"))
+    releases = re.findall(r"^## \[([\d.]+)\] - (.*)$", read(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert releases[0] == (cited["version"], str(cited["date-released"]))
+    assert cited["version"] == megacore.__version__, "pyproject.toml is compared in test_packaging.py"
