@@ -51,10 +51,16 @@ class ResultPage:
 def page() -> str:
     """Return the text of benchmarks/results/README.md."""
     pages = [parsed for path in result_files(".md") if isinstance(parsed := parse(path), ResultPage)]
-    rows = [
-        f"| [{entry.title}]({entry.name}) | {entry.shows} | `{entry.command}` | {entry.machine} | {entry.date} |"
-        for entry in pages
-    ]
+    rows = []
+    for entry in pages:
+        fields = (
+            f"[{entry.title}]({entry.name})",
+            entry.shows,
+            f"`{entry.command}`",
+            entry.machine,
+            entry.date,
+        )
+        rows.append(f"| {' | '.join(fields)} |")
     data = []
     for path in result_files(".json", ".csv", ".png"):
         citing = pages_of(path)
