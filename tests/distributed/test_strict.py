@@ -83,8 +83,8 @@ def test_a_mistake_is_found(runs: Runs, plant: Plant) -> None:
 
 def test_what_was_found_is_of_these_layouts_and_mistakes() -> None:
     """`python -m tests.strict --write` renews it."""
-    found = json.loads(FOUND.read_text(encoding="utf-8"))
-    assert found["layouts"] == {case.name: [""] * 3 for case in CASES}
-    assert found["mistakes"].keys() == {plant.mistake for plant in PLANTS}
+    record = json.loads(FOUND.read_text(encoding="utf-8"))
+    assert record["layouts"] == {case.name: [""] * 3 for case in CASES}
+    assert record["mistakes"].keys() == {plant.mistake for plant in PLANTS}
     for plant in PLANTS:
-        assert plant.found in found["mistakes"][plant.mistake]["strict"]
+        assert plant.found in record["mistakes"][plant.mistake]["strict"]

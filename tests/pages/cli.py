@@ -44,8 +44,8 @@ class Help:
 def page() -> str:
     """Return the text of docs/cli.md."""
     helps = all_helps()
-    rows = [f"| [`{one.command}`](#{anchor(one.command)}) | {one.purpose} |" for one in helps]
-    sections = [f"\n## `{one.command}`\n\n```text\n{one.text.rstrip()}\n```\n" for one in helps]
+    rows = [f"| [`{entry.command}`](#{anchor(entry.command)}) | {entry.purpose} |" for entry in helps]
+    sections = [f"\n## `{entry.command}`\n\n```text\n{entry.text.rstrip()}\n```\n" for entry in helps]
     return HEAD + "\n".join(rows) + "\n" + "".join(sections)
 
 

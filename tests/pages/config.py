@@ -98,8 +98,8 @@ def groups_of(section: str, keys: Iterable[str]) -> dict[str, list[str]]:
         groups = {"": list(OptimSchedule.model_fields)}
         for rule in sorted(RULES.values(), key=lambda rule: (rule.name != "adamw", rule.name)):
             shared = [key for names in groups.values() for key in names]
-            own = [key for key in rule.settings_type.model_fields if key not in shared]
-            groups |= {f"Settings of `{rule.name}`": own} if own else {}
+            settings = [key for key in rule.settings_type.model_fields if key not in shared]
+            groups |= {f"Settings of `{rule.name}`": settings} if settings else {}
     else:
         groups = {"": list(keys)}
     missing = sorted(set(keys) - {key for names in groups.values() for key in names})

@@ -51,10 +51,16 @@ class ResultPage:
 def page() -> str:
     """Return the text of benchmarks/results/README.md."""
     pages = [parsed for path in result_files(".md") if isinstance(parsed := parse(path), ResultPage)]
-    rows = [
-        f"| [{one.title}]({one.name}) | {one.shows} | `{one.command}` | {one.machine} | {one.date} |"
-        for one in pages
-    ]
+    rows = []
+    for entry in pages:
+        fields = (
+            f"[{entry.title}]({entry.name})",
+            entry.shows,
+            f"`{entry.command}`",
+            entry.machine,
+            entry.date,
+        )
+        rows.append(f"| {' | '.join(fields)} |")
     data = []
     for path in result_files(".json", ".csv", ".png"):
         citing = pages_of(path)
@@ -130,9 +136,9 @@ def relative(name: str) -> str:
 
 def origin_of(path: Path, pages: list[ResultPage]) -> tuple[str, str]:
     """Return the machine and the date of data: those of its page, or those that the file states."""
-    for one in pages:
-        if Path(one.name).stem == path.stem:
-            return one.machine, one.date
+    for entry in pages:
+        if Path(entry.name).stem == path.stem:
+            return entry.machine, entry.date
     record: Any = {}
     source = path if path.suffix == ".json" else path.with_suffix(".json")
     if source.exists():

@@ -92,7 +92,7 @@ def test_what_is_like_no_key_is_not_guessed(load_raw: Load, key: str) -> None:
         ("--n_layer=4", "model.num_layers=VALUE"),
         ("--per_device_train_batch_size", "train.micro_batch_size=VALUE"),
         ("--confg", "--config"),
-        ("--deepspeed-config", "--deepspeed_config"),
+        ("--deepspeed-config", "--deepspeed"),
         ("--print_config", "--print-config"),
     ],
 )
