@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from launch.evaluate import run
+from launch.evaluate import evaluation_config, parse, run
 from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
@@ -526,3 +526,22 @@ def test_resume_and_weights_are_told_apart(text: Path, base: Path, tmp_path: Pat
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={base}", "model.num_heads=2"), rank=0)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={tmp_path}/nowhere"), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        ([], "auto"),
+        (["--device", "cpu"], "cpu"),
+        (["train.device=cpu"], "cpu"),
+        (["--device", "cuda", "train.device=cpu"], "cpu"),
+    ],
+)
+def test_the_device_is_an_option_or_an_override(words: list[str], device: str) -> None:
+    sections = {
+        "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 257},
+        "train": {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 1, "precision": "fp32"},
+        "data": {"valid": "corpus"},
+    }
+    args = parse(["--checkpoint", "runs/a", *words])
+    assert evaluation_config(sections, args, 1).train.device == device
