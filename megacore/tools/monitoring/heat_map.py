@@ -77,6 +77,7 @@ def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
 
     Raises `OSError` if the picture cannot be written.
     """
+    from matplotlib.colors import LogNorm
     from matplotlib.ticker import NullFormatter
 
     panels = [
@@ -102,7 +103,8 @@ def draw(runs: Mapping[str, dict[str, Steps]], path: str) -> None:
         axes.set_title(title, loc="left", fontsize=TITLE)
         colours = figure.colorbar(image, ax=axes, aspect=25)
         colours.ax.tick_params(labelsize=SMALL, which="both")
-        if image.norm.vmax >= 10 * image.norm.vmin > 0:
+        low, high = image.get_clim()
+        if isinstance(image.norm, LogNorm) and high >= 10 * low:
             colours.minorformatter = NullFormatter()  # powers of ten are enough, and do not overlap
     figure.savefig(path)
 

@@ -32,7 +32,7 @@ def draw_run(run: Run, path: str) -> None:
     draw_losses(losses, run)
 
     steps = [line.step for line in run.steps]
-    lines = {"color": TRAINING, "linewidth": 1.2, "marker": "o" if len(steps) == 1 else ""}
+    lines: dict[str, Any] = {"color": TRAINING, "linewidth": 1.2, "marker": "o" if len(steps) == 1 else ""}
     norm.plot(steps, values_of(run.steps, "grad_norm"), **lines)
     use_log_scale(norm)
     label_panel(norm, "gradient norm", "step")

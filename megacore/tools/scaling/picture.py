@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megacore.tools.charts import SMALL, new_figure
 from megacore.tools.scaling.finished import Run
 from megacore.tools.scaling.isoflop import IsoFlop
 from megacore.tools.scaling.parametric import Fit, between
@@ -23,13 +24,10 @@ def draw(
     level: float,
     path: str,
 ) -> None:
-    """Writes the picture; `OSError` says why it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(17, 5.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
-    curves, best, fitted = figure.subplots(1, 3)
+    """Draw the picture. Raises `OSError` if it cannot be written."""
+    figure = new_figure(7.6)
+    curves, best, fitted, empty = figure.subplots(2, 2).flat
+    empty.set_axis_off()
     draw_runs(curves, runs, iso, fit)
     draw_best(best, runs, fit, iso, level)
     if fit is not None:
@@ -88,9 +86,9 @@ def draw_runs(axes: "Axes", runs: Sequence[Run], iso: IsoFlop | None, fit: Fit |
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("parameters N, without embeddings")
     axes.set_ylabel("final loss, nats a token")
-    axes.set_title("runs of equal compute (solid: parabolas, dashed: the law)", loc="left", fontsize=10)
+    axes.set_title("runs of equal compute\n(solid: parabolas, dashed: the law)", loc="left", fontsize=SMALL)
     if iso is not None:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=SMALL)
 
 
 def draw_best(axes: "Axes", runs: Sequence[Run], fit: Fit | None, iso: IsoFlop | None, level: float) -> None:
@@ -143,9 +141,9 @@ def draw_best(axes: "Axes", runs: Sequence[Run], fit: Fit | None, iso: IsoFlop |
     axes.set_xlabel("compute C, FLOPs")
     axes.set_ylabel("parameters N")
     axes.set_title(
-        f"the best size for a compute (shaded: {level:.0%} of resampled fits)", loc="left", fontsize=10
+        f"the best size for a compute\n(shaded: {level:.0%} of resampled fits)", loc="left", fontsize=SMALL
     )
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=SMALL)
 
 
 def draw_fit(axes: "Axes", runs: Sequence[Run], held_out: Sequence[Run], fit: Fit, level: float) -> None:
@@ -172,6 +170,6 @@ def draw_fit(axes: "Axes", runs: Sequence[Run], held_out: Sequence[Run], fit: Fi
     axes.set_title(
         f"L = {fit.law.E:.3g} + A/N^{fit.law.alpha:.3g} + B/D^{fit.law.beta:.3g}, within {rms:.2%}",
         loc="left",
-        fontsize=10,
+        fontsize=SMALL,
     )
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=SMALL)
