@@ -48,14 +48,14 @@ def scripts() -> dict[str, Path]:
 
 def show_commands(words: list[str]) -> int:
     """Print all commands. Raises `ConfigError` for words that are not a request for help."""
-    found = scripts()
+    commands = scripts()
     if words and words[0] not in ("-h", "--help"):
-        near = difflib.get_close_matches(words[0], found, n=1)
+        near = difflib.get_close_matches(words[0], commands, n=1)
         right = f"did you mean {near[0]}?" if near else "megacore -h lists the commands"
         raise ConfigError("COMMAND", f"megacore has no command {words[0]}", right)
-    width = max(map(len, found))
+    width = max(map(len, commands))
     print(f"{USAGE}\n\nPlan, prepare, train, prove and inspect GPTs.\n\ncommands:")
-    for name, path in found.items():
+    for name, path in commands.items():
         print(textwrap.fill(f"  {name:{width}}  {purpose(path)}", 100, subsequent_indent=" " * (width + 4)))
     print(f"\n{NOTES}")
     return 0

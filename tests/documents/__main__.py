@@ -17,10 +17,10 @@ from tests.documents.pages import Finding, Page, documents, is_guide
 
 def findings_in(page: Page) -> list[Finding]:
     """All findings of a page, without running its examples, in the order of its lines."""
-    found = [*wrong_fences(page), *wrong_links(page), *wrong_names(page), *wrong_commands(page)]
+    findings = [*wrong_fences(page), *wrong_links(page), *wrong_names(page), *wrong_commands(page)]
     if is_guide(page):
-        found += records(page)
-    return sorted(found, key=lambda finding: finding.line)
+        findings += records(page)
+    return sorted(findings, key=lambda finding: finding.line)
 
 
 def all_findings(run: bool) -> Iterator[Finding]:

@@ -48,20 +48,20 @@ TASKS = {"--ntasks", "-n", "--num_processes", "-np"}
 
 @dataclass
 class State:
-    """What the commands of a page have made so far."""
+    """What the commands of a page have produced so far."""
 
-    made: list[str] = field(default_factory=list)
+    produced: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     needs_quickstart: list[int] = field(default_factory=list)
 
     def has(self, path: str) -> bool:
-        """Whether a file is in the checkout or an earlier command has made it, or a folder around it."""
+        """Whether a file is in the checkout or an earlier command has produced it, or a folder around it."""
         path = path.removeprefix("./").rstrip("/")
         if Path(path).name.startswith(("my.", "my_")):  # the reader's own file
             return True
         if "*" in path:
             return bool(list(ROOT.glob(path)))
-        return is_tracked(path) or any(path.startswith(made) for made in self.made)
+        return is_tracked(path) or any(path.startswith(produced) for produced in self.produced)
 
 
 @cache
@@ -75,7 +75,7 @@ def wrong_commands(page: Page) -> list[Finding]:
     state = State()
     findings = list[Finding]()
     for fence in page.fences:
-        state.made += files_shown(page, fence)
+        state.produced += files_shown(page, fence)
         if fence.language == "bash":
             findings += wrong_in_fence(page, fence, state)
     if state.needs_quickstart and QUICKSTART not in page.text:
@@ -87,14 +87,14 @@ def wrong_commands(page: Page) -> list[Finding]:
 
 def wrong_in_fence(page: Page, fence: Fence, state: State) -> Iterator[Finding]:
     try:
-        found = commands(fence.lines, fence.line + 1, state.variables)
+        typed = commands(fence.lines, fence.line + 1, state.variables)
     except ShellError as error:
         yield page.finding(error.line, str(error))
         return
-    for command in found:
+    for command in typed:
         for what in wrong_in_command(command, state, has_needs=fence.words.startswith("needs")):
             yield page.finding(command.line, what)
-        state.made += command.written
+        state.produced += command.written
 
 
 def wrong_inline(page: Page) -> Iterator[Finding]:
@@ -107,12 +107,12 @@ def wrong_inline(page: Page) -> Iterator[Finding]:
         fragment = bool(is_name or not re.match(r"(python3?|torchrun|deepspeed|bash) ", code))
         text = re.sub(r"^(\w+\.py) ", r"launch/\1 ", code)
         try:
-            found = commands((text,), number, {})
+            typed = commands((text,), number, {})
         except ShellError as error:
             yield page.finding(number, str(error))
             continue
-        for command in found:
-            state = State(made=[""])  # every file is there: the text around the command says which
+        for command in typed:
+            state = State(produced=[""])  # every file is there: the text around the command says which
             for what in wrong_in_command(command, state, has_needs=True, fragment=fragment):
                 yield page.finding(number, what)
 
@@ -125,9 +125,9 @@ def wrong_in_command(
     if position is None:
         yield from wrong_paths(command.words)
         if QUICKSTART in command.words:
-            state.made += QUICKSTART_MAKES
+            state.produced += QUICKSTART_MAKES
         else:  # such as git clone, cp or curl: what it writes is one of its words
-            state.made += [word.rstrip("/") for word in command.words[1:] if PATH_LIKE.fullmatch(word)]
+            state.produced += [word.rstrip("/") for word in command.words[1:] if PATH_LIKE.fullmatch(word)]
         return
     index, script = position
     if script is None:
@@ -158,7 +158,7 @@ def wrong_in_command(
     yield from wrong_settings(script, parsed, ranks, has_needs)
     if not has_needs:
         yield from missing_files(script, parsed, state, command.line)
-    state.made += written_files(script, parsed)
+    state.produced += written_files(script, parsed)
 
     nested = parsed.values.get("command")
     if isinstance(nested, list) and nested:
@@ -241,10 +241,10 @@ def wrong_settings(script: Script, parsed: ParsedError, ranks: int | None, has_n
         has_source = any(word.startswith(("model.source=", "model.hf=")) for word in overrides)
         for word in overrides:
             key = word.partition("=")[0].removeprefix("--")
-            own = key.startswith("model.") and (
+            is_custom = key.startswith("model.") and (
                 has_source or config is not None or script.name[:7] == "configs"
             )
-            if key not in known_keys() and not own:
+            if key not in known_keys() and not is_custom:
                 yield f"{key} is not a setting of the config (docs/config.md lists all)"
         return
     missing = [word for word in overrides if is_missing_file_setting(word)]
@@ -298,7 +298,7 @@ def missing_files(script: Script, parsed: ParsedError, state: State, line: int) 
         wanted += setting_path(word)
     wanted += implied_data(script, parsed)
     for path in dict.fromkeys(wanted):
-        if any(path.startswith(made) for made in QUICKSTART_MAKES) and not state.has(path):
+        if any(path.startswith(produced) for produced in QUICKSTART_MAKES) and not state.has(path):
             state.needs_quickstart.append(line)
         elif not state.has(path):
             yield f"{path}: no earlier command on the page makes this (or write ```bash needs WHAT)"

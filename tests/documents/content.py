@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.documents.pages import Finding, Page
 
-# `sh` is a script that nobody types line by line.
+# `sh` is a script, which is not typed line by line.
 LANGUAGES = {"bash", "sh", "text", "json", "python", "pycon", "yaml", "ini", "diff", "toml", "dockerfile"}
 LANGUAGES |= {"c", "cpp", "mermaid", "html", "jinja", "csv"}
 

@@ -12,7 +12,8 @@ FILE_NAME = re.compile(
     r"((?:docs|megacore|launch|tests|benchmarks|kernels|configs)/[\w./*-]*)(?::([A-Za-z_]\w*))?(#[\w-]+)?"
 )
 PAGE_IN_CODE = re.compile(
-    r"(?<![\w/.-])((?:docs|tests|benchmarks|kernels)/(?:[\w-]+/)*[\w-]+\.md|(?:SECURITY|CHANGELOG|CONTRIBUTING)\.md)"
+    r"(?<![\w/.-])"
+    r"((?:docs|tests|benchmarks|kernels)/(?:[\w-]+/)*[\w-]+\.md|(?:SECURITY|CHANGELOG|CONTRIBUTING)\.md)"
     r"(?:#([\w-]+))?"
 )
 SOURCES = {".py", ".sh", ".json", ".yml", ".yaml", ".toml", ".sbatch", ".cff", ""}
@@ -48,11 +49,11 @@ def wrong_names(page: Page) -> Iterator[Finding]:
         if match is None:
             continue
         path, name = match[1], match[2]
-        found = list(ROOT.glob(path.rstrip("/"))) if "*" in path else [ROOT / path]
-        if not found or not found[0].exists():
+        matches = list(ROOT.glob(path.rstrip("/"))) if "*" in path else [ROOT / path]
+        if not matches or not matches[0].exists():
             if not is_ignored(path):
                 yield page.finding(number, f"`{code}`: the checkout has no {path}")
-        elif name and not re.search(rf"\b{name}\b", found[0].read_text(encoding="utf-8")):
+        elif name and not re.search(rf"\b{name}\b", matches[0].read_text(encoding="utf-8")):
             yield page.finding(number, f"`{code}`: {path} has no {name}")
 
 

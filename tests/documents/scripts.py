@@ -115,12 +115,12 @@ def run(script: Script) -> None:
 def entered(script: Script, words: list[str]) -> Iterator[None]:
     """Make this process look as if it had started the script, in an empty folder, and undo all of it."""
     argv, path, environment, folder = sys.argv, list(sys.path), dict(os.environ), os.getcwd()
-    said = io.StringIO()
+    output = io.StringIO()
     try:
         with (
             tempfile.TemporaryDirectory() as empty,
-            contextlib.redirect_stderr(said),
-            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(output),
+            contextlib.redirect_stdout(output),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

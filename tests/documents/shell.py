@@ -33,7 +33,7 @@ def commands(lines: tuple[str, ...], first: int, variables: dict[str, str]) -> l
 
     `variables` are those that the page has set so far; assignments are added to them. Raises `ShellError`.
     """
-    found = list[Command]()
+    result = list[Command]()
     for number, line in logical_lines(lines, first):
         text = SUBSTITUTION.sub(PLACEHOLDER, line)
         words = split(substitute(text, variables), number)
@@ -41,8 +41,8 @@ def commands(lines: tuple[str, ...], first: int, variables: dict[str, str]) -> l
             command = Command(number, *redirected(part))
             assign(command.words, variables)
             if command.words or command.written:
-                found.append(command)
-    return found
+                result.append(command)
+    return result
 
 
 def logical_lines(lines: tuple[str, ...], first: int) -> list[tuple[int, str]]:

@@ -229,7 +229,7 @@ def test_examples_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
         (
             in_fence("megacore -h > commands.txt", "grep plan commands.txt; ls", info="bash run"),
             "",
-            in_fence("plan  Predicts …", "configs", "no such line", info="text"),
+            in_fence("plan  …", "configs", "no such line", info="text"),
             in_fence("python launch/plan.py --config nowhere.json", info="bash run"),
         )
     )
