@@ -281,7 +281,7 @@ def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
         args.config,
         "--steps",
         str(args.steps),
-        *(f"--{flag}" for flag in ("peak", "data") if getattr(args, flag)),
+        *(f"--{flag.replace('_', '-')}" for flag in ("peak", "real_data") if getattr(args, flag)),
     ]
     for option in ("profile", "timeline"):
         if value := getattr(args, option):

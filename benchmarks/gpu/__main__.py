@@ -113,7 +113,7 @@ def check_options(args: argparse.Namespace) -> None:
 
     ignored, right = ["target_python", "target_triton"], "only with --prepare"
     if args.prepare is not None:
-        ignored, right = ["out", "wheels", "only", "before", "dry_run"], "without --prepare"
+        ignored, right = ["output", "wheels", "only", "before", "dry_run"], "without --prepare"
     for name in ignored:
         if getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')}", "it would be ignored", right)
