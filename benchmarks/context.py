@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.collectives import fit
 from benchmarks.collectives import seconds as seconds_of
-from benchmarks.figures import BLUE, GREY, ORANGE, figure
+from benchmarks.figures import BLUE, GREY, ORANGE
 from benchmarks.training import join
 from benchmarks.wire import Wire
 from megacore.config import Config
@@ -36,6 +36,7 @@ from megacore.context_parallel.ring_blocks import DocumentAttention
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.charts import new_figure
 from megacore.tools.choices.context_method import METHODS
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.output_files import check_output
@@ -166,7 +167,7 @@ def attention_transfers(config: Config) -> list[Transfer]:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Bytes and seconds of each method: what was measured beside what was predicted."""
     cases = list(dict.fromkeys((row["seq_len"], row["kv_heads"]) for row in report["rows"]))
-    drawn = figure(8.2, 5.2)
+    drawn = new_figure(5.7)
     grid = drawn.subplots(2, len(cases), squeeze=False, sharey="row")
     for column, (seq_len, kv_heads) in enumerate(cases):
         rows = [row for row in report["rows"] if (row["seq_len"], row["kv_heads"]) == (seq_len, kv_heads)]

@@ -35,7 +35,7 @@ QUICKSTART = "launch/quickstart.sh"
 QUICKSTART_MAKES = ("data/stdlib", "runs/quickstart")
 
 # By the destination of an option: what a command writes, and text that only looks like a path.
-WRITES = {"output", "plot", "json", "cluster_file", "device_file", "heat_map", "out", "write", "folder"}
+WRITES = {"output", "plot", "json", "cluster_file", "gpu_file", "heat_map", "out", "write", "folder"}
 NOT_FILES = {"prompt", "overrides", "command", "image", "exclude", "include", "hosts_command", "url", "probe"}
 NOT_FILES |= {"ranks_command", "plant", "fault", "layouts", "mount"}
 FILE_SETTINGS = {"data.train", "data.valid", "data.tokenizer", "checkpoint.resume", "checkpoint.weights"}

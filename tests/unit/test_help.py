@@ -126,7 +126,7 @@ def planted(**changes: Any) -> Parser:
         ({"purpose": "Do something"}, "the purpose is not one sentence"),
         ({"purpose": "Do this. And that."}, "the purpose is not one sentence"),
         ({"notes": "word " * 150}, "the epilogue has more than six lines"),
-        ({"page": "docs/no_such_page.md"}, "the page does not exist"),
+        ({"page": "docs/" + "no_such_page.md"}, "the page does not exist"),
         ({"status": "well"}, "the exit status is missing"),
         ({"notes": "It goes on."}, "it is worded otherwise in the style guide"),
     ],

@@ -126,7 +126,7 @@ def test_every_setting_that_is_named_for_newcomers_exists() -> None:
 
 def test_the_table_for_newcomers_is_the_one_that_suggestions_come_from() -> None:
     """The page and the error messages would call one setting by two names."""
-    command = "<!-- python -m megacore.tools.settings.other_words -->"
+    command = "<!-- generated: other_words -->"
     assert f"{command}\n{other_words.table()}\n<!-- end -->" in read(ROOT / "docs/coming_from.md")
     known = flatten(Config().model_dump(by_alias=True))
     keys = {key for names in other_words.words().values() for key in names}
