@@ -100,11 +100,11 @@ def cost_lines(
     if found.checkpoint_steps < found.steps:
         takes = f"a checkpoint takes {found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
         lines.append(
-            f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), "
-            f"if {takes}"
+            f"saving    checkpoint.every={found.checkpoint_steps} loses least "
+            f"({found.lost:.2%} of the time), if {takes}"
         )
     else:  # the best interval is longer than the run
-        lines.append("saving    the run is too short for advice on checkpoint.every: few failures are expected")
+        lines.append("saving    the run is too short for advice on checkpoint.every")
     return lines
 
 
