@@ -40,7 +40,7 @@ STATUS = (
 def parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
-        "Prove that a config computes the same in every layout as on one process.",
+        "Prove that a config computes the same in parallel layouts as on one process.",
         example=EXAMPLES,
         notes=NOTES,
         status=STATUS,

@@ -136,7 +136,8 @@ class ModelConfig(ExpertSettings, LatentSettings):
     hf_version: str | None = Field(
         None,
         min_length=1,
-        description="version of transformers that the run uses; always the installed version",
+        description="version of transformers that the run uses; recorded by the run, and always the "
+        "installed version",
     )
     num_layers: Count = Field(12, description="number of transformer blocks")
     hidden_size: Width = Field(768, description="features of the hidden states")
@@ -216,7 +217,9 @@ class ModelConfig(ExpertSettings, LatentSettings):
         "each", description="scope of `qk_norm`: each head separately, or all heads together (OLMo 2)"
     )
     attention_scale: Factor | None = Field(
-        None, description="factor on attention scores; null: 1 / √`head_size`"
+        None,
+        description="factor on attention scores; null: 1 / √n for query heads of n features, with mup "
+        "times √(`base_head_size` / n)",
     )
     window: Positions | None = Field(
         None,
@@ -267,9 +270,9 @@ class ModelConfig(ExpertSettings, LatentSettings):
     )
     attention: Literal["auto", "sdpa", "fused", "eager"] = Field(
         "auto",
-        description="attention implementation: PyTorch's scaled_dot_product_attention, or the plain "
-        "formula with a fused softmax kernel or in plain PyTorch; auto: eager for short "
-        "sequences on CPUs, where it is faster, otherwise sdpa",
+        description="implementation of attention; sdpa: PyTorch's scaled_dot_product_attention; fused: the "
+        "plain formula with a fused softmax kernel; eager: the plain formula in PyTorch; auto: eager for "
+        "short sequences on CPUs, where it is faster, otherwise sdpa",
     )
     kernels: Literal["auto", "triton", "eager"] = Field(
         "auto",

@@ -84,7 +84,7 @@ class OptimSchedule(Section):
         None,
         description="skip a step whose gradient norm exceeds the median of the last 128 steps by more "
         "than this many robust deviations (1.4826 × the median absolute deviation), such as "
-        "10; null: skip only steps with non-finite gradients",
+        "10; null: skip only steps whose loss or gradient is not finite",
     )
     max_skips: Count = Field(
         100,

@@ -65,7 +65,7 @@ def page() -> str:
     for path in result_files(".json", ".csv", ".png"):
         citing = pages_of(path)
         links = ", ".join(f"[{Path(name).name}]({relative(name)})" for name in citing if name.endswith(".md"))
-        machine, date = origin_of(path, pages)
+        machine, date = origin_of(path, pages, citing)
         data.append(f"| [{path.name}]({path.name}) | {links or 'read by a program'} | {machine} | {date} |")
     return HEAD + "\n".join(rows) + "\n" + DATA_HEAD + "\n".join(data) + "\n"
 
@@ -114,11 +114,15 @@ def cell(text: str) -> str:
 def pages_of(path: Path) -> list[str]:
     """Return the files that cite a result. Files with one name and several endings are one result."""
     place = path.relative_to(ROOT)
-    return [
-        name
-        for name, text in citing_texts().items()
-        if f"{place.stem}." in text or Path(name).with_suffix("") == place.with_suffix("")
-    ]
+    citing = []
+    for name, text in citing_texts().items():
+        # A guide cites a result by its folder: docs/plain_modules.md is another page than
+        # benchmarks/results/plain_modules.md.
+        is_guide = name.endswith(".md") and not name.startswith(f"{place.parent.as_posix()}/")
+        cited_as = f"results/{place.stem}." if is_guide else f"{place.stem}."
+        if cited_as in text or Path(name).with_suffix("") == place.with_suffix(""):
+            citing.append(name)
+    return citing
 
 
 @cache
@@ -134,11 +138,23 @@ def relative(name: str) -> str:
     return name.removeprefix(inside) if name.startswith(inside) else f"../../{name}"
 
 
-def origin_of(path: Path, pages: list[ResultPage]) -> tuple[str, str]:
-    """Return the machine and the date of data: those of its page, or those that the file states."""
+def origin_of(path: Path, pages: list[ResultPage], citing: list[str]) -> tuple[str, str]:
+    """Return the machine and the date of data: those of its page, or those that the file states.
+
+    A file that states neither has those of the results page in `citing`, if there is only one.
+    """
     for entry in pages:
         if Path(entry.name).stem == path.stem:
             return entry.machine, entry.date
+    machine, date = stated_origin(path)
+    owners = [entry for entry in pages if (RESULTS / entry.name).relative_to(ROOT).as_posix() in citing]
+    if (machine, date) == (NOT_KEPT, NOT_KEPT) and len(owners) == 1:
+        return owners[0].machine, owners[0].date
+    return machine, date
+
+
+def stated_origin(path: Path) -> tuple[str, str]:
+    """Return the machine and the date that a data file, or the one that a picture is drawn from, states."""
     record: Any = {}
     source = path if path.suffix == ".json" else path.with_suffix(".json")
     if source.exists():

@@ -97,11 +97,14 @@ def cost_lines(
         lines.append(f"energy    at most {found.energy_mwh:,.3g} MWh, at the devices' power limit")
     rate = f"at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)"
     lines.append(f"failures  {found.failures:,.3g} expected, {rate}")
-    takes = f"a checkpoint takes {found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
-    lines.append(
-        f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), "
-        f"if {takes}"
-    )
+    if found.checkpoint_steps < found.steps:
+        takes = f"a checkpoint takes {found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
+        lines.append(
+            f"saving    checkpoint.every={found.checkpoint_steps} loses least "
+            f"({found.lost:.2%} of the time), if {takes}"
+        )
+    else:  # the best interval is longer than the run
+        lines.append("saving    the run is too short for advice on checkpoint.every")
     return lines
 
 
