@@ -212,8 +212,8 @@ def parse(argv: list[str]) -> Path:
     parser = Parser(
         "Draw the pictures of the README and the documents again, in docs/figures.",
         example=EXAMPLE,
-        notes="Run launch/quickstart.sh first; without its run, the loss curve stays as it is. The two searches "
-        "take minutes.",
+        notes="Run launch/quickstart.sh first; without its run, the loss curve stays as it is. The two "
+        "searches take minutes.",
         page="docs/README.md",
     )
     parser.add_argument(

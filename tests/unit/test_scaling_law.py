@@ -426,7 +426,7 @@ BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     ),
     (one, ("--loss", "final"), "config error: --loss: invalid choice: 'final'"),
     (one, ("--plot", "x.txt"), "config error: --plot: cannot write x.txt: its ending names no image format"),
-    (one, ("--resamples", "0"), "config error: --resamples: '0' is no whole number from 1"),
+    (one, ("--resamples", "0"), "config error: --resamples: '0' is not a whole number from 1"),
 ]
 
 
