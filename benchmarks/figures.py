@@ -216,9 +216,7 @@ def parse(argv: list[str]) -> Path:
         "searches take minutes.",
         page="docs/README.md",
     )
-    parser.add_argument(
-        "--run", default="runs/quickstart", metavar="FOLDER", help="run whose losses are drawn"
-    )
+    parser.add_argument("--run", default="runs/quickstart", metavar="RUN", help="run whose losses are drawn")
     return ROOT / parser.parse_args(argv).run
 
 
