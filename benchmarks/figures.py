@@ -1,9 +1,5 @@
-"""Draw the pictures of the README and the documents, from runs and from measured results.
+"""Draw the pictures of the README and the documents, from runs and from measured results."""
 
-Run `bash launch/quickstart.sh` first: the loss curve is that run's, and stays as it is without such a run.
-"""
-
-import argparse
 import json
 import subprocess
 import sys
@@ -15,9 +11,11 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from benchmarks.documents import pairs_in_blocks
 from megacore.tools.charts import SMALL, TITLE, new_figure
+from megacore.tools.cli import Parser, exit_with
 
+EXAMPLE = "python -m benchmarks.figures --run runs/quickstart"
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs/figures"
+FOLDER, RESULTS = ROOT / "docs/figures", ROOT / "benchmarks/results"
 BLUE, ORANGE, RED, GREY = "#2f6fab", "#e67e22", "#c0392b", "#8a8a8a"
 AXES = {"pp": 2, "dp": 4, "tp": 2}  # of the drawn mesh: two machines with 8 devices each
 
@@ -209,41 +207,35 @@ def documents(results: Path) -> None:
     drawn.savefig(FOLDER / "documents.png")
 
 
-def main() -> None:
+def parse(argv: list[str]) -> Path:
+    """Return the folder of the run to draw. Raises `ConfigError`."""
+    parser = Parser(
+        "Draw the pictures of the README and the documents again, in docs/figures.",
+        example=EXAMPLE,
+        notes="Run launch/quickstart.sh first; without its run, the loss curve stays as it is. The two "
+        "searches take minutes.",
+        page="docs/README.md",
+    )
+    parser.add_argument("--run", default="runs/quickstart", metavar="RUN", help="run whose losses are drawn")
+    return ROOT / parser.parse_args(argv).run
+
+
+def run(argv: list[str]) -> None:
     """Draw all pictures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--run", type=Path, default=ROOT / "runs/quickstart", help="the run whose loss is drawn"
-    )
-    parser.add_argument(
-        "--peers",
-        type=Path,
-        default=ROOT / "benchmarks/results/peers_settings_2026-11-22.json",
-        help="both ratios",
-    )
-    parser.add_argument(
-        "--documents",
-        type=Path,
-        default=ROOT / "benchmarks/results/documents_2026-11-22.json",
-        help="of that benchmark",
-    )
-    args = parser.parse_args()
+    folder = parse(argv)
     FOLDER.mkdir(exist_ok=True)
-    if (args.run / "metrics.jsonl").is_file():
-        loss(args.run)
+    if (folder / "metrics.jsonl").is_file():
+        loss(folder)
     else:
         print(
-            f"no run in {args.run}: the loss curve stays as it is (bash launch/quickstart.sh)",
-            file=sys.stderr,
+            f"no run in {folder}: the loss curve stays as it is (bash launch/quickstart.sh)", file=sys.stderr
         )
     mesh()
     schedules()
     searches()
-    peers(args.peers)
-    documents(args.documents)
+    peers(RESULTS / "peers_settings_2026-11-22.json")
+    documents(RESULTS / "documents_2026-11-22.json")
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(run)

@@ -16,7 +16,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, exit_with, next_command
 
 EXAMPLE = (
     "python launch/instructlab.py ~/.config/instructlab/config.yaml --run runs/granite --data data/skills "
@@ -68,7 +68,8 @@ def run(argv: list[str]) -> None:
     for note in filter(None, [*notes, warmup_warning(config)]):
         print(note)
     command = ["torchrun", "--nproc-per-node", str(processes), "launch/pretrain.py", "--config", args.output]
-    print(f"\nnext:\n  {shlex.join(command if processes > 1 else ['python', *command[3:]])}")
+    command = command if processes > 1 else ["python", *command[3:]]
+    print(f"\nnext:\n  {next_command(shlex.join(command))}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from megacore.distributed.processes import available_cores
 from megacore.errors import ConfigError, shown
-from megacore.tools.cli import Parser, exit_with, original_ending, unwind_on_sigterm
+from megacore.tools.cli import Parser, exit_with, next_command, original_ending, unwind_on_sigterm
 from megacore.tools.prepare.partial import kept
 from megacore.tools.prepare.split import IGNORED, SPELLED_END, UNUSED, UNWRITTEN, notes_of
 
@@ -278,8 +278,7 @@ def run(argv: list[str]) -> None:
     prepared = convert(args) if args.nanogpt else prepare_text(args)
     if prepared.resumed:
         print(
-            f"went on from an earlier start, which had done {prepared.resumed:,} of "
-            f"{prepared.input_bytes:,} bytes"
+            f"resumed an earlier start, which had done {prepared.resumed:,} of {prepared.input_bytes:,} bytes"
         )
     for prefix, split in prepared.splits.items():
         documents = f"{split.documents:,} document{'s' if split.documents > 1 else ''}"
@@ -340,7 +339,8 @@ def run(argv: list[str]) -> None:
             f"model.vocab_size={prepared.splits[args.output].vocab_size}",
         ]
         words += [f"log.dir=runs/{Path(args.output).name}"]
-    print(f"\nnext:\n  {shlex.join(['python', 'launch/pretrain.py', '--config', config, *words])}")
+    command = shlex.join(["python", "launch/pretrain.py", "--config", config, *words])
+    print(f"\nnext:\n  {next_command(command)}")
 
 
 def print_beginnings(args: argparse.Namespace, prepared: "Prepared") -> None:

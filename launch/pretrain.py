@@ -193,7 +193,7 @@ def train(
         mirror,
     ):
         if place.rank == 0:
-            StandardStream.go_on = "training"
+            StandardStream.continues = "training"
         trainer = trainer_of(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
         if place.rank == 0:  # whose state is saved
             prefixes = prefixes_of(config.data.train)

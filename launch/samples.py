@@ -256,8 +256,8 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
                 print(f"  {example}")
     if max(finding.last_step for finding in findings) > config.train.steps:
         print(
-            f"(the run ends sooner, after train.steps {config.train.steps:,}; steps behind that are read "
-            "as if it went on)"
+            f"(the run ends sooner, after train.steps {config.train.steps:,}; later steps are read as if it "
+            "continued)"
         )
     return findings
 

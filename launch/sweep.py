@@ -199,7 +199,7 @@ def run(argv: list[str]) -> int:
     print()
     report(folder, Results(rows, metric, spec.last))
     if stopped and not all(row.finished for row in rows):
-        print("stopped on request; the same command goes on")
+        print("stopped on request; the same command resumes")
         return 75
     return status_of(rows)
 

@@ -144,7 +144,7 @@ def train(comparison: Comparison, at_once: int, gpus: list[str]) -> int:
         stopped = stop.requested
     rows = comparison.asked()
     if stopped and not all(row.finished for row in rows):
-        print("stopped on request; the same command goes on")
+        print("stopped on request; the same command resumes")
         return 75
     return status_of(rows)
 

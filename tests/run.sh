@@ -5,15 +5,17 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     cat <<'EOF'
 usage: bash tests/run.sh [--quick] [PYTEST_ARGUMENT ...]
 
-Run ruff, mypy and pytest in a virtual environment, .venv, with the tested versions of all packages.
-Installs what is missing. Environment: MEGACORE_VENV and PYTHON as in launch/environment.sh.
+Run ruff, mypy and pytest in a virtual environment, .venv, with the tested versions of all packages, and install what
+is missing. Environment: MEGACORE_VENV and PYTHON as in launch/quickstart.sh.
 
-options:
-  --quick   the tests that find most mistakes soonest, in 2 minutes
-  others    go to pytest
+arguments:
+  --quick           run the tests that find most mistakes soonest, in 2 minutes
+  PYTEST_ARGUMENT   goes to pytest
 
 example:
   bash tests/run.sh -k 'pipeline and not fp16' -x
+
+Exit status: 0 if all checks pass. More: CONTRIBUTING.md
 EOF
     exit
 fi

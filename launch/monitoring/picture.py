@@ -149,6 +149,9 @@ def draw_panel(axes: Any, panel: dict[str, Any], lines: Lines, start: float, end
 
     label_panel(axes, panel["title"], y_label=UNITS.get(defaults["unit"], ""))
     axes.set_xlim(0, (end - start) / 60)
+    shown = [value for _, values in lines for value in values.values() if math.isfinite(value)]
+    if not any(shown):
+        axes.set_ylim(-0.05, 1)  # matplotlib would choose -0.055 to 0.055, also for counts
     if right is not None:
         axes.spines["right"].set_visible(True)
         right.spines["top"].set_visible(False)
@@ -179,7 +182,7 @@ def run(argv: list[str]) -> None:
     if not any(lines for _, lines in found):
         raise ConfigError(
             "--url",
-            f"{args.url} has no figures of these {args.minutes:g} minutes",
+            f"{args.url} has no metrics of these {args.minutes:g} minutes",
             "a time in which it scraped a run",
         )
     draw([(panel, lines) for panel, lines in found if lines], start, end, args.output)

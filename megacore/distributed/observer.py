@@ -188,7 +188,7 @@ class Observers(list[Observer]):
                 report = "".join(traceback.format_exception(error))
                 sys.stderr.write(
                     f"{report}WARNING: {type(observer).__name__} failed, and may see less from here on; "
-                    "the run goes on\n"
+                    "the run continues\n"
                 )
             observer.failed = True
             return None  # type: ignore[return-value]

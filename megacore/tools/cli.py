@@ -150,9 +150,25 @@ def script_and_program(example: str) -> tuple[str, str]:
         if word in ("-m", "--module"):
             return f"-m {following}", f"python -m {following}"
         if word.endswith(".py"):
-            command = f"megacore {os.path.basename(word).removesuffix('.py')}"
+            command = command_of(word)
             return word, command if sys.argv[0] == command else word
     return words[0], words[0]
+
+
+def command_of(script: str) -> str:
+    """Return the command for a script: `megacore kubernetes/render` for launch/kubernetes/render.py."""
+    return f"megacore {script.removeprefix('launch/').removesuffix('.py')}"
+
+
+def next_command(example: str) -> str:
+    """Return a command that starts a script, in the form in which the user has started this one.
+
+    After `megacore prepare`, `python launch/pretrain.py …` is `megacore pretrain …`.
+    """
+    if not sys.argv[0].startswith("megacore "):
+        return example
+    script, _ = script_and_program(example)
+    return with_command(example, script, command_of(script))
 
 
 def with_command(example: str, script: str, command: str) -> str:
@@ -164,11 +180,11 @@ def with_command(example: str, script: str, command: str) -> str:
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a whole number of at least 1 and, so that nobody
-    waits for ever, below a billion.
+    """Return the value of an argument that is a whole number of at least 1, and below a billion because a
+    larger one would take for ever.
     """
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
@@ -376,10 +392,11 @@ class StandardStream(io.FileIO):
     """Standard output or error.
 
     After a write fails it drops all output. Standard output first raises `StdoutLost`, which differs from the
-    error of any other file or pipe; or says it on standard error, where the process is to go on without.
+    error of any other file or pipe. If the process can continue without it, that is printed on standard error
+    instead.
     """
 
-    go_on = ""  # what goes on without standard output, if it does
+    continues = ""  # what continues without standard output, if anything does
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         """Writes bytes."""
@@ -389,10 +406,10 @@ class StandardStream(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            if self.fileno() == 1 and self.go_on:
+            if self.fileno() == 1 and self.continues:
                 print(
-                    f"standard output cannot be written any more ({error.strerror}): {self.go_on} goes on "
-                    "without it",
+                    f"standard output cannot be written any more ({error.strerror}): {self.continues} "
+                    "continues without it",
                     file=sys.stderr,
                 )
             elif self.fileno() == 1:

@@ -112,7 +112,7 @@ class Drift(Observer):
             self.told = True
             self.say(
                 f"WARNING: {found}; NCCL may have added up gradients in another order for each, so "
-                "training goes on"
+                "training continues"
             )
 
     def sums(self) -> list[Tensor]:

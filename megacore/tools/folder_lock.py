@@ -62,7 +62,7 @@ class FolderLock:
                     raise
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    wrong = f"{self.folder} belongs to a run that is going on ({file.read().strip()})"
+                    wrong = f"{self.folder} belongs to a run that is still running ({file.read().strip()})"
                     file.close()
                     raise ConfigError("log.dir", wrong, "its end, or another log.dir") from None
                 time.sleep(0.1)

@@ -139,7 +139,7 @@ class Inputs:
     def _check_run(self, reader: checkpoint.Reader) -> None:
         """Refuses a checkpoint that this run cannot resume."""
         if "engine" not in reader.state:
-            wrong = "holds weights alone, without a run to go on with"
+            wrong = "holds weights alone, without a run to resume"
             raise CheckpointError(
                 str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own"
             )
@@ -206,7 +206,7 @@ class Inputs:
             if lacking := [kind for kind in state if f"{kind}/{parameter}" not in names]:
                 saved = [kind for kind in lacking if any(name.startswith(f"{kind}/") for name in names)]
                 of = f" of {parameter}" if saved else ""
-                wrong = f"holds no {' and no '.join(lacking)}{of}, which {by} goes on with"
+                wrong = f"holds no {' and no '.join(lacking)}{of}, which {by} needs to resume"
                 raise CheckpointError(str(reader.path), wrong, right)
             if state and (was := recorded_rule(before, parameter)) not in (None, group.rule.name):
                 wrong = (

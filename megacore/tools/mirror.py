@@ -103,7 +103,8 @@ class Mirror:
             if not checkpoint.exists():
                 return  # it was deleted meanwhile, behind a newer one
             print(
-                f"WARNING: {checkpoint.name} has no second copy in {self.folder} ({error}); training goes on",
+                f"WARNING: {checkpoint.name} has no second copy in {self.folder} ({error}); training "
+                "continues",
                 flush=True,
             )
 

@@ -82,7 +82,7 @@ class Saving:
         except CheckpointError as error:
             if last or self.config.checkpoint.on_failure == "stop":
                 raise
-            self.say(f"WARNING: {error}; training goes on without it")
+            self.say(f"WARNING: {error}; training continues without it")
         else:
             if saved is not None:
                 self.latest, self.latest_step = saved.path, self.step

@@ -40,7 +40,7 @@ class Report:
 class Monitor:
     """Is told a run's figures. These methods do nothing: a monitor has those that it needs.
 
-    A monitor that fails at a figure, a record or a report is named once, and training goes on without it.
+    A monitor that fails at a figure, a record or a report is named once, and training continues without it.
     Only a `LogError` ends the run.
     """
 
@@ -165,6 +165,6 @@ class Monitors(list[Monitor]):
         if monitor in self:  # else it has failed before, at the same event
             self.remove(monitor)
             self.say(
-                f"WARNING: {type(monitor).__name__} failed, and the run goes on without it: "
+                f"WARNING: {type(monitor).__name__} failed, and the run continues without it: "
                 f"{type(error).__name__}: {error}"
             )

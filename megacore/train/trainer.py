@@ -201,7 +201,7 @@ class Trainer:
             status = STOPPED
         self.check_records()
         if status == STOPPED:
-            self.say(f"stopped on request after step {self.step}; the same command goes on from there")
+            self.say(f"stopped on request after step {self.step}; the same command resumes from there")
         return status
 
     # What is said
@@ -413,5 +413,5 @@ class Trainer:
         reason = Ranks(self.mesh).first(self.monitors.broken)
         if reason:
             self.save_at_end()
-            right = f"make room, or see to its folder; the same command goes on from step {self.step}"
+            right = f"make room, or see to its folder; the same command resumes from step {self.step}"
             raise LogError(f"{self.config.log.dir}/metrics.jsonl", f"cannot be written: {reason}", right)

@@ -266,7 +266,7 @@ def test_without_its_records_a_run_saves_and_ends(
     assert saved is not None
     step = checkpoint.Reader(saved).step
     assert step == min(4, steps)
-    right = f"make room, or see to its folder; the same command goes on from step {step}"
+    right = f"make room, or see to its folder; the same command resumes from step {step}"
     assert (
         lines
         == [f"log error: {tmp_path}/run/metrics.jsonl: cannot be written: No space left on device ({right})"]

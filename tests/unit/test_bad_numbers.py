@@ -317,6 +317,6 @@ def test_a_benchmark_takes_whole_numbers_alone(name: str, option: str, value: st
     script = getattr(main, "main", None) or main.run
     places = [RankInfo()] * (len(inspect.signature(script).parameters) - 1)
     with pytest.raises(
-        ConfigError, match=f"^config error: {option}: .* is no whole number from 1 to 999999999"
+        ConfigError, match=f"^config error: {option}: .* is not a whole number from 1 to 999999999"
     ):
         script([f"{option}={value}"], *places)

@@ -137,9 +137,13 @@ PATHS: list[Row] = [
     (
         "generate",
         ("--checkpoint", "@run", "--tokens", f"1{'0' * 30}"),
-        "is no whole number from 1 to 999999999",
+        "is not a whole number from 1 to 999999999",
     ),
-    ("generate", ("--checkpoint", "@run", "--tokens", "0"), "config error: --tokens: '0' is no whole number"),
+    (
+        "generate",
+        ("--checkpoint", "@run", "--tokens", "0"),
+        "config error: --tokens: '0' is not a whole number",
+    ),
     (
         "generate",
         ("--checkpoint", "@run", "--prompt-file", "@zero"),

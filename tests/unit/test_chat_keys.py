@@ -297,7 +297,7 @@ def test_notes_survive_a_kill(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
         run(tmp_path, lines)
     run(tmp_path, lines)
     output = capsys.readouterr().out
-    assert "went on from an earlier start" in output and "id (40)" in output
+    assert "resumed an earlier start" in output and "id (40)" in output
 
 
 def test_show_prints_what_is_learned_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:

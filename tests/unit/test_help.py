@@ -16,7 +16,7 @@ import pytest
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.tools.cli import Parser
+from megacore.tools.cli import Parser, next_command
 from megacore.tools.help_text import WIDEST, commands, invocation, shown_actions
 from tests.pool import ROOT
 
@@ -262,6 +262,27 @@ def test_the_command_megacore_shows_its_own_name(monkeypatch: pytest.MonkeyPatch
     assert "\n  deepspeed --num_gpus 8 --module megacore pretrain --config " in text
     monkeypatch.setattr(sys, "argv", ["megacore sweep", "-h"])
     assert plan.parser().help_text().startswith("usage: launch/plan.py ")
+    monkeypatch.setattr(sys, "argv", ["megacore kubernetes/render", "-h"])
+    text = importlib.import_module("launch.kubernetes.render").parser().help_text()
+    assert text.startswith("usage: megacore kubernetes/render ")
+    assert "\n  megacore kubernetes/render --config " in text
+
+
+@pytest.mark.parametrize(
+    ("command", "started_by_megacore"),
+    [
+        ("python launch/pretrain.py --config a", "megacore pretrain --config a"),
+        ("torchrun launch/pretrain.py --config a", "torchrun -m megacore pretrain --config a"),
+        ("srun --ntasks 16 python launch/pretrain.py", "srun --ntasks 16 megacore pretrain"),
+    ],
+)
+def test_the_next_command_has_the_form_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, command: str, started_by_megacore: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch/prepare.py"])
+    assert next_command(command) == command
+    monkeypatch.setattr(sys, "argv", ["megacore prepare"])
+    assert next_command(command) == started_by_megacore
 
 
 def test_the_text_depends_on_the_width_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_one_run_a_folder(tmp_path: Path) -> None:
     first.take()
     first.take()  # which it has
     with pytest.raises(
-        ConfigError, match=r"log\.dir: .* belongs to a run that is going on \(process \d+ on "
+        ConfigError, match=r"log\.dir: .* belongs to a run that is still running \(process \d+ on "
     ):
         second.take()
     first.file.close()

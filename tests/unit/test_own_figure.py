@@ -78,7 +78,7 @@ def test_a_figure_that_cannot_be_is_left_out(tmp_path: Path, capsys: pytest.Capt
     """
     folder = run(tmp_path, SOURCE.replace("NAME", "'loss'"))
     assert (
-        "Halved failed, and the run goes on without it: ValueError: loss is another figure's name"
+        "Halved failed, and the run continues without it: ValueError: loss is another figure's name"
         in capsys.readouterr().out
     )
     assert len(training.metrics(folder)) == 2 and "parameters" not in training.metrics(folder)[0]
@@ -93,9 +93,9 @@ def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(
     """
     folder = run(tmp_path, FRAGILE, steps=3)
     said = capsys.readouterr().out
-    assert said.count("failed, and the run goes on without it") == 1
+    assert said.count("failed, and the run continues without it") == 1
     assert (
-        "Fragile failed, and the run goes on without it: RuntimeError: there is nothing to write to" in said
+        "Fragile failed, and the run continues without it: RuntimeError: there is nothing to write to" in said
     )
     assert [figures["step"] for figures in training.metrics(folder)] == [2, 3]
     assert "step 3/3" in said and "step 1/3" not in said, "lines begin where nobody draws the steps any more"
@@ -105,7 +105,7 @@ def test_a_monitor_that_cannot_begin_ends_no_run(tmp_path: Path, capsys: pytest.
     """A figure that cannot be written, on a disk that is not there, is no reason to train nothing."""
     folder = run(tmp_path, FRAGILE.replace("first_step > 1", "True").replace("RuntimeError(", "OSError("))
     assert (
-        "Fragile failed, and the run goes on without it: OSError: there is nothing to write to"
+        "Fragile failed, and the run continues without it: OSError: there is nothing to write to"
         in capsys.readouterr().out
     )
     assert len(training.metrics(folder)) == 2

@@ -1,7 +1,5 @@
 """Generated pages are current, and what they are made of is complete."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from megacore.config.schema import TrainConfig
 from megacore.errors import ConfigError
 from megacore.section import Count
 from megacore.tools.verify.layouts import DEFAULT
+from tests.commands import run_script
 from tests.faults.checks import FAULTS
 from tests.pages import blocks, cli, config, results
 from tests.pages.registry import stale_pages
@@ -21,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_pages_are_current() -> None:
-    """In a process of its own, because other tests may have registered optimizers, which have keys."""
-    command = [sys.executable, "-m", "tests.pages", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    """In another process, because other tests may have registered optimizers, which have keys."""
+    done = run_script("tests/pages/__main__.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

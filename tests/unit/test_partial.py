@@ -214,7 +214,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(IndexedWriter, "write", full)
         with pytest.raises(
             DataError,
-            match=r"x: cannot be written: No space left on device \(.*goes on from what is done, in "
+            match=r"x: cannot be written: No space left on device \(.*resumes from what is done, in "
             r"\S+/.x.part",
         ):
             job.run("cut")

@@ -134,20 +134,26 @@ def own_count(hidden: int, layers: int) -> int:
 
 
 SMALL = Law(1.5, math.log(300.0), math.log(200.0), 0.42, 0.33)
+NOISE = 1e-4  # standard deviation of the logarithm of a run's loss
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep's folder with runs of five sizes and four numbers of tokens, and beside it one with a
+    """A sweep's folder with runs of five sizes and four numbers of tokens, and next to it one with a
     run that is larger and longer.
+
+    The losses of the sweep are noisy, because intervals of exact losses are as narrow as rounding errors:
+    whether a loss is inside them would depend on the machine.
     """
     folder = tmp_path_factory.mktemp("law")
+    noise = np.random.default_rng(0)
     names = []
     for hidden, layers in SIZES:
         for steps in (500, 1000, 2000, 4000):
             names.append(f"{hidden}x{layers}x{steps}")
             loss = SMALL.loss(own_count(hidden, layers), steps * BATCH * SEQUENCE)
-            write_run(folder / "trials" / names[-1], hidden, layers, steps, loss)
+            noisy_loss = loss * math.exp(NOISE * noise.normal())
+            write_run(folder / "trials" / names[-1], hidden, layers, steps, noisy_loss)
     (folder / "sweep.json").write_text(json.dumps({"trials": names}))
     write_run(
         folder / "beyond/trials/larger", 192, 5, 8000, SMALL.loss(own_count(192, 5), 8000 * BATCH * SEQUENCE)
@@ -420,7 +426,7 @@ BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     ),
     (one, ("--loss", "final"), "config error: --loss: invalid choice: 'final'"),
     (one, ("--plot", "x.txt"), "config error: --plot: cannot write x.txt: its ending names no image format"),
-    (one, ("--resamples", "0"), "config error: --resamples: '0' is no whole number from 1"),
+    (one, ("--resamples", "0"), "config error: --resamples: '0' is not a whole number from 1"),
 ]
 
 

@@ -325,7 +325,7 @@ def test_a_bar_is_named_by_its_layout() -> None:
         "configs/gpt_7b.json", [*words, "train.micro_batch_size=2", "train.recompute=selective"], 32
     ).config
     found: Any = SimpleNamespace(config=config)
-    assert label_of(found) == "tp4 pp2 dp4 sp @zb_h1\nmicrobatch 2, sharded, recompute selective"
+    assert label_of(found) == "tp4 pp2 dp4 sp @zb_h1, microbatch 2, sharded, recompute selective"
 
 
 def test_commands_start_all_ranks() -> None:

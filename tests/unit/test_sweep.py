@@ -235,7 +235,7 @@ def test_one_sweep_at_a_time(tmp_path: Path, stand_in: None) -> None:
     holder = subprocess.Popen([sys.executable, "-c", hold + "time.sleep(60)"], stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
     try:
-        with pytest.raises(UserError, match="folder: .* belongs to a sweep that is going on"):
+        with pytest.raises(UserError, match="folder: .* belongs to a sweep that is still running"):
             sweep.run([path])
     finally:
         holder.kill()
@@ -521,7 +521,7 @@ def test_mistakes_are_one_line(refused: Refused, tree: Path, spec: Any, line: st
         (("@nothing",), "config error: arguments: cannot read @nothing: No such file"),
         (("@deep.json",), "config error: arguments: @deep.json is no JSON"),
         (("@twice.json",), "config error: arguments: @twice.json is no JSON: the key steps twice"),
-        (("@good.json", "--at-once", "0"), "config error: --at-once: '0' is no whole number"),
+        (("@good.json", "--at-once", "0"), "config error: --at-once: '0' is not a whole number"),
         (("@good.json", "--price", "-1"), "config error: --price: -1.0 is not usable (0 or more)"),
         (("@good.json", "--submit"), "config error: --submit: there is no job to submit (also --slurm)"),
         (

@@ -110,7 +110,7 @@ def test_wandb_has_the_figures_of_metrics_jsonl(tmp_path: Path) -> None:
     [
         (
             "import sys; sys.exit('no network')",
-            "WARNING: wandb gets no more figures (no network); training goes on",
+            "WARNING: wandb gets no more figures (no network); training continues",
         ),
         ("import time; time.sleep(3600)", "WARNING: wandb has not sent all figures within 0.3 s"),
     ],

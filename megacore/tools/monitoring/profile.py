@@ -96,7 +96,7 @@ class Profile(Monitor, Observer):
                     draw(shares.steps, title, aside)
         except OSError as error:
             lines = [
-                f"WARNING: the profile cannot be written ({error.strerror or error}); training goes on "
+                f"WARNING: the profile cannot be written ({error.strerror or error}); training continues "
                 "without it"
             ]
         if rank == min(self.settings.ranks):

@@ -59,7 +59,7 @@ class Board(Monitor):
             self.writer = None
             self.say(
                 f"WARNING: TensorBoard's files cannot be written ({type(error).__name__}: {error}); "
-                "training goes on without them"
+                "training continues without them"
             )
 
     def _hear(self, failure: threading.ExceptHookArgs) -> None:

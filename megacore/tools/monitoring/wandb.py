@@ -102,7 +102,7 @@ class Tracker(Monitor):
         ]
         why = f" ({said[-1].strip()[:200]})" if said else ""
         self.say(
-            f"WARNING: wandb gets no more figures{why}; training goes on, and metrics.jsonl has them all"
+            f"WARNING: wandb gets no more figures{why}; training continues, and metrics.jsonl has them all"
         )
 
     def close(self, *, quietly: bool = False) -> None:

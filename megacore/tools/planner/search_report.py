@@ -7,6 +7,7 @@ import sys
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
+from megacore.tools.cli import next_command
 from megacore.tools.planner.devices import Cluster, DeviceSpec, device_names, read_device
 from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import CONTEXT, largest_part, optimizer_bytes
@@ -61,10 +62,8 @@ def report(
     table(found, limit, cluster.node_ranks)
     best = found.fit[0]
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
-        print(
-            f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} "
-            f"{' '.join(candidate.overrides())}"
-        )
+        start = f"{launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command}"
+        print(f"{number}. {next_command(start)} {' '.join(candidate.overrides())}")
     if tokens is not None:
         print(
             *cost_lines(best.config, best.seconds, tokens, cluster.node_ranks, price, device.power_watts),

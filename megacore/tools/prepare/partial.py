@@ -29,7 +29,7 @@ def kept(prefix: str) -> str:
     """What an error's advice ends with if something is done."""
     folder = folder_of(prefix)
     return (
-        f"; the same command then goes on from what is done, in {folder}"
+        f"; the same command then resumes from what is done, in {folder}"
         if (folder / STATE).is_file()
         else ""
     )

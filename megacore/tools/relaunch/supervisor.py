@@ -134,7 +134,7 @@ class Supervisor:
                     waits = True
                     self._sleep(WAIT_SECONDS)
                     if self.asked() or (self.folder / STOP).exists():
-                        say("stopped on request; the same command goes on from there")
+                        say("stopped on request; the same command resumes from there")
                         return STOPPED
                     continue
                 except (ConfigError, OSError) as error:
@@ -150,7 +150,7 @@ class Supervisor:
                 if status == 0 and max(now) >= self.steps:
                     return 0
                 if self.asked() or (status == STOPPED and not self.resizing and not self.stalled):
-                    say("stopped on request; the same command goes on from there")
+                    say("stopped on request; the same command resumes from there")
                     return STOPPED
                 if self.resizing:
                     self._withdraw()
@@ -160,7 +160,7 @@ class Supervisor:
                 if status == 2 and now == initial:
                     return 2
                 if (self.folder / STOP).exists():
-                    say(f"stopped on request; remove {self.folder / STOP} to go on")
+                    say(f"stopped on request; remove {self.folder / STOP} to resume")
                     return STOPPED
                 cause = cause_of(self.failure.reason)
                 is_same = bool(cause) and cause == last_cause
@@ -309,7 +309,7 @@ class Supervisor:
         if self.fleet is None or self.resizing or self.requests or self.lost is not None:
             return
         if why := self.fleet.changed(self._gains(self.news)):
-            say(f"{why}; the run is asked to save and stop at its next step, and goes on so")
+            say(f"{why}; the run is asked to save and stop at its next step, and is then restarted")
             self.resizing = True
             self._ask()
 

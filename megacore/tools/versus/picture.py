@@ -4,23 +4,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megacore.tools.charts import COLOURS, SMALL, label_panel, new_figure
 from megacore.tools.versus.verdict import SHARE, Curve, Verdict, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-IDEA, OTHER, BETWEEN = "#2f6fab", "#e67e22", "#444444"
+IDEA, OTHER, BETWEEN = *COLOURS[:2], "#444444"
 MILLION = 1e6
 SKIPPED = 0.1  # of the run: its beginning, in which losses fall from the vocabulary's
 
 
 def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, metric: str, path: str) -> None:
-    """Writes the picture. `OSError` says why it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
+    """Write the picture to `path`. Raises `OSError` if that fails."""
+    figure = new_figure(4.4)
     losses, differences = figure.subplots(1, 2)
     smooth = [(own.smooth(width), theirs.smooth(width)) for own, theirs in pairs]
     for which, (name, colour) in enumerate(((verdict.idea, IDEA), (verdict.other, OTHER))):
@@ -40,11 +37,9 @@ def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, met
     ]
     if finite:
         losses.set_ylim(min(finite) - 0.05 * (max(finite) - min(finite)), max(finite))
-    losses.set_ylabel("training loss, nats a token")
-    losses.set_title(
-        f"mean and {SHARE:.0%} interval of {len(pairs)} seeds; circles: {metric}", loc="left", fontsize=9
-    )
-    losses.legend(frameon=False)
+    label_panel(losses, "training loss, nats a token", "tokens, millions")
+    losses.legend(frameon=False, fontsize=SMALL)
+    label_panel(differences, "difference, below 0 the first is better", "tokens, millions")
     if pairs[0][0].tokens == pairs[0][1].tokens:
         gaps = [[a - b for a, b in zip(own, theirs, strict=True)] for own, theirs in smooth]
         band(differences, pairs[0][0].tokens, gaps, BETWEEN, f"{verdict.idea} - {verdict.other}")
@@ -52,16 +47,12 @@ def draw(verdict: Verdict, pairs: Sequence[tuple[Curve, Curve]], width: int, met
         tail = [gap for row in gaps for gap in row[int(SKIPPED * len(row)) :] if math.isfinite(gap)]
         if tail:
             differences.set_ylim(min(*tail, 0) * 1.1 - 1e-3, max(*tail, 0) * 1.1 + 1e-3)
-        differences.set_ylabel("difference of training loss; below 0 the first is better")
     else:
         differences.text(
             0.5, 0.5, "they read different numbers of tokens", ha="center", transform=differences.transAxes
         )
-    differences.set_title(verdict.lines()[0], loc="left", fontsize=9)
-    for axes in (losses, differences):
-        axes.set_xlabel("tokens, millions")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    seeds = f"mean and {SHARE:.0%} interval of {len(pairs)} seeds; circles: {metric}"
+    figure.suptitle(f"{verdict.lines()[0]}\n{seeds}", x=0.01, ha="left", fontsize=SMALL)
     figure.savefig(path)
 
 
