@@ -289,11 +289,12 @@ def run(argv: list[str]) -> int:
     past = history.past(base, sections)
     attempt = past.attempt(args.step, args.skipped)
     ahead = attempt.ahead(args.step)
-    print(
-        f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch "
-        f"{args.step + ahead}",
-        flush=True,
-    )
+    with report_unless_json(args.json):
+        print(
+            f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch "
+            f"{args.step + ahead}",
+            flush=True,
+        )
     with replaying(
         base, sections, attempt, args.source, [f"train.device={args.device}", *args.overrides]
     ) as replay:

@@ -115,6 +115,8 @@ def test_a_bad_sample_is_named_with_its_document_and_its_text(
     assert status == 0, said
     assert "as recorded within fp64's rounding, in 4 recorded steps" in said
     found = json.loads((tmp_path / "found.json").read_text())
+    [(_, printed)] = pool.run(1, replayed, str(run), "--step", str(BAD_STEP), "--json", "-")
+    assert json.loads(printed)["samples"] == found["samples"]
     assert found["stands_out"] and found["tensor"] is not None
     [sample] = found["samples"]
     assert (sample["position"], sample["token"]["document"], sample["token"]["id"]) == (place, 1, STRANGE)

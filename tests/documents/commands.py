@@ -151,12 +151,17 @@ def wrong_in_command(
         if not is_tolerated(str(error), words, fragment):
             yield f"{script.name}: {error}"
         return
+    for word in parsed.rest:  # the script rejects what its parser leaves, unless it is a setting
+        if word.startswith("-") and not OVERRIDE.fullmatch(word):
+            yield f"{script.name}: {word} is not an option"
     for option in hidden_options(parsed, words):
         yield f"{script.name}: {option} is an old name that its -h does not show"
     if exact != words:  # the page leaves a number open, such as --world N
         parsed.values["world"] = None
     yield from wrong_settings(script, parsed, ranks, has_needs)
-    if not has_needs:
+    if has_needs:
+        yield from missing_configs(parsed, state)
+    else:
         yield from missing_files(script, parsed, state, command.line)
     state.produced += written_files(script, parsed)
 
@@ -175,7 +180,8 @@ def is_tolerated(message: str, words: list[str], fragment: bool) -> bool:
 
 def script_position(words: list[str]) -> tuple[int, Script | None] | None:
     """Where the words of a command name a script of the project, and which; None if they do not."""
-    for index, word in enumerate(words):
+    for index, typed in enumerate(words):
+        word = typed.removeprefix("./")
         before = words[index - 1] if index else ""
         if word == SLURM_SCRIPT or (word.endswith(".py") and OURS.match(word)):
             return index, script_at(word)
@@ -302,6 +308,14 @@ def missing_files(script: Script, parsed: ParsedError, state: State, line: int) 
             state.needs_quickstart.append(line)
         elif not state.has(path):
             yield f"{path}: no earlier command on the page makes this (or write ```bash needs WHAT)"
+
+
+def missing_configs(parsed: ParsedError, state: State) -> Iterator[str]:
+    """The files of configs/ that a command reads and the checkout lacks: `needs` is for data and runs."""
+    for path in read_files(parsed):
+        is_name = not re.search(r"[A-Z]{2,}|[*…{]", path)
+        if path.removeprefix("./").startswith("configs/") and is_name and not state.has(path):
+            yield f"{path} is not in the checkout"
 
 
 def read_files(parsed: ParsedError) -> Iterator[str]:

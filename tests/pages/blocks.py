@@ -1,6 +1,6 @@
 """Generate the blocks and numbers in pages that people write.
 
-A block is between two lines `<!-- generated: NAME -->` and `<!-- end -->`. A number stands within a sentence:
+A block is between two lines `<!-- generated: NAME -->` and `<!-- end -->`. A number is within a sentence:
 `<!-- number: NAME -->177<!-- end -->`. Both may occur in any page, and a name in several pages.
 """
 

@@ -1,14 +1,16 @@
 """launch/compare.py: what it says of runs whose records are known."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacore.errors import UserError
+from megacore.tools.metrics_file import Validation
 from megacore.tools.monitoring.heat_map import KINDS, draw, read_statistics
-from megacore.tools.monitoring.run_charts import draw_run
+from megacore.tools.monitoring.run_charts import MOST_LABELS, draw_run
 from megacore.tools.monitoring.run_records import read_run
 from tests.commands import run_script
 
@@ -236,6 +238,18 @@ def test_one_run_is_summarized_and_drawn(tmp_path: Path, monkeypatch: pytest.Mon
     losses = figures[0].axes[0]
     assert [list(line.get_ydata()) for line in losses.get_lines()] == [LOSSES, [3.25]]
     assert {text.get_text() for text in losses.get_legend().get_texts()} == {"training", "validation"}
+
+
+def test_a_long_run_has_few_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label at each of 100 validations would make all of them unreadable; the last one has its label."""
+    run = read_run(write_run(tmp_path / "run", LOSSES))
+    losses = {step: 100 - step / 2 for step in range(1, 101)}
+    run = replace(run, validations=[Validation(step=step, valid_loss=loss) for step, loss in losses.items()])
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
+    draw_run(run, "")
+    labels = [text.get_text() for text in figures[0].axes[0].texts]
+    assert len(labels) <= MOST_LABELS + 1 and labels[:2] == ["2.50", "50.00"]
 
 
 def test_draws_layers_over_steps(tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ PLAN = "python launch/plan.py --config configs/gpt_tiny.json"
             in_fence("megacore plan --config configs/gpt_tiny.json --wrold 2"),
             "2: launch/plan.py: config error",
         ),
+        (in_fence("python ./launch/plan.py --wrold 2"), "2: launch/plan.py: config error"),
+        (
+            in_fence("python launch/checkpoint.py info runs/a --tensor", info="bash needs a run"),
+            "2: launch/checkpoint.py: --tensor is not an option",
+        ),
+        (
+            in_fence("python launch/plan.py --config configs/nothing.json", info="bash needs a cluster"),
+            "2: configs/nothing.json is not in the checkout",
+        ),
         (in_fence("source launch/nothing.sh"), "2: launch/nothing.sh is not in the checkout"),
         (
             in_fence(f"{PLAN} model.num_layer=2"),

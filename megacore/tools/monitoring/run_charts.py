@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 TRAINING, VALIDATION, GREY = COLOURS[0], COLOURS[1], "#8a8a8a"
 DASHES = ("-", "--", ":", "-.")  # they change after the last colour
 GIB = 2**30
+MOST_LABELS = 12  # of validation losses in a picture
 
 
 def draw_run(run: Run, path: str) -> None:
@@ -74,7 +75,10 @@ def draw_losses(axes: "Axes", run: Run) -> None:
         axes.plot(
             valid_steps, valid_losses, color=VALIDATION, marker="o", linestyle="none", label="validation"
         )
-        for step, value in zip(valid_steps, valid_losses, strict=True):
+        # More labels would overlap; the last validation always has one.
+        interval = -(-len(valid_steps) // MOST_LABELS)
+        labelled = list(zip(valid_steps, valid_losses, strict=True))[::-1][::interval]
+        for step, value in labelled:
             axes.annotate(
                 f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha="center",
                 color=VALIDATION,
