@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.training import Training, join
@@ -69,6 +68,8 @@ STEPS = 5  # of these steps, the lowest figures count
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of the tensors' storages, by address."""
+    from torch.distributed.tensor import DTensor  # seconds to import, which -h need not take
+
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     held = (tensor.untyped_storage() for tensor in local if tensor.device.type != "meta")
     return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}

@@ -99,7 +99,7 @@ def read_runs(paths: Sequence[str], loss: str | None, last: int) -> list[Run]:
         if value is None:
             raise LogError(
                 f"{run.name}/metrics.jsonl",
-                "has no validation behind the last step",
+                "has no validation after the last step",
                 "--loss train, or a run with data.valid",
             )
         if not math.isfinite(value) or value <= 0:

@@ -131,7 +131,7 @@ class Results:
     def described(self) -> str:
         """The metric in words."""
         return (
-            "validation loss behind the last step"
+            "validation loss after the last step"
             if self.metric == "valid_loss"
             else f"loss, mean of the last {self.last} logged steps"
         )

@@ -51,7 +51,7 @@ def report(comparison: Comparison) -> None:
         highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140
     )
     metric = (
-        "validation loss behind the last step"
+        "validation loss after the last step"
         if comparison.metric == "valid_loss"
         else f"mean of the last {LAST} logged losses"
     )
