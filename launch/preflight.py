@@ -109,6 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             "there is no --hostfile",
             "the hosts of the launch; other launchers tell their own commands",
         )
+    if args.dry_run and args.json is not None:
+        raise ConfigError("--json", "--dry-run finds nothing that could be written", "one of the two")
     if args.exclude and args.hostfile is None:
         raise ConfigError("--exclude", "there is no --hostfile", "both, or neither")
     return args

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.files import LAUNCH
+from megacore.tools import cli
 
 USAGE = "usage: megacore COMMAND ..."
 NOTES = """`megacore COMMAND -h` explains a command. `megacore plan` is launch/plan.py of a checkout.
@@ -24,12 +25,11 @@ def main() -> None:
     words = command_first(sys.argv[1:])
     script = scripts().get(words[0]) if words else None
     if script is not None:
-        sys.argv = [f"megacore {words[0]}", *words[1:]]
+        cli.started_command = f"megacore {words[0]}"
+        sys.argv = [str(script), *words[1:]]
         runpy.run_path(str(script), run_name="__main__")
         return
-    from megacore.tools.cli import exit_with
-
-    exit_with(lambda _: show_commands(words))
+    cli.exit_with(lambda _: show_commands(words))
 
 
 def command_first(words: list[str]) -> list[str]:

@@ -39,6 +39,9 @@ from megacore.tools.settings.other_words import meant_option
 SETTING = re.compile(r"--([a-z_]+\.\w+)(=.*)?", re.DOTALL)
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
 
+# Set by megacore/__main__.py if it has started the script: its command, such as "megacore plan".
+started_command: str | None = None
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `ConfigError`s, and whose help has one form in all scripts.
@@ -151,7 +154,7 @@ def script_and_program(example: str) -> tuple[str, str]:
             return f"-m {following}", f"python -m {following}"
         if word.endswith(".py"):
             command = command_of(word)
-            return word, command if sys.argv[0] == command else word
+            return word, command if started_command == command else word
     return words[0], words[0]
 
 
@@ -165,7 +168,7 @@ def next_command(example: str) -> str:
 
     After `megacore prepare`, `python launch/pretrain.py …` is `megacore pretrain …`.
     """
-    if not sys.argv[0].startswith("megacore "):
+    if started_command is None:
         return example
     script, _ = script_and_program(example)
     return with_command(example, script, command_of(script))

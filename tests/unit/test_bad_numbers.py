@@ -269,6 +269,7 @@ NUMBERS: list[Row] = [
             ("nowhere", (), "--hostfile: cannot read @hosts_nowhere: No such file"),
             ("one", ("--exclude", "node9"), "--exclude: the hostfile does not name `node9`"),
             ("one", ("--port", "0"), "--port: 0 is no port"),
+            ("one", ("--dry-run", "--json", "@a.json"), "--json: --dry-run finds nothing"),
             (
                 "silent",
                 ("parallel.tensor=2", "parallel.data=4"),

@@ -58,19 +58,17 @@ def test_a_command_is_its_script(tmp_path: Path) -> None:
     assert wrong.stderr.startswith("config error: --config: cannot read nowhere.json")
 
 
-def test_a_script_sees_the_command_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its usage line would show a path that the reader has not typed."""
-    seen = list[list[str]]()
-    monkeypatch.setattr(command.runpy, "run_path", lambda path, run_name: seen.append([path, *sys.argv]))
-    monkeypatch.setattr(sys, "argv", ["anything", "plan", "--config", "a.json"])
-    command.main()
-    # The deepspeed launcher adds its option before the command.
-    monkeypatch.setattr(sys, "argv", ["anything", "--local_rank=1", "pretrain", "--config", "a.json"])
-    command.main()
-    assert seen == [
-        [str(ROOT / "launch/plan.py"), "megacore plan", "--config", "a.json"],
-        [str(ROOT / "launch/pretrain.py"), "megacore pretrain", "--config", "a.json", "--local_rank=1"],
-    ]
+@pytest.mark.parametrize("name", ["plan", "kubernetes/render"])
+def test_the_help_of_a_command_shows_its_name(name: str, tmp_path: Path) -> None:
+    """The usage line and the example would show a path that the reader has not typed."""
+    shown = run(name, "-h", folder=tmp_path).stdout
+    assert shown.startswith(f"usage: megacore {name} --config FILE ")
+    assert f"\n  megacore {name} --config " in shown
+
+
+def test_the_option_of_the_deepspeed_launcher_may_precede_the_command() -> None:
+    words = ["--local_rank=1", "pretrain", "--config", "a.json"]
+    assert command.command_first(words) == ["pretrain", "--config", "a.json", "--local_rank=1"]
 
 
 def test_help_comes_before_torch() -> None:

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import re
 import shlex
-import sys
 import tempfile
 from collections import defaultdict
 from functools import cache
@@ -16,6 +15,7 @@ import pytest
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.tools import cli
 from megacore.tools.cli import Parser, next_command
 from megacore.tools.help_text import WIDEST, commands, invocation, shown_actions
 from tests.pool import ROOT
@@ -253,16 +253,16 @@ def test_json_takes_a_file() -> None:
 
 def test_the_command_megacore_shows_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = importlib.import_module("launch.plan")
-    monkeypatch.setattr(sys, "argv", ["megacore plan", "-h"])
+    monkeypatch.setattr(cli, "started_command", "megacore plan")
     text = plan.parser().help_text()
     assert text.startswith("usage: megacore plan --config FILE ") and "\n  megacore plan --config " in text
-    monkeypatch.setattr(sys, "argv", ["megacore pretrain", "-h"])
+    monkeypatch.setattr(cli, "started_command", "megacore pretrain")
     text = importlib.import_module("launch.pretrain").parser().help_text()
     assert "\n  megacore pretrain --config " in text
     assert "\n  deepspeed --num_gpus 8 --module megacore pretrain --config " in text
-    monkeypatch.setattr(sys, "argv", ["megacore sweep", "-h"])
+    monkeypatch.setattr(cli, "started_command", "megacore sweep")
     assert plan.parser().help_text().startswith("usage: launch/plan.py ")
-    monkeypatch.setattr(sys, "argv", ["megacore kubernetes/render", "-h"])
+    monkeypatch.setattr(cli, "started_command", "megacore kubernetes/render")
     text = importlib.import_module("launch.kubernetes.render").parser().help_text()
     assert text.startswith("usage: megacore kubernetes/render ")
     assert "\n  megacore kubernetes/render --config " in text
@@ -279,9 +279,9 @@ def test_the_command_megacore_shows_its_own_name(monkeypatch: pytest.MonkeyPatch
 def test_the_next_command_has_the_form_of_this_one(
     monkeypatch: pytest.MonkeyPatch, command: str, started_by_megacore: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["launch/prepare.py"])
+    monkeypatch.setattr(cli, "started_command", None)
     assert next_command(command) == command
-    monkeypatch.setattr(sys, "argv", ["megacore prepare"])
+    monkeypatch.setattr(cli, "started_command", "megacore prepare")
     assert next_command(command) == started_by_megacore
 
 
