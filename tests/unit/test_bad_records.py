@@ -61,18 +61,20 @@ CLUSTERS += [
 
 
 @pytest.mark.parametrize(
-    ("read", "wrong", "whole"), [(read_device, DEVICES, DEVICE), (read_cluster, CLUSTERS, CLUSTER)]
+    ("read", "option", "wrong", "whole"),
+    [(read_device, "--gpu", DEVICES, DEVICE), (read_cluster, "--cluster", CLUSTERS, CLUSTER)],
 )
 def test_a_device_or_cluster_file(
-    read: Callable[[str], Any], wrong: list[Any], whole: Any, tmp_path: Path
+    read: Callable[[str], Any], option: str, wrong: list[Any], whole: Any, tmp_path: Path
 ) -> None:
     """A traceback, or a prediction of infinitely many seconds."""
-    path, what = tmp_path / "file.json", read.__name__.removeprefix("read_")
+    path = tmp_path / "file.json"
+    what = read.__name__.removeprefix("read_")
     for content in wrong:
         path.write_text(json.dumps(content))
         with pytest.raises(
             ConfigError,
-            match=rf"^config error: --{what}: \S+ is no {what} file: .*as in megacore/tools/planner/{what}s",
+            match=rf"^config error: {option}: \S+ is no {what} file: .*as in megacore/tools/planner/{what}s",
         ):
             read(str(path))
     path.write_text(json.dumps(whole))

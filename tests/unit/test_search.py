@@ -302,7 +302,7 @@ def test_the_script_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
         "8",
         "--search",
         "--tokens",
-        "1e9",
+        "1e12",
         "--price",
         "2",
     ]
