@@ -70,6 +70,8 @@ def unpack(archive: Path, folders: dict[str, Path]) -> None:
     Raises:
         BadArchive: it is damaged, not an archive of caches, or a folder cannot be written.
     """
+    if not hasattr(tarfile, "data_filter"):
+        raise BadArchive("Python 3.11.4 or newer can unpack it without writing elsewhere")
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with tarfile.open(archive, "r:xz") as tar:

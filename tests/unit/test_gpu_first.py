@@ -22,6 +22,11 @@ from benchmarks.gpu.parts import SLICES
 from megacore.errors import ConfigError
 from tests.pool import ROOT
 
+# An archive of kernels is unpacked by the filter of tarfile, which Python 3.11.4 brought.
+unpacks = pytest.mark.skipif(
+    not hasattr(tarfile, "data_filter"), reason="this Python unpacks no archive: it is older than 3.11.4"
+)
+
 
 def names(argv: str) -> dict[str, list[str]]:
     """The parts that a command runs, by slice."""
@@ -280,6 +285,7 @@ def kernels(cache: Path) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in cache.glob("*/*.cubin")}
 
 
+@unpacks
 def test_packed_kernels_are_found_in_another_folder_by_the_same_triton_only(tmp_path: Path) -> None:
     """Triton's paths are absolute, and its keys contain a digest of its library:
     another Python's is another file.
@@ -318,6 +324,7 @@ def write_cache(folder: Path, keys: int = 2) -> None:
         )
 
 
+@unpacks
 def test_caches_are_packed_and_unpacked(tmp_path: Path) -> None:
     source = {"triton": tmp_path / "triton", "inductor": tmp_path / "inductor"}
     write_cache(source["triton"])
@@ -364,6 +371,7 @@ def test_a_cache_that_cannot_be_written_is_reported_and_no_failure(
     assert "it cannot be written" in found["skipped_because"] and "failed" not in found
 
 
+@unpacks
 @pytest.mark.parametrize("member", ["elsewhere/x", "triton", "triton/../../x", None])
 def test_an_archive_that_is_no_cache_is_an_error(tmp_path: Path, member: str | None) -> None:
     """It must not write outside the caches' folders."""
@@ -391,6 +399,7 @@ def pack_and_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return line
 
 
+@unpacks
 @pytest.mark.parametrize("group", [b"{not json", b"{}", b"[]", b'{"child_paths": [1]}', b"\xff"])
 def test_a_damaged_group_of_files_leaves_the_archive_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: bytes
@@ -403,6 +412,7 @@ def test_a_damaged_group_of_files_leaves_the_archive_out(
     assert not (tmp_path / "here").exists()
 
 
+@unpacks
 def test_groups_of_the_users_own_cache_stay_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +426,7 @@ def test_groups_of_the_users_own_cache_stay_as_they_are(
     assert own.read_text() == "{not json" and (tmp_path / "own" / "KEY1").is_dir()
 
 
+@unpacks
 @pytest.mark.parametrize("planted", ["dangling link", "unknown kind", "unusable folder"])
 def test_an_archive_is_checked_before_a_cache_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
@@ -436,6 +447,7 @@ def test_an_archive_is_checked_before_a_cache_changes(
     assert not (tmp_path / "here").is_dir()
 
 
+@unpacks
 def test_both_archives_of_the_wheels_folder_are_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
