@@ -11,4 +11,6 @@ Every fence of a page has a language. Four of them mean something to the checks:
   line is any text.
 - `bash needs WORDS`: parsed only. The words say what the page does not make: `needs a hostfile`.
 - `json` and `python`: valid JSON, and Python that compiles.
+
+In the README and the task pages, `idioms.py` also finds phrases that read like a translation.
 """

@@ -11,6 +11,7 @@ from megacore.tools.cli import exit_with
 from tests.documents.commands import wrong_commands
 from tests.documents.content import records, wrong_fences
 from tests.documents.examples import failed_examples, runnable
+from tests.documents.idioms import idioms
 from tests.documents.links import unlisted_pages, wrong_links, wrong_names, wrong_pages_in_code
 from tests.documents.pages import Finding, Page, documents, is_guide
 
@@ -20,6 +21,7 @@ def findings_in(page: Page) -> list[Finding]:
     findings = [*wrong_fences(page), *wrong_links(page), *wrong_names(page), *wrong_commands(page)]
     if is_guide(page):
         findings += records(page)
+    findings += idioms(page)
     return sorted(findings, key=lambda finding: finding.line)
 
 

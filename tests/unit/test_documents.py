@@ -8,6 +8,7 @@ import pytest
 
 from tests.documents.__main__ import findings_in
 from tests.documents.examples import failed_examples, runnable
+from tests.documents.idioms import KEPT, idioms
 from tests.documents.links import FOLDERS, unlisted_pages, wrong_pages_in_code, wrong_pages_in_text
 from tests.documents.pages import ROOT, Fence, Page, documents
 from tests.documents.shell import commands
@@ -225,6 +226,36 @@ def test_a_page_in_a_string_must_exist() -> None:
         (2, f"refers to {NOWHERE}, which does not exist"),
         (3, f"refers to docs/README.md{ANCHOR}, which is not a heading there"),
     ]
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The run goes on from the last checkpoint.",
+        "A checkpoint stands in the run's folder.",
+        "Write an optimizer of your own.",
+        "A wrong key is refused.",
+        "It takes a part of the batch.",
+        "The experts, of which each token uses two, are divided.",
+        "It has none.",
+    ],
+)
+def test_a_sentence_that_reads_like_a_translation_is_found(sentence: str) -> None:
+    """Task pages are read once, in a hurry."""
+    assert len(list(idioms(Page("docs/training.md", sentence)))) == 1
+    assert list(idioms(Page("docs/tour.md", sentence))) == [], "pages about the code come later"
+
+
+def test_code_and_links_are_not_sentences() -> None:
+    text = "`configs/forks/x.py` ([page](behind.md)) <!-- number: of_which -->3<!-- end -->"
+    assert list(idioms(Page("docs/training.md", text))) == []
+
+
+def test_few_phrases_are_kept_and_each_is_used() -> None:
+    """The list of exceptions would otherwise grow until the check means nothing."""
+    assert sum(map(len, KEPT.values())) <= 20
+    texts = {page.name: page.text.lower() for page in PAGES}
+    assert [(name, words) for name, kept in KEPT.items() for words in kept if words not in texts[name]] == []
 
 
 def test_records_keep_dates_and_machines() -> None:
