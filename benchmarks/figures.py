@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from benchmarks import proof_picture
 from benchmarks.documents import pairs_in_blocks
 from megacore.tools.charts import SMALL, TITLE, new_figure
 from megacore.tools.cli import Parser, exit_with
@@ -231,6 +232,7 @@ def run(argv: list[str]) -> None:
             f"no run in {folder}: the loss curve stays as it is (bash launch/quickstart.sh)", file=sys.stderr
         )
     mesh()
+    proof_picture.draw(RESULTS / "verify_gpt_tiny.txt", FOLDER / "proof.png")
     schedules()
     searches()
     peers(RESULTS / "peers_settings_2026-11-22.json")
