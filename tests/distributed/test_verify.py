@@ -3,6 +3,7 @@ versions of the code.
 """
 
 import contextlib
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -220,6 +221,27 @@ def test_monitors_that_read_are_named_and_change_nothing(tmp_path: Path, workers
     proof = of_source(path, workers, "pp2")
     assert proof.holds
     assert verdict(proof).endswith(f"; MONITORS of {path} (Watcher) ran in each layout and changed nothing")
+
+
+def readme_model(folder: Path) -> Path:
+    """Write the README's model into a file."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(text.splitlines()) <= 12
+    path = folder / "my_model.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_readmes_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> None:
+    """The first thing that a researcher copies would be wrong; with a mistake in it, verify says so."""
+    path = readme_model(tmp_path)
+    proof = of_source(path, workers, "tp2sp,pp2")
+    assert proof.holds, verdict(proof)
+
+    edit(path, '"sequence": config.parallel.sequence', '"sequence": False')
+    proof = of_source(path, workers, "tp2,tp2sp")
+    assert not proof.holds and "NOT EQUAL: tp2sp (1 of 2 layouts equal)" in verdict(proof)
 
 
 @pytest.mark.parametrize("case", CHANGES)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megacore.config import Config
+from megacore.config.optim import RULES
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.interchange.families import FAMILIES
@@ -17,6 +18,7 @@ from megacore.tools.settings import other_words
 from megacore.tools.settings.load import flatten
 from megacore.tools.verify.layouts import DEFAULT, EXPERTS
 from tests import experts
+from tests.drills.faults import KINDS
 from tests.faults.checks import FAULTS
 from tests.strict.cases import CASES
 
@@ -26,6 +28,7 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MARK = "<!-- end -->"  # ends a generated block or number
 NUMBER = re.compile(r"(<!-- number: (\w+) -->)[^<\n]*(<!-- end -->)")
 SPEEDS = ROOT / "benchmarks/results/peers_settings_2026-11-22.json"
+PLANNER = ROOT / "benchmarks/results/planner.json"
 LAYOUTS = {"one": "one process", "dp2": "data 2", "tp2": "tensor 2", "pp2": "pipeline 2"}
 SETTINGS = {"as users get it": "as users get it", "equal process settings": "equal settings"}
 
@@ -42,17 +45,36 @@ def peers_speed() -> str:
     return "\n".join(lines) + "\n"
 
 
+def equal_ratios() -> list[float]:
+    """Return megacore's speed over the best other library's in each layout, with equal process settings."""
+    record = json.loads(SPEEDS.read_text(encoding="utf-8"))
+    by_precision = record["ratios"].values()
+    return [ratio for settings in by_precision for ratio in settings["equal process settings"]]
+
+
+def tuned_runs() -> dict[str, float]:
+    """Return how far predicted step times are from the published runs that the planner was not fitted on."""
+    record = json.loads(PLANNER.read_text(encoding="utf-8"))
+    return record["frameworks"]["all tuned tables"]["held out"]
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "other_words": lambda: other_words.table() + "\n",
     "peers_speed": peers_speed,
 }
-NUMBERS: dict[str, Callable[[], int]] = {
+NUMBERS: dict[str, Callable[[], int | str]] = {
     "config_keys": lambda: len(flatten(Config().model_dump(by_alias=True))),
     "default_layouts": lambda: len(DEFAULT),
     "expert_layouts": lambda: len(EXPERTS),
+    "drill_faults": lambda: len(KINDS),
     "families": lambda: len(FAMILIES),
     "faults": lambda: len(FAULTS),
+    "fastest_ratio": lambda: f"{max(equal_ratios()):.2f}",
     "moe_proofs": lambda: len(json.loads(experts.FOUND.read_text(encoding="utf-8"))),
+    "optimizers": lambda: len(RULES),
+    "planner_error": lambda: f"{100 * tuned_runs()['median']:.1f} %",
+    "planner_runs": lambda: int(tuned_runs()["rows"]),
+    "slowest_ratio": lambda: f"{min(equal_ratios()):.2f}",
     "strict_layouts": lambda: len(CASES),
 }
 
@@ -83,7 +105,12 @@ def filled(text: str, page: str) -> str:
     Raises `ConfigError` if a name is not known.
     """
     text = BLOCK.sub(lambda match: match[1] + value_of(BLOCKS, match[2], page)() + match[3], text)
-    return NUMBER.sub(lambda match: f"{match[1]}{value_of(NUMBERS, match[2], page)():,}{match[3]}", text)
+    return NUMBER.sub(lambda match: match[1] + shown(value_of(NUMBERS, match[2], page)()) + match[3], text)
+
+
+def shown(value: int | str) -> str:
+    """Return a number as pages write it: 1,234 for an int."""
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def value_of(known: dict[str, T], name: str, page: str) -> T:
