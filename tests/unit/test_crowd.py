@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megacore.distributed import cpu
 from megacore.distributed.processes import available_cores
 from megacore.tools import crowd
 from megacore.tools.crowd import FittingThreads, hold_team
+from megacore.tools.machine import cpu as machine_cpu
 from megacore.tools.settings.load import resolve
 
 
@@ -226,6 +228,32 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         == 64
     )
     assert available_cores(tmp_path / "absent", tmp_path) == 64
+
+
+SRUN = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "64", "SLURM_CPUS_PER_TASK": "6"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cores", "threads"),
+    [
+        ({}, 64, 8),
+        (SRUN, 6, 6),  # bound to its own cores
+        (SRUN, 64, 6),  # not bound
+        (SRUN | {"RANK": "9", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"}, 64, 8),  # srun torchrun
+        (SRUN | {"OMP_NUM_THREADS": "3"}, 6, 1),
+    ],
+)
+def test_cores_of_a_slurm_task_are_not_divided_again(
+    environment: dict[str, str], cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `srun --cpus-per-task 6` and 8 ranks on a node, each rank would compute with one thread of six."""
+    monkeypatch.setattr(os, "environ", environment)
+    for module in (machine_cpu, cpu):
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
+    chosen = [1]
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    machine_cpu.divide_cores(local_world_size=8)
+    assert chosen[-1] == threads
 
 
 def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(

@@ -10,6 +10,8 @@ import torch
 
 from megacore.config import Config
 from megacore.distributed.cpu import WIDENED, emulated_formats, own_cores
+from megacore.distributed.processes import available_cores
+from megacore.tools.launchers import launcher_of
 
 EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 inputs would give about 3e-3
 
@@ -27,11 +29,17 @@ def set_up_cpu(config: Config, local_world_size: int) -> None:
 
 
 def divide_cores(local_world_size: int) -> None:
-    """Divides the machine's cores among its ranks, unless OMP_NUM_THREADS is set.
+    """Divide the machine's cores among its ranks, unless OMP_NUM_THREADS is set.
 
-    PyTorch would give every rank all of them.
+    PyTorch would give every rank all of them. With `srun --cpus-per-task`, Slurm has divided them already:
+    a rank sees its own cores only, so dividing these again would leave most of them idle.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    task_cores = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if launcher_of(os.environ) == "srun" and task_cores.isdecimal():
+        torch.set_num_threads(max(1, min(int(task_cores), available_cores())))
+    else:
         torch.set_num_threads(own_cores(local_world_size))
 
 
