@@ -44,7 +44,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 done, 2 wrong arguments or unreadable records",
-        page="docs/run_folder.md",
+        page="docs/training.md",
     )
     parser.add_argument(
         "runs",

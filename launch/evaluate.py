@@ -57,7 +57,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status="0 done, 2 wrong arguments, data or checkpoint",
-        page="docs/using.md",
+        page="docs/training.md",
         ranks=True,
     )
     add_checkpoint(parser)

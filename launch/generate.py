@@ -58,7 +58,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status="0 done, 2 wrong arguments or checkpoint",
-        page="docs/using.md",
+        page="docs/training.md",
         ranks=True,
     )
     add_checkpoint(parser)

@@ -1,4 +1,4 @@
-"""The table of configs in docs/starting.md has every config, with its number of parameters."""
+"""The table of configs in docs/training.md has every config, with its parameters and its corpus."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from megacore.tools.planner.parameters import parameters
 from megacore.tools.settings.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^\| `(\w+)`[^|]*\| ([\d.]+) ([MBT]) \| ([^|]*) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)`[^|]*\| ([\d.]+) ([MBT]) \| ([^|]*) \| [^|]* \| `([\w/]+)` \|", re.MULTILINE)
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -18,10 +18,12 @@ def devices(hardware: str) -> int:
 
 
 def test_the_table_of_configs_is_right() -> None:
-    page = (ROOT / "docs/starting.md").read_text(encoding="utf-8").partition("## The configs")[2]
-    rows = {name: (float(number), unit, hardware) for name, number, unit, hardware in ROW.findall(page)}
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8").partition("## Configs")[2]
+    rows = {name: row for name, *row in ROW.findall(page)}
     assert set(rows) == {path.stem for path in (ROOT / "configs").glob("*.json")}
 
-    for name, (number, unit, hardware) in rows.items():
+    for name, (number, unit, hardware, corpus) in rows.items():
         config = load(str(ROOT / f"configs/{name}.json"), [], devices(hardware)).config
-        assert abs(number - parameters(config) / UNITS[unit]) <= 0.5 * (0.1 if number < 10 else 1), name
+        tolerance = 0.05 if float(number) < 10 else 0.5
+        assert abs(float(number) - parameters(config) / UNITS[unit]) <= tolerance, name
+        assert config.data.train == corpus, name
