@@ -183,7 +183,7 @@ def parser() -> Parser:
         example=(EXAMPLES["info"], EXAMPLES["export"]),
         notes="Each command has its own help, such as launch/checkpoint.py export -h. No GPU is needed.",
         status="0 done, 1 diff found a difference, 2 wrong arguments or a damaged checkpoint",
-        page="docs/checkpoints.md",
+        page="docs/operations.md",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog=parser.prog)
 
@@ -194,7 +194,7 @@ def parser() -> Parser:
             example=EXAMPLES[name],
             notes=notes,
             status=status,
-            page=PAGES.get(name, "docs/checkpoints.md"),
+            page=PAGES.get(name, "docs/operations.md"),
         )
         added.add_argument("path", type=Path, metavar="PATH", help=path)
         return added

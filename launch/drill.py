@@ -46,7 +46,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 recovered as expected, 1 otherwise, 2 wrong arguments",
-        page="docs/surviving.md",
+        page="docs/operations.md",
     )
     add_config(parser)
     parser.add_argument(

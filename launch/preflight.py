@@ -61,7 +61,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status="0 all hosts pass, 1 some hosts should be left out, 2 wrong config, hostfile or arguments",
-        page="docs/preflight.md",
+        page="docs/operations.md",
         ranks=True,
     )
     add_config(parser)

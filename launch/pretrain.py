@@ -52,7 +52,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status=STATUS,
-        page="docs/launching.md",
+        page="docs/training.md",
         ranks=True,
     )
     add_config(parser)

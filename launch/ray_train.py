@@ -62,7 +62,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status=STATUS,
-        page="docs/clusters.md",
+        page="docs/operations.md",
     )
     add_config(parser)
     parser.add_argument(

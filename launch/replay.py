@@ -51,7 +51,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status="0 as recorded, 1 not as recorded, 2 wrong arguments, records, data or checkpoints",
-        page="docs/surviving.md",
+        page="docs/operations.md",
     )
     parser.add_argument("run", metavar="RUN", help="folder of the run, its log.dir")
     parser.add_argument("--step", required=True, type=int, metavar="N", help="step to repeat, from 1")

@@ -47,7 +47,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status=STATUS,
-        page="docs/surviving.md",
+        page="docs/operations.md",
     )
     parser.add_argument(
         "--restarts",

@@ -44,7 +44,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 done, 2 wrong config or arguments",
-        page="docs/clusters.md",
+        page="docs/operations.md",
     )
     add_config(parser, "config of the run, which is checked and copied into the manifest")
     parser.add_argument(

@@ -40,7 +40,7 @@ def parser() -> Parser:
         "Draw the monitoring dashboard from a Prometheus server, as a picture.",
         example=EXAMPLE,
         status="0 done, 2 wrong arguments or no data",
-        page="docs/clusters.md",
+        page="docs/operations.md",
     )
     parser.add_argument(
         "--url", default="http://localhost:9090", metavar="URL", help="address of the Prometheus server"

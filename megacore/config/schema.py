@@ -162,7 +162,7 @@ class CheckpointConfig(Section):
     best: bool = Field(
         False,
         description="keep the checkpoint with the lowest validation loss in the folder best/ of the run; "
-        "see docs/checkpoints.md",
+        "see docs/operations.md",
     )
     async_: bool = Field(
         False,

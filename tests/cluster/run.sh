@@ -16,7 +16,7 @@ example:
 
 Debian: apt-get install iproute2 openssh-server pdsh openmpi-bin mpich slurm-wlm munge
 In .venv: pip install -c requirements.txt -e '.[ray]' 'accelerate>=1.15'
-Exit status: that of pytest, 0 if no test failed. More: docs/clusters.md
+Exit status: that of pytest, 0 if no test failed. More: docs/operations.md
 EOF
     exit
 fi
