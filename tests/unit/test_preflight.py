@@ -90,6 +90,7 @@ def with_fault(path: str, value: Any, host: str = "c") -> dict[str, Any]:
 def test_healthy_hosts_have_no_findings() -> None:
     hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
     assert judge(hosts, SLOTS, need_sharing=True) == [] and verdict(hosts, [], "") == "all 4 hosts pass"
+    assert verdict({"a": HEALTHY}, [], "") == "this host passes"
 
 
 CORES = {"model": "CPU of a kind", "gpus": [], "cores": {"0": 100.0, "1": 40.0}}

@@ -136,7 +136,7 @@ def verdict(hosts: Mapping[str, Facts], findings: Sequence[HostFinding], before:
     """One line. `before`: hosts that were left out already."""
     bad = {finding.host for finding in findings if finding.fatal}
     if not bad:
-        return f"all {len(hosts)} hosts pass"
+        return "this host passes" if len(hosts) == 1 else f"all {len(hosts)} hosts pass"
     if not (bad := bad & set(hosts)):
         return "each host passes by itself, and all together do not"
     if len(bad) == len(hosts):

@@ -203,7 +203,8 @@ def verdict(proof: Proof) -> str:
         else f", but for at most {BF16_FACTOR:g} times the error of one process in bf16, which is within "
         "its own bounds"
     )
-    said = f"{other}{within}: {what}, in {len(ran)} layouts; {largest}"
+    layouts = "1 layout" if len(ran) == 1 else f"{len(ran)} layouts"
+    said = f"{other}{within}: {what}, in {layouts}; {largest}"
     if proof.undirected:
         which = " and ".join(f"{count} parameters of {rule}" for rule, count in proof.undirected.items())
         said += (
