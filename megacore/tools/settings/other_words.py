@@ -15,10 +15,11 @@ OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 
 
 class Row(NamedTuple):
-    """One setting, or some that belong together. Each field but the note is words between spaces.
+    """One setting, or several that belong together, with the other trainers' words for it.
 
-    `same`: a value of the other trainers' words is one of megacore's key, with the same unit and meaning.
-    Words of the row that have an entry in `MEANINGS` are excepted.
+    Every field except `note` and `same` is a list of words, separated by spaces. `same` means that a value
+    of another trainer's word has the same unit and meaning as a value of megacore's key, except for words
+    that have an entry in `MEANINGS`.
     """
 
     keys: str
@@ -138,7 +139,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "n_shared_experts",
-            "their number; Megatron-LM states the features of all",
+            "a number of experts; Megatron-LM takes the features of all of them",
             same=True,
         ),
         Row(
@@ -218,7 +219,7 @@ TABLE: dict[str, list[Row]] = {
             "--training.global_batch_size --training.num_tokens_per_train_step",
             "gradient_accumulation_steps",
             "gradient_accumulation_steps",
-            "sequences of a step; the number of microbatches follows",
+            "sequences per step; the number of microbatches follows",
             same=True,
         ),
         Row("train.batch_ramp", "--step-batch-size-schedule --rampup-batch-size"),
@@ -277,7 +278,7 @@ TABLE: dict[str, list[Row]] = {
             "--validation.steps --validator.steps",
             "eval_iters",
             "",
-            "of the global size; nanoGPT's are of `batch_size`",
+            "in global batches; nanoGPT counts batches of `batch_size`",
         ),
     ],
     "optimizer": [
@@ -289,7 +290,7 @@ TABLE: dict[str, list[Row]] = {
             "--lr_scheduler.min_lr_factor",
             "min_lr",
             "",
-            "a rate; torchtitan's is a factor",
+            "a rate; torchtitan takes a factor",
             same=True,
         ),
         Row(
@@ -376,7 +377,7 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "",
-            "of one microbatch; Megatron-LM overlaps two",
+            "overlaps halves of one microbatch; Megatron-LM overlaps two microbatches",
         ),
         Row(
             "parallel.data",
@@ -472,7 +473,7 @@ TABLE: dict[str, list[Row]] = {
         Row("log.wandb", "--wandb-project", "--metrics.enable_wandb", "wandb_log", "report_to"),
     ],
 }
-# What a word stands for where its values are not those of a key, or more is to be known than the key.
+# What to print for a word whose values differ from those of megacore's key, or that needs an explanation.
 MEANINGS = {
     # Megatron-LM's
     "group_query_attention": "model.num_kv_heads: a number of heads",
@@ -517,7 +518,7 @@ MEANINGS = {
     "wandb_log": "log.wandb: off, offline or online",
     # transformers'
     "attention_bias": "model.qkv_bias and model.output_bias: it sets both",
-    "mlp_bias": "model.bias with model.qkv_bias=false model.output_bias=false: it is of the MLP alone",
+    "mlp_bias": "model.bias with model.qkv_bias=false model.output_bias=false: only the MLP has biases",
     "hidden_act": "model.activation: such as swiglu for silu",
     "activation_function": "model.activation: such as gelu for gelu_new",
     "rope_parameters": "model.rope_scaling and model.rope_theta",
@@ -542,7 +543,7 @@ MEANINGS = {
 }
 # What Python calls JSON's values: people type True.
 LITERALS = {"True": "true", "False": "false", "None": "null"}
-# Short words of the field, which are in no table. Their values are those of the key.
+# Common abbreviations, which are not in the table. Their values are those of the key.
 SHORT = {
     "tp": "parallel.tensor",
     "pp": "parallel.pipeline",
@@ -585,10 +586,10 @@ def words_of_rows() -> dict[str, dict[tuple[str, bool], None]]:
     for row in (row for rows in TABLE.values() for row in rows):
         keys = row.keys.split()
         for trainer in TRAINERS:
-            theirs = getattr(row, trainer).split()
-            for index, word in enumerate(theirs):
-                mine = [keys[index]] if len(theirs) == len(keys) else keys
-                entries.setdefault(plain(word), {}).update({(key, row.same): None for key in mine})
+            trainer_words = getattr(row, trainer).split()
+            for index, word in enumerate(trainer_words):
+                word_keys = [keys[index]] if len(trainer_words) == len(keys) else keys
+                entries.setdefault(plain(word), {}).update({(key, row.same): None for key in word_keys})
     return entries
 
 
