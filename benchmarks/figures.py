@@ -215,7 +215,7 @@ def parse(argv: list[str]) -> Path:
         example=EXAMPLE,
         notes="Run launch/quickstart.sh first; without its run, the loss curve stays as it is. The two "
         "searches take minutes.",
-        page="docs/README.md",
+        page="benchmarks/README.md",
     )
     parser.add_argument("--run", default="runs/quickstart", metavar="RUN", help="run whose losses are drawn")
     return ROOT / parser.parse_args(argv).run

@@ -53,8 +53,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "Compare megacore's speed with other libraries: same model, batch and layout, in turns.",
         example=EXAMPLE,
-        notes="Running the same command again continues an interrupted measurement. Each library has its own "
-        "environment.",
+        notes="Running the same command again continues an interrupted measurement. Libraries that are not "
+        "installed get environments in ~/.cache/megacore-peers.",
         page="benchmarks/README.md",
     )
     parser.add_argument(

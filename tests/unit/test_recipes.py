@@ -117,7 +117,7 @@ def test_every_setting_that_is_named_for_newcomers_exists() -> None:
     known = flatten(Config().model_dump(by_alias=True))
     rows = [
         line.split("|")[1]
-        for line in read(ROOT / "docs/coming_from.md").splitlines()
+        for line in read(ROOT / "docs/migrating.md").splitlines()
         if line.startswith("| `")
     ]
     named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
@@ -127,7 +127,7 @@ def test_every_setting_that_is_named_for_newcomers_exists() -> None:
 def test_the_table_for_newcomers_is_the_one_that_suggestions_come_from() -> None:
     """The page and the error messages would call one setting by two names."""
     command = "<!-- generated: other_words -->"
-    assert f"{command}\n{other_words.table()}\n<!-- end -->" in read(ROOT / "docs/coming_from.md")
+    assert f"{command}\n{other_words.table()}\n<!-- end -->" in read(ROOT / "docs/migrating.md")
     known = flatten(Config().model_dump(by_alias=True))
     keys = {key for names in other_words.words().values() for key in names}
     assert len(keys) > 60 and keys <= known.keys()

@@ -1,7 +1,7 @@
 """What settings are called in Megatron-LM, torchtitan, nanoGPT and transformers, and what an unknown word may
 mean.
 
-The table of docs/coming_from.md is generated from this one: `python -m tests.pages`.
+The table of docs/migrating.md is generated from this one: `python -m tests.pages`.
 """
 
 import difflib
@@ -15,10 +15,11 @@ OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 
 
 class Row(NamedTuple):
-    """One setting, or some that belong together. Each field but the note is words between spaces.
+    """One setting, or several that belong together, with the other trainers' words for it.
 
-    `same`: a value of the other trainers' words is one of megacore's key, with the same unit and meaning.
-    Words of the row that have an entry in `MEANINGS` are excepted.
+    Every field except `note` and `same` is a list of words, separated by spaces. `same` means that a value
+    of another trainer's word has the same unit and meaning as a value of megacore's key, except for words
+    that have an entry in `MEANINGS`.
     """
 
     keys: str
@@ -30,9 +31,12 @@ class Row(NamedTuple):
     same: bool = False
 
 
-# Megatron-LM's flags are those of `megatron/training/arguments.py`, torchtitan's of `job_config.py`,
-# nanoGPT's of `train.py`, transformers' of `TrainingArguments`, of its models' configs and of its and TRL's
-# scripts.
+# The words come from these files of the other projects (docs/migrating.md states their versions):
+# - Megatron-LM: `megatron/training/arguments.py`, and the dataclasses from which it makes flags
+# - torchtitan: `torchtitan/config/job_config.py`, and the flags that its main branch renamed
+# - nanoGPT: `train.py`
+# - transformers: `TrainingArguments`, the configs of its models, its and TRL's training scripts, and
+#   accelerate's `ParallelismConfig`
 TABLE: dict[str, list[Row]] = {
     "model": [
         Row("model.num_layers", "--num-layers", "", "n_layer", "num_hidden_layers n_layer", same=True),
@@ -60,10 +64,28 @@ TABLE: dict[str, list[Row]] = {
             same=True,
         ),
         Row("model.norm", "--normalization", "", "", "", "`rmsnorm` or `layernorm`"),
-        Row("model.norm_eps", "--norm-epsilon", "", "", "rms_norm_eps layer_norm_epsilon", same=True),
-        Row("model.activation", "--swiglu", "", "", "hidden_act activation_function", "such as `swiglu`"),
+        Row(
+            "model.norm_eps",
+            "--norm-epsilon",
+            "",
+            "",
+            "rms_norm_eps layer_norm_eps layer_norm_epsilon",
+            same=True,
+        ),
+        Row(
+            "model.activation",
+            "--swiglu --squared-relu",
+            "",
+            "",
+            "hidden_act activation_function",
+            "such as `swiglu`",
+        ),
         Row("model.position", "--position-embedding-type", "", "", "", "`rope` or `learned`"),
         Row("model.rope_theta", "--rotary-base", "", "", "rope_theta", same=True),
+        Row("model.rope_scaling", "--use-rope-scaling --rope-scaling-factor", "", "", "rope_parameters"),
+        Row("model.rotary_share", "--rotary-percent", "", "", "partial_rotary_factor", same=True),
+        Row("model.window", "--window-size", "", "", "sliding_window", same=True),
+        Row("model.global_every", "--window-attn-skip-freq"),
         Row(
             "model.max_positions",
             "--max-position-embeddings",
@@ -117,7 +139,15 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "n_shared_experts",
-            "their number; Megatron-LM states the features of all",
+            "a number of experts; Megatron-LM takes the features of all of them",
+            same=True,
+        ),
+        Row(
+            "model.router_normalised",
+            "",
+            "",
+            "",
+            "norm_topk_prob",
             same=True,
         ),
         Row(
@@ -165,11 +195,11 @@ TABLE: dict[str, list[Row]] = {
             same=True,
         ),
         Row(
-            "model.plain_size model.value_size",
-            "--qk-head-dim --v-head-dim",
+            "model.plain_size model.head_size model.value_size",
+            "--qk-head-dim --qk-pos-emb-head-dim --v-head-dim",
             "",
             "",
-            "qk_nope_head_dim v_head_dim",
+            "qk_nope_head_dim qk_rope_head_dim v_head_dim",
             same=True,
         ),
     ],
@@ -177,7 +207,8 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "train.micro_batch_size",
             "--micro-batch-size",
-            "--training.local_batch_size --parallelism.pipeline_parallel_microbatch_size",
+            "--training.local_batch_size --parallelism.pipeline_parallel_microbatch_size "
+            "--training.num_tokens_per_microbatch_per_dp_rank",
             "batch_size",
             "per_device_train_batch_size",
             same=True,
@@ -185,13 +216,21 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "train.global_batch_size",
             "--global-batch-size",
-            "--training.global_batch_size",
+            "--training.global_batch_size --training.num_tokens_per_train_step",
             "gradient_accumulation_steps",
             "gradient_accumulation_steps",
-            "sequences of a step; the number of microbatches follows",
+            "sequences per step; the number of microbatches follows",
             same=True,
         ),
-        Row("train.seq_len", "--seq-length", "--training.seq_len", "block_size", "max_seq_length", same=True),
+        Row("train.batch_ramp", "--step-batch-size-schedule --rampup-batch-size"),
+        Row(
+            "train.seq_len",
+            "--seq-length",
+            "--training.seq_len --training.max_context_length",
+            "block_size",
+            "block_size max_length",
+            same=True,
+        ),
         Row(
             "train.steps",
             "--train-iters",
@@ -214,14 +253,12 @@ TABLE: dict[str, list[Row]] = {
             "",
             "gradient_checkpointing",
         ),
-        Row(
-            "train.compile", "", "--training.compile --compile.enable", "compile", "torch_compile", same=True
-        ),
-        Row("train.seed", "--seed", "--training.seed", "seed", "seed", same=True),
+        Row("train.compile", "", "--compile.enable", "compile", "torch_compile", same=True),
+        Row("train.seed", "--seed", "--debug.seed", "seed", "seed", same=True),
         Row(
             "train.deterministic",
             "--deterministic-mode",
-            "--training.deterministic",
+            "--debug.deterministic",
             "",
             "full_determinism",
             same=True,
@@ -230,7 +267,7 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "train.eval_every",
             "--eval-interval",
-            "--validation.freq",
+            "--validation.freq --validator.freq",
             "eval_interval",
             "eval_steps",
             same=True,
@@ -238,10 +275,10 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "train.eval_batches",
             "--eval-iters",
-            "--validation.steps",
+            "--validation.steps --validator.steps",
             "eval_iters",
             "",
-            "of the global size; nanoGPT's are of `batch_size`",
+            "in global batches; nanoGPT counts batches of `batch_size`",
         ),
     ],
     "optimizer": [
@@ -250,10 +287,10 @@ TABLE: dict[str, list[Row]] = {
         Row(
             "optim.min_lr",
             "--min-lr",
-            "--lr_scheduler.lr_min --lr_scheduler.min_lr_factor",
+            "--lr_scheduler.min_lr_factor",
             "min_lr",
             "",
-            "a rate; torchtitan's is a factor",
+            "a rate; torchtitan takes a factor",
             same=True,
         ),
         Row(
@@ -306,7 +343,7 @@ TABLE: dict[str, list[Row]] = {
             "tp_size",
             same=True,
         ),
-        Row("parallel.sequence", "--sequence-parallel", same=True),
+        Row("parallel.sequence", "--sequence-parallel", "--parallelism.enable_sequence_parallel", same=True),
         Row(
             "parallel.pipeline",
             "--pipeline-model-parallel-size",
@@ -314,7 +351,11 @@ TABLE: dict[str, list[Row]] = {
             same=True,
         ),
         Row("parallel.schedule", "", "--parallelism.pipeline_parallel_schedule"),
-        Row("parallel.chunks", "--num-virtual-stages-per-pipeline-rank", same=True),
+        Row(
+            "parallel.chunks",
+            "--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage",
+            same=True,
+        ),
         Row(
             "parallel.context",
             "--context-parallel-size",
@@ -336,25 +377,33 @@ TABLE: dict[str, list[Row]] = {
             "",
             "",
             "",
-            "of one microbatch; Megatron-LM overlaps two",
+            "overlaps halves of one microbatch; Megatron-LM overlaps two microbatches",
         ),
         Row(
             "parallel.data",
             "",
             "--parallelism.data_parallel_replicate_degree",
             "",
-            "",
+            "dp_replicate_size",
             "which follows from the ranks",
         ),
         Row("engine.shard_optimizer", "--use-distributed-optimizer", same=True),
-        Row("engine.kind", "--use-torch-fsdp2", "", "", "fsdp deepspeed", "`fsdp` or `deepspeed`"),
-        Row("engine.shard_size", "", "--parallelism.data_parallel_shard_degree"),
+        Row(
+            "engine.kind",
+            "--use-torch-fsdp2 --use-megatron-fsdp",
+            "",
+            "",
+            "fsdp deepspeed",
+            "`fsdp` or `deepspeed`",
+        ),
+        Row("engine.shard_size", "", "--parallelism.data_parallel_shard_degree", "", "dp_shard_size"),
         Row(
             "engine.reshard",
             "--torch-fsdp2-no-reshard-after-forward",
             "--parallelism.fsdp_reshard_after_forward",
         ),
         Row("engine.cpu_offload", "--optimizer-cpu-offload", "--training.enable_cpu_offload"),
+        Row("engine.reduce_dtype", "--grad-reduce-in-bf16", "--training.mixed_precision_reduce"),
         Row(
             "parallel.timeout_seconds",
             "--distributed-timeout-minutes",
@@ -370,12 +419,20 @@ TABLE: dict[str, list[Row]] = {
             "--training.dataset --validation.dataset",
             "dataset",
             "train_file validation_file",
-            "Megatron-LM's own files",
         ),
+        Row(
+            "data.train",
+            "--data-path",
+            "--training.dataset_path --dataloader.dataset --dataloader.dataset_path",
+            "",
+            "dataset_name",
+            "files that `launch/prepare.py` or Megatron-LM wrote",
+        ),
+        Row("data.valid", "--split", "--validation.dataset_path", "", "validation_split_percentage"),
         Row(
             "data.tokenizer",
             "--tokenizer-model --tokenizer-type",
-            "--model.tokenizer_path --model.hf_assets_path",
+            "--model.hf_assets_path --hf_assets_path",
             "",
             "tokenizer_name",
         ),
@@ -383,7 +440,13 @@ TABLE: dict[str, list[Row]] = {
         Row("data.packing", "", "", "", "packing"),
     ],
     "checkpoints and logs": [
-        Row("log.dir", "--save --tensorboard-dir", "--job.dump_folder", "out_dir", "output_dir logging_dir"),
+        Row(
+            "log.dir",
+            "--save --tensorboard-dir",
+            "--job.dump_folder --dump_folder",
+            "out_dir",
+            "output_dir logging_dir",
+        ),
         Row(
             "checkpoint.every",
             "--save-interval",
@@ -406,10 +469,11 @@ TABLE: dict[str, list[Row]] = {
         ),
         Row("log.every", "--log-interval", "--metrics.log_freq", "log_interval", "logging_steps", same=True),
         Row("log.tensorboard", "", "--metrics.enable_tensorboard"),
+        Row("log.profile", "--profile", "--profiling.enable_profiling --profiler.enable_profiling"),
         Row("log.wandb", "--wandb-project", "--metrics.enable_wandb", "wandb_log", "report_to"),
     ],
 }
-# What a word stands for where its values are not those of a key, or more is to be known than the key.
+# What to print for a word whose values differ from those of megacore's key, or that needs an explanation.
 MEANINGS = {
     # Megatron-LM's
     "group_query_attention": "model.num_kv_heads: a number of heads",
@@ -417,6 +481,18 @@ MEANINGS = {
     "untie_embeddings_and_output_weights": "model.tie_embeddings: the opposite",
     "disable_bias_linear": "model.bias: the opposite",
     "moe_shared_expert_intermediate_size": "model.shared_experts: their number",
+    "squared_relu": "model.activation=relu2",
+    "swiglu": "model.activation=swiglu",
+    "use_rope_scaling": "model.rope_scaling: an object, with its type and factor",
+    "rope_scaling_factor": "model.rope_scaling: an object, with its type and factor",
+    "window_size": "model.window: one number, the tokens that a token attends to, including itself",
+    "step_batch_size_schedule": "train.batch_ramp: a list of [last step, size]",
+    "rampup_batch_size": "train.batch_ramp: a list of [last step, size]",
+    "num_layers_per_virtual_pipeline_stage": "parallel.chunks: the number of chunks of a pipeline rank",
+    "use_megatron_fsdp": "engine.kind=fsdp",
+    "grad_reduce_in_bf16": "engine.reduce_dtype=bf16",
+    "split": "data.valid: a corpus, as prepare.py --valid-fraction writes it",
+    "profile": "log.profile: an object, with steps and ranks",
     "recompute_activations": "train.recompute: none, selective or full",
     "lr_warmup_fraction": "optim.warmup_steps: a number of steps",
     "lr_wsd_decay_iters": "optim.decay_steps with optim.schedule=wsd",
@@ -426,6 +502,10 @@ MEANINGS = {
     "load": "checkpoint.resume: auto, never or a checkpoint's path",
     "wandb_project": "log.wandb: off, offline or online",
     # torchtitan's
+    "training.num_tokens_per_microbatch_per_dp_rank": "train.micro_batch_size: in sequences, not tokens",
+    "training.num_tokens_per_train_step": "train.global_batch_size: in sequences, not tokens",
+    "profiling.enable_profiling": "log.profile: an object, with steps and ranks",
+    "profiler.enable_profiling": "log.profile: an object, with steps and ranks",
     "lr_scheduler.min_lr_factor": "optim.min_lr: a rate, not a factor",
     "lr_scheduler.decay_ratio": "optim.decay_steps: a number of steps",
     "checkpoint.load_step": "checkpoint.resume: auto, never or a checkpoint's path",
@@ -438,9 +518,11 @@ MEANINGS = {
     "wandb_log": "log.wandb: off, offline or online",
     # transformers'
     "attention_bias": "model.qkv_bias and model.output_bias: it sets both",
-    "mlp_bias": "model.bias with model.qkv_bias=false model.output_bias=false: it is of the MLP alone",
+    "mlp_bias": "model.bias with model.qkv_bias=false model.output_bias=false: only the MLP has biases",
     "hidden_act": "model.activation: such as swiglu for silu",
     "activation_function": "model.activation: such as gelu for gelu_new",
+    "rope_parameters": "model.rope_scaling and model.rope_theta",
+    "validation_split_percentage": "data.valid: a corpus, as prepare.py --valid-fraction writes it",
     "num_train_epochs": "train.steps: a number of steps",
     "bf16": "train.precision: fp32, bf16, fp16 or fp64",
     "fp16": "train.precision: fp32, bf16, fp16 or fp64",
@@ -451,7 +533,7 @@ MEANINGS = {
     "warmup_ratio": "optim.warmup_steps: a number of steps",
     "fsdp": "engine.kind=fsdp",
     "packing": "data.packing: none or best_fit",
-    "load_best_model_at_end": "checkpoint.best: keeps the best one, and loads none",
+    "load_best_model_at_end": "checkpoint.best: keeps the best checkpoint, and does not load it",
     "resume_from_checkpoint": "checkpoint.resume: auto, never or a checkpoint's path",
     "report_to": "log.wandb: off, offline or online",
     # of several
@@ -461,7 +543,7 @@ MEANINGS = {
 }
 # What Python calls JSON's values: people type True.
 LITERALS = {"True": "true", "False": "false", "None": "null"}
-# Short words of the field, which are in no table. Their values are those of the key.
+# Common abbreviations, which are not in the table. Their values are those of the key.
 SHORT = {
     "tp": "parallel.tensor",
     "pp": "parallel.pipeline",
@@ -504,10 +586,10 @@ def words_of_rows() -> dict[str, dict[tuple[str, bool], None]]:
     for row in (row for rows in TABLE.values() for row in rows):
         keys = row.keys.split()
         for trainer in TRAINERS:
-            theirs = getattr(row, trainer).split()
-            for index, word in enumerate(theirs):
-                mine = [keys[index]] if len(theirs) == len(keys) else keys
-                entries.setdefault(plain(word), {}).update({(key, row.same): None for key in mine})
+            trainer_words = getattr(row, trainer).split()
+            for index, word in enumerate(trainer_words):
+                word_keys = [keys[index]] if len(trainer_words) == len(keys) else keys
+                entries.setdefault(plain(word), {}).update({(key, row.same): None for key in word_keys})
     return entries
 
 
@@ -585,7 +667,7 @@ def meant_option(message: str, options: Iterable[str], takes_overrides: bool) ->
 
 
 def table() -> str:
-    """Return the rows for docs/coming_from.md."""
+    """Return the rows for docs/migrating.md."""
 
     def cell(text: str) -> str:
         return ", ".join(f"`{word}`" for word in text.split()) or "–"
