@@ -42,7 +42,7 @@ class OptimSchedule(Section):
     """What all optimizers share."""
 
     kind: str = Field(
-        "adamw", description="optimizer; all use decoupled weight decay; see docs/optimizers.md"
+        "adamw", description="optimizer; all use decoupled weight decay; see docs/research.md"
     )
     lr: NonNegative = Field(3e-4, description="peak learning rate, reached at the end of warmup")
     min_lr: NonNegative = Field(0.0, description="learning rate at the end of the decay")

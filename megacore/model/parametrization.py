@@ -3,7 +3,7 @@ parameter grows with the model's width.
 
 The layers are built a second time at `model.base_width`, without content. What is larger now is what grows,
 in a user's own layers too. Everything is said of logical matrices, so it is the same in every layout.
-docs/mup.md has the rules.
+docs/research.md has the rules.
 """
 
 from collections.abc import Iterable

@@ -291,7 +291,7 @@ def check_parametrization(config: Config) -> None:
                 f"{group.rule.name}, as it is set, does not say how large its updates are, so mup "
                 "knows no rate"
             )
-            right = "`update_size` in its class (docs/mup.md), or model.parametrization=standard"
+            right = "`update_size` in its class (docs/blocks.md), or model.parametrization=standard"
             raise ConfigError(GROUPS if group.number else "optim.kind", wrong, right)
 
 
