@@ -31,7 +31,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "Report from the sweep benchmarks/mup.json whether the best learning rate moves with the width.",
         example=EXAMPLE,
-        page="docs/mup.md",
+        page="docs/research.md",
     )
     parser.add_argument("results", metavar="FILE.json", help="results.json of the sweep")
     parser.add_argument("--output", metavar="PREFIX", required=True, help="write PREFIX.md and PREFIX.png")

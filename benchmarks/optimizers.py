@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "Count the steps that one optimizer needs to reach the final validation loss of another.",
         example=EXAMPLE,
-        page="docs/optimizers.md",
+        page="docs/research.md",
     )
     parser.add_argument("first", metavar="FOLDER", help="sweep whose final loss is the goal")
     parser.add_argument("second", metavar="OTHER", help="sweep whose steps are counted")

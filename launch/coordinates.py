@@ -32,7 +32,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 all slopes within --limit and all layouts equal, 1 otherwise, 2 wrong arguments",
-        page="docs/mup.md",
+        page="docs/research.md",
     )
     add_config(parser)
     parser.add_argument(

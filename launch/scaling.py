@@ -53,7 +53,7 @@ def parser() -> Parser:
         "Fit a scaling law to finished runs, and find the best model for a compute budget.",
         example=EXAMPLES,
         notes=NOTES,
-        page="docs/sweeps.md",
+        page="docs/research.md",
     )
     parser.add_argument(
         "runs",

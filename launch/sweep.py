@@ -47,7 +47,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status="0 all trials finished, 1 some failed, 2 wrong arguments, 75 stopped on request (Ctrl-C)",
-        page="docs/sweeps.md",
+        page="docs/research.md",
     )
     parser.add_argument(
         "spec", metavar="FILE.json", help="the sweep, such as configs/sweeps/learning_rate.json"

@@ -40,7 +40,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 all runs finished, 1 some failed, 2 wrong arguments, 75 stopped on request (Ctrl-C)",
-        page="docs/sweeps.md",
+        page="docs/research.md",
     )
     parser.add_argument("idea", metavar="FILE", help="custom model (.py) or config (.json) to try")
     parser.add_argument(

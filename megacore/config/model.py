@@ -297,7 +297,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
     parametrization: Literal["standard", "mup"] = Field(
         "standard",
         description="mup: scale initial weights, learning rates and outputs with the width, so that a "
-        "learning rate tuned at `base_width` holds at any width; see docs/mup.md",
+        "learning rate tuned at `base_width` holds at any width; see docs/research.md",
     )
     base_width: Width | None = Field(
         None,

@@ -41,9 +41,7 @@ class OptimGroup(Section):
 class OptimSchedule(Section):
     """What all optimizers share."""
 
-    kind: str = Field(
-        "adamw", description="optimizer; all use decoupled weight decay; see docs/optimizers.md"
-    )
+    kind: str = Field("adamw", description="optimizer; all use decoupled weight decay; see docs/research.md")
     lr: NonNegative = Field(3e-4, description="peak learning rate, reached at the end of warmup")
     min_lr: NonNegative = Field(0.0, description="learning rate at the end of the decay")
     warmup_steps: Whole = Field(0, description="steps of learning-rate warmup; 0: none")

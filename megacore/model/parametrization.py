@@ -1,9 +1,9 @@
-"""The maximal update parametrization (muP; Yang et al. 2022): first weights and rates by how a
-parameter grows with the model's width.
+"""The maximal update parametrization (muP; Yang et al. 2022): scale initial weights and learning rates by how
+much each parameter grows with the model's width.
 
-The layers are built a second time at `model.base_width`, without content. What is larger now is what grows,
-in a user's own layers too. Everything is said of logical matrices, so it is the same in every layout.
-docs/mup.md has the rules.
+To find what grows, the layers are built a second time at `model.base_width`, on the meta device, and their
+parameters are compared with those of the model. This works for custom layers too. Sizes are those of logical
+matrices, so the result does not depend on the layout. docs/research.md lists the rules.
 """
 
 from collections.abc import Iterable

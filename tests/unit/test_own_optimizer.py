@@ -1,4 +1,4 @@
-"""The optimizer of docs/optimizers.md, written by hand as a reader would: a config may then name it."""
+"""The optimizer of docs/blocks.md, written to a file as a reader would do: configs can then select it."""
 
 import re
 from importlib import import_module
@@ -12,14 +12,15 @@ from megacore.tools.settings.load import load
 from tests.pool import ROOT
 from tests.training import write_config
 
-TEXT = (ROOT / "docs/optimizers.md").read_text()
+PAGE = (ROOT / "docs/blocks.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("\n## Your own optimizer\n")[2].partition("\n## ")[0]
 
 
-def test_the_documents_rule_is_registered_by_reading_it(
+def test_importing_the_example_registers_its_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader who copies it would be told that there is no such optimizer."""
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    """Otherwise `optim.kind=sign` would be an unknown optimizer for a reader who copies the example."""
+    (code,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     (tmp_path / "my_rule.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     path = write_config(tmp_path, "unused")
@@ -29,7 +30,7 @@ def test_the_documents_rule_is_registered_by_reading_it(
     try:
         overrides = ["optim.kind=sign", "optim.sign_momentum=0.5"]
         assert load(path, overrides).config.optim.kind == "sign"
-        # what is accepted is read from the schema of now
+        # accepted settings come from the current schema, not from the one at import
         with pytest.raises(ConfigError, match=r"optim.sign_momentum: .* \(a number"):
             load(path, [*overrides, "optim.sign_momentum=[]"])
     finally:

@@ -252,15 +252,15 @@ REFUSED = [
     ([*WIDE, "model.base_layers=1.5"], "model.base_layers: "),
     (
         [*WIDE, "optim.kind=orthogonal"],
-        "optim.kind: orthogonal, as it is set, does not say how large its updates are, so mup",
+        "optim.kind: orthogonal with these settings does not declare how large its updates are, so muP",
     ),
     (
         [*WIDE, "optim.kind=muon", "optim.muon_heads=apart"],
-        "optim.kind: muon, as it is set, does not say how large its updates are",
+        "optim.kind: muon with these settings does not declare how large its updates are",
     ),
     (
         [*WIDE, 'optim.groups=[{"match": ["*up*"], "kind": "orthogonal"}]'],
-        "optim.groups: orthogonal, as it is set, does not say how large",
+        "optim.groups: orthogonal with these settings does not declare how large",
     ),
 ]
 

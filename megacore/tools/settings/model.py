@@ -288,10 +288,10 @@ def check_parametrization(config: Config) -> None:
     for group in ParameterGroups(config.optim).every:
         if group.rule.width_factor(True, 2.0) is None:
             wrong = (
-                f"{group.rule.name}, as it is set, does not say how large its updates are, so mup "
-                "knows no rate"
+                f"{group.rule.name} with these settings does not declare how large its updates are, "
+                "so muP cannot scale its learning rate"
             )
-            right = "`update_size` in its class (docs/mup.md), or model.parametrization=standard"
+            right = "`update_size` in its class (docs/blocks.md), or model.parametrization=standard"
             raise ConfigError(GROUPS if group.number else "optim.kind", wrong, right)
 
 
