@@ -20,6 +20,7 @@ from tests.commands import ROOT, run_script
 from tests.documents.commands import QUICKSTART, launched_ranks
 from tests.documents.pages import Fence, Page, read_page
 from tests.documents.shell import Command, commands
+from tests.pool import PATIENCE
 from tests.training import write_corpus
 
 PAGE = read_page(ROOT / "docs/recipes.md")
@@ -158,7 +159,7 @@ def launch(folder: Path, world: int, words: list[str]) -> None:
 
     def run_rank(rank: int) -> CompletedProcess[str]:
         variables = rank_environment(rank, world, port) if world > 1 else {}
-        return run_script(PRETRAIN, *words, folder=folder, **variables)
+        return run_script(PRETRAIN, *words, timeout=PATIENCE, folder=folder, **variables)
 
     with ThreadPoolExecutor(world) as threads:
         ended = list(threads.map(run_rank, range(world)))
