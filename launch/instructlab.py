@@ -36,7 +36,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 done, 2 wrong arguments or file",
-        page="docs/finetuning.md",
+        page="docs/recipes.md",
     )
     parser.add_argument("recipe", metavar="FILE.yaml", help="InstructLab's config.yaml")
     parser.add_argument("--run", required=True, metavar="RUN", help="folder of the imported model")
@@ -53,7 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> None:
-    """Runs the script. Raises `UserError`."""
+    """Run the script. Raises `UserError`."""
     args = parse(argv)
     from megacore.files import write_json
     from megacore.tools.interchange.instructlab import converted, read_recipe, resolve_converted

@@ -61,7 +61,7 @@ def learned(chat: Chat, record: Any) -> list[str]:
     return [text.strip().removesuffix("<|im_end|>") for text, is_learned in parts if is_learned]
 
 
-LEFT_OUT = [
+LEFT_OUT: list[dict[str, Any]] = [
     {"weight": 0},
     {"weight": 0.0},
     {"weight": False},
@@ -325,7 +325,11 @@ def test_columns_of_tables_are_keys_too(tmp_path: Path) -> None:
     assert learned_bytes(IndexedTokens(str(tmp_path / "x"))) == b"a<|im_end|>\nb<|im_end|>\nb<|im_end|>\n"
 
 
-NOW = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+NOW: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}],
+}
 TIME = {"role": "assistant", "tool_calls": '[{"name": "now", "arguments": {"tz": "CET"}}]'}
 
 
@@ -350,7 +354,10 @@ WITHOUT_CALLS = CHATML.replace("{% for c in m.tool_calls or [] %}", "{% for c in
 ONE_CALL = CHATML.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 WRONG_KEY = CHATML.replace("c.function.arguments | tojson", "c.function.args")
 WITHOUT_TOOLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-CALLS = [{"role": "user", "content": "now?"}, NOW | {"tool_calls": [*NOW["tool_calls"], *NOW["tool_calls"]]}]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "now?"},
+    NOW | {"tool_calls": [*NOW["tool_calls"], *NOW["tool_calls"]]},
+]
 CALLS[1]["tool_calls"][1] = {"function": {"name": "add", "arguments": {"a": 1}}}
 
 
@@ -427,7 +434,7 @@ def test_unknown_keys_of_a_block_are_listed_at_once(tmp_path: Path) -> None:
 
 
 def test_system_and_nemo_and_pairs(chatml: Chat) -> None:
-    nemo = {"mask": "User", "system": "S", "conversations": [{"from": "User", "value": "a"}]}
+    nemo: dict[str, Any] = {"mask": "User", "system": "S", "conversations": [{"from": "User", "value": "a"}]}
     nemo["conversations"].append({"from": "Assistant", "value": "b"})
     assert learned(chatml, nemo) == ["b"]
     assert learned(chatml, {"query": "a", "response": "b", "history": []}) == ["b"]
@@ -449,5 +456,6 @@ def test_a_key_that_is_passed_over_is_noticed(
 
 def test_the_guide_has_every_key() -> None:
     """A reader of the guide can tell what will happen to a data set before preparing it."""
-    page = (ROOT / "docs/finetuning.md").read_text()
-    assert [key for key in {*MESSAGE_KEYS, *LINE_KEYS} if f"`{key}`" not in page] == []
+    page = (ROOT / "docs/recipes.md").read_text()
+    keys = {*MESSAGE_KEYS, *LINE_KEYS}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page and f'"{key}"' not in page] == []

@@ -1,10 +1,11 @@
-"""Fine-tuning goes as docs/finetuning.md says, command by command; what does not fit is named all at once."""
+"""The recipes that fine-tune work command by command, and all settings that do not fit are reported."""
 
 import json
 import math
 import random
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -123,21 +124,31 @@ def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:
             reader.check_model(refused, stretch=stretch)
 
 
-DOCUMENT = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
-COMMANDS = [
-    shlex.split(line)
-    for block in re.findall(r"```bash[^\n]*\n(.*?)```", DOCUMENT, re.DOTALL)
-    for line in block.strip().split("\n")
-    if line.startswith("python ")  # models come from elsewhere in a test
-]
+def commands_of(recipe: str) -> list[list[str]]:
+    """The `python` commands of a recipe, as bash reads their words."""
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {recipe}\n")[1].split("\n## ")[0]
+    lines = [
+        line
+        for block in re.findall(r"```bash[^\n]*\n(.*?)```", section, re.DOTALL)
+        for line in block.strip().split("\n")
+        if line.startswith("python ")  # models come from elsewhere in a test
+    ]
+    printed = [
+        subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+        for line in lines
+    ]
+    return [done.stdout.split("\0")[:-1] for done in printed]
+
+
 FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows
 
 
-TEXT, CHAT, SHOW, INSTRUCTLAB = COMMANDS[:7], COMMANDS[7:11], COMMANDS[11], COMMANDS[12:]
+TEXT, CHAT, INSTRUCTLAB = map(commands_of, ("Fine-tune", "Chat", "InstructLab"))
 
 
 def play(command: list[str], folder: Path, *more: str) -> str:
-    """A command of the document, with its files in `folder`; returns what it says."""
+    """Run a command of the page with its files in `folder`, and return what it prints."""
     words = [
         re.sub(
             r"(?<![\w.])(runs/|data/|models/|my\.txt|my\.jsonl)", lambda found: f"{folder}/{found[1]}", word
@@ -150,7 +161,7 @@ def play(command: list[str], folder: Path, *more: str) -> str:
     return done.stdout
 
 
-def test_the_document_can_be_typed(tmp_path: Path) -> None:
+def test_the_fine_tuning_recipe_can_be_typed(tmp_path: Path) -> None:
     """From an exported run of a byte-level tokenizer to a fine-tuned model that is exported again."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install -e '.[test]'"
@@ -161,7 +172,7 @@ def test_the_document_can_be_typed(tmp_path: Path) -> None:
         for command in TEXT
     ]
     last = ["generate.py", "evaluate.py", "checkpoint.py export"]
-    assert steps == ["checkpoint.py export", "checkpoint.py import", "prepare.py", "pretrain.py", *last]
+    assert steps == ["checkpoint.py import", "prepare.py", "pretrain.py", *last]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     fast = tokenizers.Tokenizer(
         tokenizers.models.BPE({piece: i for i, piece in enumerate(["<|end|>", *alphabet])}, [])
@@ -178,22 +189,23 @@ def test_the_document_can_be_typed(tmp_path: Path) -> None:
     )
     (tmp_path / "my.txt").write_text("Once upon a time there was a model. " * 300, encoding="utf-8")
 
-    play(COMMANDS[0], tmp_path)
-    play(COMMANDS[1], tmp_path)
-    said = play(COMMANDS[2], tmp_path)
+    export = ["python", "launch/checkpoint.py", "export", "runs/quickstart", "--format", "hf"]
+    play([*export, "--output", "models/gpt2"], tmp_path)  # what the recipe downloads
+    play(TEXT[0], tmp_path)
+    printed = play(TEXT[1], tmp_path)
     prefix = f"{tmp_path}/"
-    assert [word.replace(prefix, "") for word in shlex.split(said.splitlines()[-1])] == COMMANDS[3][:-1], (
+    assert [word.replace(prefix, "") for word in shlex.split(printed.splitlines()[-1])] == TEXT[2][:-1], (
         "what to type next"
     )
-    play(COMMANDS[3], tmp_path, *FEW)
+    play(TEXT[2], tmp_path, *FEW)
     tuned = tmp_path / "runs/gpt2_finetuned"
     lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 40 and losses[-1] < 0.5 * losses[0]
     assert Reader(locate(tuned)).step == 40 and Reader(locate(tmp_path / "runs/gpt2")).step == 0
-    assert play(COMMANDS[4], tmp_path, "--temperature", "0").startswith("Once upon a time")
-    assert "perplexity" in play(COMMANDS[5], tmp_path)
-    play(COMMANDS[6], tmp_path)
+    assert play(TEXT[3], tmp_path, "--temperature", "0").startswith("Once upon a time")
+    assert "perplexity" in play(TEXT[4], tmp_path)
+    play(TEXT[5], tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "models/gpt2_finetuned" / file).read_bytes() == (
             tmp_path / "own" / file
@@ -244,7 +256,7 @@ TEMPLATE = (
 )
 
 
-def test_instructions_can_be_typed(tmp_path: Path) -> None:
+def test_the_chat_recipe_can_be_typed(tmp_path: Path) -> None:
     """From a model of the Llama family with a chat template to the loss of its answers, which must
     fall far below the questions'.
     """
@@ -252,12 +264,8 @@ def test_instructions_can_be_typed(tmp_path: Path) -> None:
         "transformers", reason="transformers is not installed: pip install -e '.[test]'"
     )
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    assert [command[1].removeprefix("launch/") for command in CHAT] == [
-        "checkpoint.py",
-        "prepare.py",
-        "pretrain.py",
-        "evaluate.py",
-    ]
+    scripts = ["checkpoint.py", "prepare.py", "prepare.py", "pretrain.py", "evaluate.py", "generate.py"]
+    assert [command[1].removeprefix("launch/") for command in CHAT] == scripts
     assert [command[1].removeprefix("launch/") for command in INSTRUCTLAB] == [
         "checkpoint.py",
         "prepare.py",
@@ -297,22 +305,25 @@ def test_instructions_can_be_typed(tmp_path: Path) -> None:
     )
 
     play(CHAT[0], tmp_path)
-    assert play(SHOW, tmp_path).count("Yes.") == 3
-    assert "tokens are learned" in play(CHAT[1], tmp_path)
+    assert play(CHAT[1], tmp_path).count("Yes.") == 3
+    assert "tokens are learned" in play(CHAT[2], tmp_path)
     mask = (tmp_path / "data/chat.mask.bin").read_bytes()
     learned = len("Yes.") + 2  # the token that ends the turn, and the template's newline
     assert sum(mask) % learned == 0 and sum(mask) / len(mask) == pytest.approx(
         learned / (learned + len("user\nassistant\n") + 12 + 4)
     )
-    play(CHAT[2], tmp_path, *FEW)
+    play(CHAT[3], tmp_path, *FEW)
     losses = [
         json.loads(line).get("loss")
         for line in (tmp_path / "runs/chat_finetuned/metrics.jsonl").read_text().splitlines()
     ]
     assert losses[0] > 4 and [loss for loss in losses if loss][-1] < 0.5
-    play(CHAT[3], tmp_path, "--json", f"{tmp_path}/figures.json")
+    play(CHAT[4], tmp_path, "--json", f"{tmp_path}/figures.json")
     found = json.loads((tmp_path / "figures.json").read_text())
     valid = (tmp_path / "data/chat_valid.mask.bin").read_bytes()
     assert found["targets"] == sum(valid) and found["nats_per_token"] < 0.5 < 12 * math.log(8) / 28, (
         "less than the questions' alone"
+    )
+    assert play(CHAT[5], tmp_path).rstrip().endswith("assistant\nYes."), (
+        "generation ends where the answer does"
     )

@@ -2,6 +2,7 @@
 recipe's numbers are those of its text, and a package has the files that it needs.
 """
 
+import csv
 import re
 import runpy
 import shlex
@@ -12,8 +13,12 @@ import pytest
 import yaml
 
 import megacore
+from benchmarks import planner_rows
+from benchmarks.planner import MEASURED
 from launch import prepare
 from megacore.config import Config
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.step_time import predict
 from megacore.tools.settings import other_words
 from megacore.tools.settings.load import flatten, load
 
@@ -68,34 +73,52 @@ def test_the_readmes_runs_fit_their_devices() -> None:
     assert [overrides(words) for words in commands(README, "pretrain")[2:]] == [overrides(planned)] * 2
 
 
-def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
-    """Someone would spend days on a run with another batch, another vocabulary, or a
-    tokenizer that no command has brought.
-    """
-    page = ROOT / "docs/real_run.md"
-    runs = commands(page, "pretrain")
+def test_the_recipe_of_gpt2_is_what_the_page_says() -> None:
+    """A reader would spend days on a run with another batch or vocabulary, or without its tokenizer."""
+    page = ROOT / "docs/recipes.md"
+    runs = [words for words in commands(page, "pretrain") if "configs/gpt_124m.json" in words]
     fineweb, openwebtext = (
         load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs
     )
     batch = [config.train.global_batch_size * config.train.seq_len for config in (fineweb, openwebtext)]
-    assert (
-        batch == [524_288, 491_520] and fineweb.train.steps == 18_865 and openwebtext.train.steps == 600_000
-    )
-    assert all(
-        config.model.vocab_size == 50_304 and config.max_positions == 1_024
-        for config in (fineweb, openwebtext)
-    )
-    for words, config in zip(
-        (words for words in commands(page, "prepare") if "--input" in words),
-        (fineweb, openwebtext),
-        strict=True,
-    ):
-        prepared = prepare.parse(words[2:])
-        written = (prepared.output, f"{prepared.output}_valid", f"{prepared.output}.tokenizer.json")
+    assert batch == [524_288, 491_520]
+    assert (fineweb.train.steps, openwebtext.train.steps) == (18_865, 600_000)
+    for config in (fineweb, openwebtext):
+        assert (config.model.vocab_size, config.max_positions) == (50_304, 1_024)
+
+    prepared = [
+        prepare.parse(words[2:])
+        for words in commands(page, "prepare")
+        if "hf:" in " ".join(words) and "gpt2" in words
+    ]
+    for config, options in zip((fineweb, openwebtext), prepared, strict=True):
+        written = (options.output, f"{options.output}_valid", f"{options.output}.tokenizer.json")
         assert (config.data.train, config.data.valid, config.data.tokenizer) == written
-        assert prepared.tokenizer == "gpt2" and prepared.valid_fraction
-    [planned] = commands(page, "plan")
+        assert options.valid_fraction
+    [planned] = [words for words in commands(page, "plan") if "configs/gpt_124m.json" in words]
     assert overrides(planned) == overrides(runs[0])
+
+
+def test_the_published_steps_of_the_recipes_are_in_the_table() -> None:
+    """The page compares a plan with measurements of others; a fit of the planner may change its side."""
+    text = read(ROOT / "docs/recipes.md")
+    rows = [
+        row for row in planner_rows.read(MEASURED)[0] if row.setting.world == 8 and row.device.name == "a100"
+    ]
+    [row] = [row for row in rows if row.model == "mpt-125m" and row.setting.seq == 1024]
+    predicted = predict(row.setting, row.device, row.cluster, profile(row.framework)).step
+    assert f"predicts {predicted:.2f} s where [{row.seconds:.2f} s were measured]" in text
+
+    with MEASURED.open(encoding="utf-8", newline="") as file:
+        published = [row for row in csv.DictReader(file) if row["n_gpus"] == "8" and row["tok_s_gpu"]]
+    [mpt] = [
+        row for row in published if row["model"] == "mpt-7b" and row["seq"] == "2048" and row["gbs"] == "48"
+    ]
+    assert mpt["hardware"] == "H100-80GB"
+    assert f"{round(8 * float(mpt['tok_s_gpu']), -3):,.0f} for MPT-7B" in text
+    [titan] = [row for row in published if row["framework"] == "torchtitan" and row["seq"] == "131072"]
+    assert titan["model"] == "llama3-8b"
+    assert f"{round(8 * float(titan['tok_s_gpu']), -2):,.0f} tokens a second" in text
 
 
 def test_the_page_of_plain_modules_shows_what_runs() -> None:
