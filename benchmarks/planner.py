@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "Compare predicted step times with a table of measured ones.",
         example=EXAMPLE,
-        page="docs/step_time.md",
+        page="docs/planning.md",
     )
     parser.add_argument(
         "data",
@@ -365,7 +365,7 @@ def run(argv: list[str]) -> None:
         raise ConfigError(
             "DATA.csv",
             f"{args.data} has no row whose step can be predicted",
-            "the columns of docs/step_time.md",
+            "the columns of benchmarks/measured_steps.csv",
         )
     if args.fit:
         fit_all(rows, args.data)

@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
         "Compare the predictions of two checkouts for every config and for random layouts.",
         example="python -m benchmarks.planner_against --before ../before",
         status="0 equal, 1 different, 2 wrong arguments",
-        page="docs/step_time.md",
+        page="docs/planning.md",
     )
     parser.add_argument("--before", type=Path, required=True, metavar="CHECKOUT", help="the other checkout")
     args = parser.parse_args(argv)

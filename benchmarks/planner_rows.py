@@ -109,7 +109,7 @@ class Skipped:
 
 def read(path: Path) -> tuple[list[Row], list[Skipped]]:
     """The table's rows. Raises `ConfigError` if it is no such table."""
-    found, right = [], "the columns of docs/step_time.md"
+    found, right = [], "the columns of benchmarks/measured_steps.csv"
     try:
         table = csv.DictReader(read_text(path).splitlines(), restval="")
     except OSError as error:

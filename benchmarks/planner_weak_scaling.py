@@ -83,7 +83,9 @@ def score(path: Path) -> list[dict[str, Any]]:
         ) from None
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            "--weak-scaling", f"{path} is no such table: {error}", "the columns of docs/step_time.md"
+            "--weak-scaling",
+            f"{path} is no such table: {error}",
+            "the columns of benchmarks/a100_weak_scaling.csv",
         ) from None
     return found
 

@@ -61,7 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "Compare the planner's prediction with measured steps of several layouts on this machine.",
         example=EXAMPLE,
-        page="docs/step_time.md",
+        page="docs/planning.md",
     )
     add_config(parser)
     parser.add_argument(

@@ -84,7 +84,7 @@ def parser() -> Parser:
         "--world",
         type=int,
         metavar="N",
-        help="number of ranks (default: the smallest that the config's layout allows)",
+        help="number of ranks (default: the fewest that the config fits)",
     )
     parser.add_argument(
         "--gpu",
@@ -450,8 +450,8 @@ def run(argv: list[str]) -> int:
             wrong,
             "also --gpu, with --cluster for a step's time; or --memory-gib; or --simulate-ranks",
         )
-    world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
-    config = partitioned(load(args.config, args.overrides, world).config)
+    fewest = smallest_world(args.config, args.overrides) if args.world is None else None
+    config = partitioned(load(args.config, args.overrides, fewest or args.world).config)
     if config.model.is_custom:
         check_source(config, args)
     if None not in (args.gpu, args.cluster):
@@ -480,6 +480,7 @@ def run(argv: list[str]) -> int:
             args,
             ("gpu", "cluster", "calibrate", "compare_schedules", "output", "plot", "memory_gib"),
         )
+        print_default_world(fewest)
         return dry_run(config, args.simulate_ranks, args.host_size, routing)
     if args.compare_schedules:
         refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib", "routing"))
@@ -500,6 +501,7 @@ def run(argv: list[str]) -> int:
     predicted = ""
     if device is not None and cluster is not None:
         predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price, routing)
+    print_default_world(fewest)
     if args.output is not None:
         write_plan("--output", args.output, plan_of(config))
         print(f"plan written in {args.output}")
@@ -511,6 +513,14 @@ def run(argv: list[str]) -> int:
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
     return 0
+
+
+def print_default_world(fewest: int | None) -> None:
+    """Print how many ranks the plan is for, unless `--world` says it and `fewest` is None."""
+    if fewest is None:
+        return
+    ranks = "1 rank" if fewest == 1 else f"{fewest:,} ranks"
+    print(f"plan for {ranks}, the fewest that this config fits; --world N plans for N ranks\n")
 
 
 def warn_of_links(device: DeviceSpec, cluster: Cluster) -> None:

@@ -39,6 +39,22 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]
     return done.out, done.err
 
 
+@pytest.mark.parametrize("overrides, ranks", [([], "2 ranks"), (["parallel.pipeline=1"], "1 rank")])
+@pytest.mark.parametrize("options", [[], ["--compare-schedules"]])
+def test_a_plan_without_a_world_starts_with_the_number_of_ranks(
+    options: list[str], overrides: list[str], ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if overrides:
+        overrides = [*overrides, "parallel.schedule=1f1b"]
+    assert script.run(["--config", CONFIG, *options, "train.global_batch_size=16", *overrides]) == 0
+    first = f"plan for {ranks}, the fewest that this config fits; --world N plans for N ranks"
+    assert capsys.readouterr().out.splitlines()[0] == first
+
+
+def test_a_plan_for_a_given_world_starts_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys)[0].startswith("parameters ")
+
+
 def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Users had to compare two numbers of a table; --memory-gib is the measure if it is named."""
     needs = fullest_rank(load(CONFIG, [], 8).config)[2]
