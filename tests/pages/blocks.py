@@ -18,6 +18,7 @@ from megacore.tools.settings.load import flatten
 from megacore.tools.verify.layouts import DEFAULT, EXPERTS
 from tests import experts
 from tests.faults.checks import FAULTS
+from tests.pages import families
 from tests.strict.cases import CASES
 
 T = TypeVar("T")
@@ -43,8 +44,10 @@ def peers_speed() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "family_settings": families.family_settings,
     "other_words": lambda: other_words.table() + "\n",
     "peers_speed": peers_speed,
+    "supported_models": families.supported_models,
 }
 NUMBERS: dict[str, Callable[[], int]] = {
     "config_keys": lambda: len(flatten(Config().model_dump(by_alias=True))),
