@@ -107,7 +107,7 @@ def family_settings() -> str:
         elif base == "GPT2LMHeadModel":
             cell = " ".join(texts)
         else:
-            cell = "Llama, " + " ".join(texts) if texts else "Llama"
+            cell = "like Llama, " + " ".join(texts) if texts else "like Llama"
         lines.append(f"| {LABELS[architecture]} | {cell} |")
     return "\n".join(lines) + "\n"
 
@@ -118,9 +118,9 @@ def settings_of(family: Family) -> dict[str, Any]:
     settings = model.model_dump(exclude=PASSED_OVER)
     for key in ("qkv_bias", "output_bias"):
         settings[key] = model.bias if settings[key] is None else settings[key]
-    features = (model.head_size or model.hidden_size // model.num_heads) + (
-        0 if model.kv_rank is None else model.plain_size
-    )
+    features = model.head_size or model.hidden_size // model.num_heads
+    if model.kv_rank is not None:
+        features += model.plain_size
     if math.isclose(settings["attention_scale"] or features**-0.5, features**-0.5):
         settings["attention_scale"] = None
     for key in settings.keys() & set(WITHOUT_VALUE.get(family.architecture, ())):
