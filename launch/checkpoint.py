@@ -37,7 +37,7 @@ EXAMPLES = {
 FEW = 10  # tensors that `diff` lists unless --tensors asks for all
 LISTED = " (--tensors lists them)"
 OURS = "folder of a run, its checkpoints folder, or one step_ folder"
-PAGES = {"export": "docs/interchange.md", "import": "docs/interchange.md"}
+PAGES = {"export": "docs/models.md", "import": "docs/models.md"}
 STATUS = "0 done, 2 wrong arguments or a damaged checkpoint"
 
 

@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "Prove modules that train by their own code in every layout.",
         example=EXAMPLE,
-        page="docs/plain_modules.md",
+        page="docs/models.md",
     )
     parser.add_argument("--output", type=Path, metavar="FILE.md", required=True, help="page to write")
     return prove_all(parser.parse_args(argv).output)

@@ -1,6 +1,6 @@
 """A GPT in plain PyTorch, which knows nothing of megacore, and a table that lets it train in every layout.
 
-The table says which linear layers tensor ranks divide, and within which modules: docs/plain_modules.md.
+The table says which linear layers tensor ranks divide, and within which modules: docs/models.md.
 """
 
 import torch

@@ -125,7 +125,7 @@ class ModelConfig(ExpertSettings, LatentSettings):
         None,
         min_length=1,
         description="model class of transformers to train: a folder with its config.json, or a model name "
-        "on the Hugging Face hub; see docs/plain_modules.md",
+        "on the Hugging Face hub; see docs/models.md",
     )
     hf_revision: str | None = Field(
         None, min_length=1, description="commit of a model on the hub; null: the newest"

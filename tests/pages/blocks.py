@@ -20,6 +20,7 @@ from megacore.tools.verify.layouts import DEFAULT, EXPERTS
 from tests import experts
 from tests.drills.faults import KINDS
 from tests.faults.checks import FAULTS
+from tests.pages import families
 from tests.strict.cases import CASES
 
 T = TypeVar("T")
@@ -59,8 +60,10 @@ def tuned_runs() -> dict[str, float]:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "family_settings": families.family_settings,
     "other_words": lambda: other_words.table() + "\n",
     "peers_speed": peers_speed,
+    "supported_models": families.supported_models,
 }
 NUMBERS: dict[str, Callable[[], int | str]] = {
     "config_keys": lambda: len(flatten(Config().model_dump(by_alias=True))),

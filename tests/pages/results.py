@@ -116,8 +116,7 @@ def pages_of(path: Path) -> list[str]:
     place = path.relative_to(ROOT)
     citing = []
     for name, text in citing_texts().items():
-        # A guide cites a result by its folder: docs/plain_modules.md is another page than
-        # benchmarks/results/plain_modules.md.
+        # A guide must cite a result by its folder, because a guide may have the same name as a result.
         is_guide = name.endswith(".md") and not name.startswith(f"{place.parent.as_posix()}/")
         cited_as = f"results/{place.stem}." if is_guide else f"{place.stem}."
         if cited_as in text or Path(name).with_suffix("") == place.with_suffix(""):

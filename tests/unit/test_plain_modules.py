@@ -111,7 +111,7 @@ def test_a_wrong_table_is_rejected_when_layers_are_built(name: str, tmp_path: Pa
     edit, words = TABLES[name]
     with pytest.raises(ConfigError, match=words) as raised:
         whole_model(config_of(tmp_path, (edit,)), "meta")
-    assert raised.value.where == "model.source" and "docs/plain_modules.md" in raised.value.right
+    assert raised.value.where == "model.source" and "docs/models.md" in raised.value.right
 
 
 MODULES: dict[str, tuple[tuple[Edit, ...], str]] = {

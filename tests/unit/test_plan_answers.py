@@ -60,15 +60,13 @@ def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     needs = fullest_rank(load(CONFIG, [], 8).config)[2]
     fits = (
         f"fits          yes: pipeline rank 1 needs most, {needs:.2f} GiB of 79.1 (h100); "
-        f"{79.1 - needs:.2f} are left\n"
+        f"{79.1 - needs:.2f} GiB are left\n"
     )
     assert fits in said(capsys, "--gpu", "h100")[0]
     for device in ([], ["--gpu", "h100"]):
         out = said(capsys, *device, "--memory-gib", "40")[0]
-        assert (
-            f"NO: pipeline rank 1 needs most, {needs:.2f} GiB of 40 (--memory-gib): {needs - 40:.2f} too many"
-            in out
-        )
+        where = f"pipeline rank 1 needs most, {needs:.2f} GiB of 40 (--memory-gib)"
+        assert f"NO: {where}; {needs - 40:.2f} GiB are missing; most memory goes to " in out
     assert "fits " not in said(capsys)[0], "of no device"
 
 
@@ -92,7 +90,7 @@ def test_the_forks_are_planned(capsys: pytest.CaptureFixture[str], fork: str, mo
 def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """Advice that does not help, or that pretrain refuses, costs a queue's wait."""
     out = said(capsys, "--gpu", "h100", *LARGE)[0]
-    (advice,) = re.findall(r"any of these would, with so many GiB: (.*)\n", out)
+    (advice,) = re.findall(r"each of these changes makes it fit \(GiB\): (.*)\n", out)
     found = dict(re.fullmatch(r"(.*) \(([\d.]+)\)", one).groups() for one in advice.split("; "))  # type: ignore[union-attr,misc]
     assert "train.micro_batch_size=1" in found and len(found) > 1
     for words, gib in found.items():
@@ -194,15 +192,12 @@ def test_what_fits_nowhere_says_how_much_lacks_and_what_would_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         script.run(["--config", CONFIG, "--world", "1", "--search"])
     line = str(caught.value)
-    (lack, needs), words = (
-        re.findall(r"in 79.1 GiB: ([\d.]+) lack for the one that needs least, ([\d.]+), ", line)[0],
-        "microbatch 1, native",
+    pattern = (
+        r"in 79.1 GiB: the smallest, (.*), needs ([\d.]+) GiB, ([\d.]+) more, most of it for (.*?) \(devices"
     )
-    assert (
-        float(needs) - 79.1 == pytest.approx(float(lack), abs=0.11)
-        and "most of it optimizer (75." in line
-        and words in line
-    )
+    [(layout, needs, missing, part)] = re.findall(pattern, line)
+    assert "microbatch 1, native" in layout and part.startswith("optimizer (75.")
+    assert float(needs) - 79.1 == pytest.approx(float(missing), abs=0.11)
     least = load(CONFIG, [*ALONE, "train.recompute=full"], 1).config
     assert float(needs) <= fullest_rank(least)[2] + 0.1, "a layout that needs less was left out"
     assert f"(devices of {needs} GiB, such as h200 139.7, " in line and "mi300x 191.6" in line

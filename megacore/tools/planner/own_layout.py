@@ -49,17 +49,16 @@ def fit_lines(config: Config, limit: float, of: str, routing: Routing | None = N
     rank, memory, needs = fullest_rank(config, routing)
     where = f"pipeline rank {rank} needs most, {needs:,.2f} GiB of {limit:g} ({of})"
     if needs <= limit:
-        return [f"fits          yes: {where}; {limit - needs:,.2f} are left"]
-    lines = [
-        f"fits          NO: {where}: {needs - limit:,.2f} too many; most of it is {largest_part(memory)}"
-    ]
+        return [f"fits          yes: {where}; {limit - needs:,.2f} GiB are left"]
+    missing = f"{needs - limit:,.2f} GiB are missing"
+    lines = [f"fits          NO: {where}; {missing}; most memory goes to {largest_part(memory)}"]
     tried = sorted(
         ((fullest_rank(other, routing)[2], words) for words, other in changed(config)),
         key=lambda pair: pair[0],
     )
     enough = [f"{words} ({gib:,.2f})" for gib, words in tried if gib <= limit]
     if enough:
-        return [*lines, f"              any of these would, with so many GiB: {'; '.join(enough)}"]
+        return [*lines, f"              each of these changes makes it fit (GiB): {'; '.join(enough)}"]
     least = (
         f": the least is {tried[0][0]:,.2f} GiB, by {tried[0][1]}" if tried and tried[0][0] < needs else ""
     )
@@ -116,7 +115,7 @@ def step_report(
     routing: Routing | None = None,
 ) -> str:
     """The predicted step and its terms, and what the whole run costs, as lines. Raises `ConfigError`."""
-    constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
+    constants, source = profile("megacore"), "constants of megacore are estimates, not measured on a GPU"
     if run_folder is not None:
         constants, ran, seconds = calibrate(constants, run_folder, device, cluster)
         source = (

@@ -88,11 +88,9 @@ def too_small(
     least = found.least
     assert least is not None
     needs = least.needs_gib
-    lacks = (
-        f"{needs - limit:,.1f} lack for the one that needs least, {needs:,.1f}, most of it "
-        f"{largest_part(least.memory[1])}"
-    )
-    wrong = f"none of {found.counted:,} layouts fits in {limit:g} GiB: {lacks}: {least.describe()}"
+    smallest = f"the smallest, {least.describe()}, needs {needs:,.1f} GiB, {needs - limit:,.1f} more"
+    most = f"most of it for {largest_part(least.memory[1])}"
+    wrong = f"none of {found.counted:,} layouts fits in {limit:g} GiB: {smallest}, {most}"
     known = ((read_device(name).memory_gib or 0.0, name) for name in device_names())
     larger = [f"{name} {gib:g}" for gib, name in sorted(known) if gib >= needs][:SHOWN]
     such = f", such as {', '.join(larger)}" if larger else ""
