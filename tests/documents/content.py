@@ -8,7 +8,7 @@ from tests.documents.pages import Finding, Page
 
 # `sh` is a script, which is not typed line by line.
 LANGUAGES = {"bash", "sh", "text", "json", "python", "pycon", "yaml", "ini", "diff", "toml", "dockerfile"}
-LANGUAGES |= {"c", "cpp", "mermaid", "html", "jinja", "csv"}
+LANGUAGES |= {"c", "cpp", "mermaid", "html", "jinja", "csv", "bibtex"}
 
 MONTH = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATE = re.compile(rf"\b20\d\d-[01]\d(?:-[0-3]\d)?\b|\b\d{{1,2}} (?:{MONTH}) 20\d\d\b")
