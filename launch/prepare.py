@@ -29,6 +29,7 @@ from megacore.tools.prepare.partial import kept
 from megacore.tools.prepare.split import IGNORED, SPELLED_END, UNUSED, UNWRITTEN, notes_of
 
 if TYPE_CHECKING:
+    from megacore.tools.corpora import Sidecar
     from megacore.tools.prepare.prepare import Prepared
 
 EXAMPLE = (
@@ -43,6 +44,9 @@ NOTES = (
 
 MOST_WORKERS = 1024
 LEARNED_BRACKETS = ("⟦", "⟧")  # mark what is learned where there are no colours
+TOKENS_PER_ENTRY = 100  # of training text, for each entry of a vocabulary that is trained on it
+SMALLEST_TRAINED = 512  # a smaller vocabulary gains little over bytes, of which there are 256
+GPT_124M_TOKENS = 2_500_000_000  # 20 for each parameter (Hoffmann et al. 2022)
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
 
@@ -53,7 +57,7 @@ def parser() -> Parser:
         example=EXAMPLE,
         notes=NOTES,
         status="0 done, 2 wrong arguments or data",
-        page="docs/starting.md",
+        page="docs/data.md",
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files or folders to read")
     parser.add_argument("--output", metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
@@ -310,6 +314,7 @@ def run(argv: list[str]) -> None:
             file=sys.stderr,
         )
     print_notes(prepared.notes, args.ignore_keys)
+    print_advice(args, prepared)
     largest = sorted(prepared.left_out, key=lambda entry: -entry.size)
     whole = prepared.input_bytes + sum(entry.size for entry in largest)
     for entry in largest[:MOST_NAMED]:
@@ -321,26 +326,61 @@ def run(argv: list[str]) -> None:
             f"warning: left out {len(others):,} more: {size:,} bytes, {size / whole:.1%} of the input",
             file=sys.stderr,
         )
-    words = [
-        f"data.train={args.output}",
-        *([f"data.valid={args.output}_valid"] if args.valid_fraction else []),
-        # conversations do not see each other, and none is cut
-        *(["data.document_mask=true", "data.packing=best_fit"] if args.chat else []),
-    ]
-    # an import has its tokenizer in a folder beside its config
-    imported = Path(prepared.tokenizer).parents[1:2]
+    print(f"\nnext:\n  {next_command(shlex.join(training_command(args, prepared)))}")
+
+
+def training_command(args: argparse.Namespace, prepared: "Prepared") -> list[str]:
+    """Return the command that trains on the corpus, with every setting that the corpus decides."""
+    from megacore.tools.text.vocabulary import padded_vocab_size
+
+    settings = [f"data.train={args.output}"]
+    valid = f"{args.output}_valid"
+    has_valid = valid in prepared.splits
+    if has_valid:
+        settings.append(f"data.valid={valid}")
+    if args.chat:  # conversations do not see each other, and none is cut
+        settings += ["data.document_mask=true", "data.packing=best_fit"]
+
+    # an imported model has its tokenizer in a folder next to its config
+    model_folders = Path(prepared.tokenizer).parents[1:2]
     config = next(
-        (str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None
+        (str(folder / "config.json") for folder in model_folders if (folder / "config.json").is_file()), None
     )
     if config is None:
-        config = "configs/gpt_tiny.json"
-        words += [
+        train = prepared.splits[args.output]
+        config = fitting_config(train)
+        if not has_valid:
+            settings.append("data.valid=null")  # the config's is another corpus
+        settings += [
             f"data.tokenizer={prepared.tokenizer}",
-            f"model.vocab_size={prepared.splits[args.output].vocab_size}",
+            f"model.vocab_size={padded_vocab_size(train.vocab_size)}",
+            f"log.dir=runs/{Path(args.output).name}",
         ]
-        words += [f"log.dir=runs/{Path(args.output).name}"]
-    command = shlex.join(["python", "launch/pretrain.py", "--config", config, *words])
-    print(f"\nnext:\n  {next_command(command)}")
+    return ["python", "launch/pretrain.py", "--config", config, *settings]
+
+
+def fitting_config(train: "Sidecar") -> str:
+    """Return the config whose size fits a training split: GPT-2's needs a GPU and billions of tokens."""
+    return "configs/gpt_124m.json" if train.tokens >= GPT_124M_TOKENS else "configs/gpt_tiny.json"
+
+
+def print_advice(args: argparse.Namespace, prepared: "Prepared") -> None:
+    """Print what to expect of the validation loss, and warn of a vocabulary too large for the text."""
+    train = prepared.splits[args.output]
+    if sum(split.documents for split in prepared.splits.values()) > 2 and args.valid_fraction:
+        print(
+            "validation has whole documents that training never reads, so its loss may be higher without "
+            "overfitting"
+        )
+    if args.tokenizer.startswith("sentencepiece:") and train.tokens < TOKENS_PER_ENTRY * train.vocab_size:
+        entries = train.tokens // TOKENS_PER_ENTRY
+        size = 1 << entries.bit_length() - 1 if entries else 0  # a power of two
+        better = f"sentencepiece:{size}" if size >= SMALLEST_TRAINED else "bytes"
+        print(
+            f"warning: the text has only {train.tokens // train.vocab_size:,} tokens for each entry of the "
+            f"vocabulary, which is too few to learn rare ones (--tokenizer {better}, or more text)",
+            file=sys.stderr,
+        )
 
 
 def print_beginnings(args: argparse.Namespace, prepared: "Prepared") -> None:

@@ -51,7 +51,7 @@ def parser() -> Parser:
         example=EXAMPLES,
         notes=NOTES,
         status="0 done or proved, 1 not proved, 2 bad config, data or arguments",
-        page="docs/starting.md",
+        page="docs/data.md",
     )
     add_config(parser)
     what = parser.add_mutually_exclusive_group(required=True)

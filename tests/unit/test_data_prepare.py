@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.prepare import parse
+from launch.prepare import parse, run, training_command
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import ConfigError, DataError, UserError
 from megacore.tools.corpora import Sidecar
 from megacore.tools.inputs import Inputs
 from megacore.tools.prepare import partial, sources
 from megacore.tools.prepare import prepare as prepare_module
-from megacore.tools.prepare.prepare import prepare
+from megacore.tools.prepare.prepare import Prepared, prepare
 from megacore.tools.prepare.split import cross_entropy
 from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
@@ -442,14 +442,55 @@ def test_command_line(text: Path, prefix: str) -> None:
         "--input", str(text), "--output", prefix, "--tokenizer", "sentencepiece:280", "--workers", "2"
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert (
-        f"data.train={prefix} data.tokenizer={prefix}.model model.vocab_size=280"
+    assert (  # 280 rows, padded to a multiple of 64; not the config's own validation corpus
+        f"data.train={prefix} data.valid=null data.tokenizer={prefix}.model model.vocab_size=320"
         in done.stdout.splitlines()[-1]
     )
     prepare([str(text)], f"{prefix}1", "sentencepiece:280")
     assert len(lines.encode()) > 2 * prepare_module.TASK_BYTES
     for suffix in (".bin", ".idx", ".model"):
         assert Path(f"{prefix}{suffix}").read_bytes() == Path(f"{prefix}1{suffix}").read_bytes()
+
+
+def test_the_next_command_has_a_config_of_the_size_of_the_corpus(prefix: str) -> None:
+    """A small model for a text, and GPT-2's size from 20 tokens for each of its parameters."""
+    args = parse(["--input", "x", "--output", prefix, "--tokenizer", "gpt2", "--valid-fraction", "0.01"])
+    for tokens, model in ((2_499_999_999, "gpt_tiny"), (2_500_000_000, "gpt_124m")):
+        train = Sidecar(tokens, 9, 50256, "gpt2", 50257, 7.0, 4 * tokens)
+        valid = Sidecar(tokens // 100, 9, 50256, "gpt2", 50257, 7.0, tokens // 25)
+        splits = {prefix: train, f"{prefix}_valid": valid}
+        prepared = Prepared(splits, f"{prefix}.tokenizer.json", [], 4 * tokens, None)
+        _, script, _, config, *settings = training_command(args, prepared)
+        assert (script, config) == ("launch/pretrain.py", f"configs/{model}.json")
+        loaded = load(str(ROOT / config), settings).config
+        assert (loaded.data.train, loaded.data.valid) == (prefix, f"{prefix}_valid")
+        assert loaded.model.vocab_size == 50304
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "advice"), [("sentencepiece:500", "--tokenizer bytes"), ("bytes", None)]
+)
+def test_a_vocabulary_that_is_too_large_for_the_text_is_reported(
+    text: Path, prefix: str, capsys: pytest.CaptureFixture[str], tokenizer: str, advice: str | None
+) -> None:
+    """With a few tokens for each entry, rare entries are never learned."""
+    text.write_text(" ".join(f"word{number}" for number in range(3000)))
+    run(["--input", str(text), "--output", prefix, "--tokenizer", tokenizer, "--workers", "1"])
+    warning = capsys.readouterr().err
+    assert warning == "" if advice is None else "tokens for each entry of the vocabulary" in warning
+    assert (advice or "") in warning
+
+
+def test_a_split_by_documents_says_what_to_expect_of_its_loss(
+    tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Users took the higher loss on whole new documents for overfitting."""
+    (tmp_path / "one.txt").write_text("abc" * 100)
+    (tmp_path / "many.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(20)))
+    for name, has_advice in (("one.txt", False), ("many.jsonl", True)):
+        words = ["--output", prefix, "--tokenizer", "bytes", "--valid-fraction", "0.2", "--workers", "1"]
+        run(["--input", str(tmp_path / name), *words])
+        assert ("may be higher without overfitting" in capsys.readouterr().out) == has_advice
 
 
 def test_command_line_errors(text: Path, prefix: str) -> None:

@@ -30,7 +30,7 @@ def vocabulary_warnings(config: Config) -> list[str]:
     prefix, largest = max(known.items(), key=lambda item: item[1].vocab_size)
     unused = rows - largest.vocab_size
     if unused > max(2 * PADDING, rows // 10):
-        fitting = -(-largest.vocab_size // PADDING) * PADDING
+        fitting = padded_vocab_size(largest.vocab_size)
         warnings.append(
             f"WARNING: {unused:,} of the {rows:,} rows of model.vocab_size are never used: {prefix} was "
             "prepared with"
@@ -49,6 +49,11 @@ def vocabulary_warnings(config: Config) -> list[str]:
                 f"WARNING: data.tokenizer is {own}, and {other} was prepared with {found.tokenizer}"
             )
     return warnings
+
+
+def padded_vocab_size(vocab_size: int) -> int:
+    """Return the rows of an embedding for `vocab_size` tokens: the next multiple of `PADDING`."""
+    return -(-vocab_size // PADDING) * PADDING
 
 
 def prefixes_of(spec: Spec | None) -> list[str]:
