@@ -44,7 +44,7 @@ NOTES = (
 
 MOST_WORKERS = 1024
 LEARNED_BRACKETS = ("⟦", "⟧")  # mark what is learned where there are no colours
-TOKENS_PER_ENTRY = 100  # of training text, for each entry of a vocabulary that is trained on it
+TOKENS_PER_ENTRY = 50  # of training text, for each entry of a vocabulary that is trained on it
 SMALLEST_TRAINED = 512  # a smaller vocabulary gains little over bytes, of which there are 256
 GPT_124M_TOKENS = 2_500_000_000  # 20 for each parameter (Hoffmann et al. 2022)
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
