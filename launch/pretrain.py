@@ -209,6 +209,8 @@ def train(
         mirror.begin(trainer.step, trainer.latest)
         trainer.saving.on_saved += [hear for hear in (mirror.copy, best, on_saved) if hear is not None]
         status = trainer.run(lambda: stop.requested)
+        if stop.found:  # rank 0 alone looks for the file
+            print(f"remove {stop.file} before you start the run again", flush=True)
         if best is not None and trainer.latest is not None:
             best(trainer.latest)  # the last step's loss is known only behind its save
         return status

@@ -19,6 +19,7 @@ from megacore.tools.stop_request import STOP, StopRequest
 from megacore.train import trainer as trainer_module
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
+from tests.commands import run_script
 
 OVERRIDES = [
     "train.steps=6",
@@ -99,3 +100,14 @@ def test_asked_at_any_time(pool: Any, tmp_path: Path, when: str, step: int, batc
     if when == "validation":
         pool.run(2, asked_rank, config, str(tmp_path / "whole"), "never")
         assert training.metrics(run)[-1]["loss"] == training.metrics(tmp_path / "whole")[-1]["loss"]
+
+
+def test_a_stop_file_that_is_still_there_is_reported(tmp_path: Path) -> None:
+    """The same command would stop again at once, and the user would not know why."""
+    config = training.write_config(tmp_path, training.write_corpus(tmp_path))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / STOP).touch()
+    done = run_script("launch/pretrain.py", "--config", config, f"log.dir={run}")
+    assert done.returncode == STOPPED
+    assert f"remove {run / STOP} before you start the run again" in done.stdout

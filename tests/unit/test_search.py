@@ -335,7 +335,7 @@ def test_commands_start_all_ranks() -> None:
     assert [launcher(*ranks) for ranks in ((1, 8), (8, 8), (16, 8))] == [
         "python",
         "torchrun --nproc-per-node 8",
-        "srun --ntasks 16 python",
+        "srun --ntasks 16 --ntasks-per-node 8 python",
     ]
 
 

@@ -48,14 +48,14 @@ class Bar:
 
     def __str__(self) -> str:
         whole = (
-            f"{SHARE:.0%} of {self.runs:,} measured runs {self.kind} lie within {self.low - 1:+.0%} … "
-            f"{self.high - 1:+.0%}"
+            f"{SHARE:.0%} of {self.runs:,} measured runs ({self.kind}) differ from the prediction by "
+            f"{self.low - 1:+.0%} … {self.high - 1:+.0%}"
         )
         if self.stalled < 0.01:
             return whole
-        others = f"of the others {SHARE:.0%} lie within {self.usual[0] - 1:+.0%} … {self.usual[1] - 1:+.0%}"
+        others = f"{SHARE:.0%} of the others by {self.usual[0] - 1:+.0%} … {self.usual[1] - 1:+.0%}"
         slow = (
-            f"{self.stalled:.0%} stalled, all of {' and '.join(self.where)}, and took {self.stall:.1f} "
+            f"{self.stalled:.0%}, only runs of {' and '.join(self.where)}, stalled and took {self.stall:.1f} "
             "times the prediction (median)"
         )
         return f"{whole}; {slow}; {others}"

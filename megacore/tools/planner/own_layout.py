@@ -80,7 +80,8 @@ def changed(config: Config) -> Iterator[tuple[str, Config]]:
             check_ds_config(other)
             yield (
                 " ".join(
-                    f"{key}={str(value).lower() if value is True else value}" for key, value in change.items()
+                    f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+                    for key, value in change.items()
                 ),
                 partitioned(other),
             )

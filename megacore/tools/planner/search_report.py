@@ -111,10 +111,12 @@ def too_small(
 
 
 def launcher(world: int, host_ranks: int) -> str:
-    """What starts so many ranks: on one machine without help, on several with Slurm."""
+    """The words of a command that start `world` ranks: on one machine without help, on several with Slurm."""
     if world == 1:
         return "python"
-    return f"torchrun --nproc-per-node {world}" if world <= host_ranks else f"srun --ntasks {world} python"
+    if world <= host_ranks:
+        return f"torchrun --nproc-per-node {world}"
+    return f"srun --ntasks {world} --ntasks-per-node {host_ranks} python"
 
 
 def table(found: Found, limit: float, host_ranks: int) -> None:
@@ -127,9 +129,8 @@ def table(found: Found, limit: float, host_ranks: int) -> None:
         highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
     )
     console.print(
-        f"{found.counted:,} layouts; the fastest {len(found.fit):,} that fit in {limit:g} GiB were "
-        "compared with "
-        f"{len(found.too_large):,} as fast that do not, and {found.hopeless:,} whose state alone does not"
+        f"{found.counted:,} layouts; compared: the fastest {len(found.fit):,} that fit in {limit:g} GiB, and "
+        f"{len(found.too_large):,} that do not; {found.hopeless:,} cannot even hold the model's state"
     )
     rows = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("", "step s", "tokens/s", "MFU", "causal", "GiB", "layout"):
