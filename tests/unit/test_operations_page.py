@@ -15,16 +15,16 @@ BATCH_SCRIPT = (ROOT / "launch/slurm/pretrain.sbatch").read_text(encoding="utf-8
 def test_default_settings() -> None:
     parallel = Config().parallel
     for key in ("hang_seconds", "timeout_seconds", "heartbeat_seconds"):
-        assert f"`parallel.{key}` ({getattr(parallel, key):g})" in PAGE
+        assert f"`parallel.{key}` (default: {getattr(parallel, key):g})" in PAGE
     assert f"which the run fails ({Config().optim.max_skips})" in PAGE
     assert f"newest checkpoints to keep ({Config().checkpoint.keep})" in PAGE
 
 
 def test_default_options() -> None:
     parser = supervise.parser()
-    assert f"`--stall` seconds ({parser.get_default('stall'):g})" in PAGE
-    assert f"without progress ({parser.get_default('restarts')})" in PAGE
-    assert f"stopped to grow (default: {parser.get_default('resize_pause'):g})" in PAGE
+    assert f"`--stall` seconds (default: {parser.get_default('stall'):g})" in PAGE
+    assert f"without progress (default: {parser.get_default('restarts')})" in PAGE
+    assert f"the supervisor stops it to add ranks (default: {parser.get_default('resize_pause'):g})" in PAGE
 
     assert f"`--restarts` times at most ({render.parser().get_default('restarts')})" in PAGE
     assert f"the run has {render.GRACE_SECONDS} s to save" in PAGE
