@@ -135,7 +135,8 @@ def test_stalled_runs_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, across = (bar.__wrapped__(64, pipeline, 8) for pipeline in (1, 2))
     assert plain.stalled == 0 and "stalled" not in str(plain) and plain.usual == (plain.low, plain.high)
     assert across.stalled == pytest.approx(5 / 35) and across.stall == 4.0 and across.usual == (1.0, 1.0)
-    assert "14%, only runs of a, stalled and took 4.0 times the prediction" in str(across) and ACROSS in across.kind
+    assert "14%, only runs of a, stalled and took 4.0 times the prediction" in str(across)
+    assert ACROSS in across.kind
 
 
 def test_the_file_is_what_the_scoreboard_writes() -> None:
