@@ -106,7 +106,7 @@ def test_the_published_steps_of_the_recipes_are_in_the_table() -> None:
     ]
     [row] = [row for row in rows if row.model == "mpt-125m" and row.setting.seq == 1024]
     predicted = predict(row.setting, row.device, row.cluster, profile(row.framework)).step
-    assert f"predicts {predicted:.2f} s where [{row.seconds:.2f} s were measured]" in text
+    assert f"predicts {predicted:.2f} s, and MosaicML [measured {row.seconds:.2f} s]" in text
 
     with MEASURED.open(encoding="utf-8", newline="") as file:
         published = [row for row in csv.DictReader(file) if row["n_gpus"] == "8" and row["tok_s_gpu"]]
@@ -117,7 +117,7 @@ def test_the_published_steps_of_the_recipes_are_in_the_table() -> None:
     assert f"{round(8 * float(mpt['tok_s_gpu']), -3):,.0f} for MPT-7B" in text
     [titan] = [row for row in published if row["framework"] == "torchtitan" and row["seq"] == "131072"]
     assert titan["model"] == "llama3-8b"
-    assert f"{round(8 * float(titan['tok_s_gpu']), -2):,.0f} tokens a second" in text
+    assert f"{round(8 * float(titan['tok_s_gpu']), -2):,.0f} tokens per second" in text
 
 
 def test_the_page_of_models_shows_what_runs() -> None:
