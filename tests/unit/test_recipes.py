@@ -32,6 +32,13 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def test_every_picture_is_on_a_page() -> None:
+    """A picture that no page shows is drawn, downloaded and reviewed for nothing."""
+    texts = [read(page) for page in ROOT.glob("**/*.md") if ".venv" not in page.parts]
+    shown = {match for text in texts for match in re.findall(r"\]\([^)]*figures/(\w+\.png)\)", text)}
+    assert {picture.name for picture in (ROOT / "docs/figures").glob("*.png")} <= shown
+
+
 def test_pictures_are_small() -> None:
     """Everybody who clones the project downloads every version of them."""
     pictures = sorted((ROOT / "docs/figures").glob("*.png"))
