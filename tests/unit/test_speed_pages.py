@@ -39,5 +39,5 @@ def test_the_planning_page_has_the_errors_of_the_scoreboard() -> None:
         (ROOT / "benchmarks/results/planner.json").read_text(encoding="utf-8")
     )
     held_out = scores["frameworks"]["all tuned tables"]["held out"]
-    assert f"the median error is {held_out['median']:.1%}".replace("%", " %") in page
+    assert f"a median error of {held_out['median']:.1%}".replace("%", " %") in page
     assert f"at most {held_out['regret']['worst']:.2f} times" in page
