@@ -480,8 +480,7 @@ def run(argv: list[str]) -> int:
             args,
             ("gpu", "cluster", "calibrate", "compare_schedules", "output", "plot", "memory_gib"),
         )
-        print_default_world(fewest)
-        return dry_run(config, args.simulate_ranks, args.host_size, routing)
+        return dry_run(config, args.simulate_ranks, args.host_size, fewest, routing)
     if args.compare_schedules:
         refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib", "routing"))
     cluster = None if args.cluster is None else read_cluster(args.cluster)
@@ -603,13 +602,17 @@ def search(args: argparse.Namespace) -> int:
     return 0
 
 
-def dry_run(config: Config, ranks: str, host_size: int, routing: Routing | None = None) -> int:
-    """Runs ranks of the mesh in this process.
+def dry_run(
+    config: Config, ranks: str, host_size: int, fewest: int | None, routing: Routing | None = None
+) -> int:
+    """Run ranks of the mesh in this process. `fewest` is the world's size if `--world` does not say it.
 
-    Returns 1 if they do not do what the formulas say, or would hang.
+    Returns 1 if the ranks do not do what the formulas say, or would hang.
     """
-    from megacore.tools.dry_run.dry_report import report  # imports torch
+    from megacore.tools.dry_run.dry_report import parse_ranks, report  # imports torch
 
+    parse_ranks(ranks, config.world_size)  # a mistake ends the script before it prints
+    print_default_world(fewest)
     wrong = report(config, ranks, host_size, routing)
     if note := one_level(config, host_size):
         print(note)

@@ -194,7 +194,7 @@ def test_the_fine_tuning_recipe_can_be_typed(tmp_path: Path) -> None:
     play(TEXT[0], tmp_path)
     printed = play(TEXT[1], tmp_path)
     prefix = f"{tmp_path}/"
-    assert [word.replace(prefix, "") for word in shlex.split(printed.splitlines()[-1])] == TEXT[2][:-1], (
+    assert [word.replace(prefix, "") for word in shlex.split(printed.splitlines()[-1])] == TEXT[2][:-2], (
         "what to type next"
     )
     play(TEXT[2], tmp_path, *FEW)
