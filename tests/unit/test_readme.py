@@ -58,7 +58,7 @@ HELD: dict[str, Callable[[], str]] = {
     "Gemma 2 and 3": families("Gemma"),
     "four GPU targets": lambda: {4: "four GPU targets"}.get(len(TARGETS), f"{len(TARGETS)} GPU targets"),
     "1, 8 and 512 devices": lambda: "1, 8 and 512 devices",
-    "run on 512 devices": lambda: "run on 512 devices",
+    "on 512 devices": lambda: "on 512 devices",
 }
 
 
