@@ -75,7 +75,7 @@ NUMBERS: dict[str, Callable[[], int | str]] = {
     "fastest_ratio": lambda: f"{max(equal_ratios()):.2f}",
     "moe_proofs": lambda: len(json.loads(experts.FOUND.read_text(encoding="utf-8"))),
     "optimizers": lambda: len(RULES),
-    "planner_error": lambda: f"{100 * tuned_runs()['median']:.1f} %",
+    "planner_error": lambda: f"{100 * tuned_runs()['median']:.1f}%",
     "planner_runs": lambda: int(tuned_runs()["rows"]),
     "slowest_ratio": lambda: f"{min(equal_ratios()):.2f}",
     "strict_layouts": lambda: len(CASES),
