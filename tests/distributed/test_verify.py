@@ -234,7 +234,7 @@ def readme_model(folder: Path) -> Path:
 
 
 def test_the_readmes_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> None:
-    """The first thing that a researcher copies would be wrong; with a mistake in it, verify says so."""
+    """The first thing that a researcher copies would be wrong; verify must find a mistake in it."""
     path = readme_model(tmp_path)
     proof = of_source(path, workers, "tp2sp,pp2")
     assert proof.holds, verdict(proof)
