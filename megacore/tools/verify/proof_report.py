@@ -204,21 +204,21 @@ def verdict(proof: Proof) -> str:
         "its own bounds"
     )
     layouts = "1 layout" if len(ran) == 1 else f"{len(ran)} layouts"
-    said = f"{other}{within}: {what}, in {layouts}; {largest}"
+    sentence = f"{other}{within}: {what}, in {layouts}; {largest}"
     if proof.undirected:
         which = " and ".join(f"{count} parameters of {rule}" for rule, count in proof.undirected.items())
-        said += (
+        sentence += (
             f"; updates of {which} were computed again from the run's own numbers, but their directions "
             "not compared with fp64's,"
             " as AdamW's are"
         )
     if proof.untouched is not None and proof.untouched.not_compared:
-        said += f"; not compared with the untouched module: {', '.join(proof.untouched.not_compared)}"
+        sentence += f"; not compared with the untouched module: {', '.join(proof.untouched.not_compared)}"
     if proof.monitors:
-        said += f"; {proof.monitors} ran in each layout and changed nothing"
+        sentence += f"; {proof.monitors} ran in each layout and changed nothing"
     if lacking := next((result.not_replayed for result in ran if result.not_replayed), ""):
-        return f"NO DIFFERENCE FOUND from {said}; NOT PROVED, because not computed again: the {lacking}"
-    return f"EQUAL to {said}"
+        return f"NO DIFFERENCE FOUND from {sentence}; NOT PROVED, because not computed again: the {lacking}"
+    return f"EQUAL to {sentence}"
 
 
 def bound_of(bounds: Bounds | None, difference: Difference) -> str:
