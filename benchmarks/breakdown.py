@@ -21,7 +21,7 @@ from benchmarks.wire import EXPERTS, Wire
 from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.pipeline.schedule import Action, Op, Plan
 from megacore.tools.planner.traffic import Transfer
 from megacore.tools.schedules.simulate import Span, Timeline, simulate
@@ -29,13 +29,13 @@ from megacore.tools.schedules.simulate import Span, Timeline, simulate
 COMMUNICATION = ("tp", "cp", EXPERTS, "dp", "pp", "tied", "loss", "norm")  # by group, as a `Wire` names them
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that observers hear of
+PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that listeners hear of
 # Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is
 # taken out: for what it receives, and when it is done early, in the first sum that others join later.
 IDLE_IN = ("pp", "tied", "loss", "norm", "dp")
 
 
-class Stopwatch(Observer):
+class Stopwatch(Listener):
     """Marks in time, or in the computing stream; each begins a part, and the one behind it ends it."""
 
     vital = True
@@ -56,16 +56,16 @@ class Stopwatch(Observer):
             moment.record()
         self.marks.append((moment, self.open[-1]))
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.open[0] = PHASES.get(phase, "other")
         self.mark()
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         if action.op in COMPUTE:
             self.within.append(self.part(action.op.value, action))
             self.within[-1].__enter__()
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         if action.op in COMPUTE:
             self.within.pop().__exit__(None, None, None)
 
@@ -127,16 +127,16 @@ def measured_step(training: Training, watch: Stopwatch | None = None) -> Breakdo
     watch = watch or Stopwatch(training.mesh.device)
     wire = Wire(training.mesh, watch.part)
     training.meet()
-    observers = training.mesh.observers
+    listeners = training.mesh.listeners
     with wire:
-        observers.append(watch)
+        listeners.append(watch)
         started = perf_counter()
         watch.mark()
         training.work()
         watch.mark()
         training.wait()
         total = perf_counter() - started
-        observers.remove(watch)
+        listeners.remove(watch)
     totals = watch.totals()
     seconds = dict.fromkeys(PARTS, 0.0) | {name: totals[name] for name in totals if name in PARTS}
     seconds["compute"] = sum(totals[op.value] for op in COMPUTE)

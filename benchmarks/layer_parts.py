@@ -117,14 +117,14 @@ class ByPart:
         plain = self.training.step()
         mesh, watch = self.training.mesh, Stopwatch(self.training.mesh.device)
         self.training.meet()
-        mesh.observers.append(watch)
+        mesh.listeners.append(watch)
         wire = Wire(mesh, lambda name: watch.part(EXCHANGE if name == EXPERTS else "communication"))
         with wire, LayerParts(self.training.train_step.stages, watch):
             watch.mark()
             self.training.work()
             watch.mark()
             self.training.wait()
-        mesh.observers.remove(watch)
+        mesh.listeners.remove(watch)
         totals = watch.totals()
         rest = sum(seconds for name, seconds in totals.items() if name not in PARTS)
         own = [totals[name] for name in PARTS[:-1]] + [rest]

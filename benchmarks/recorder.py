@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megacore.distributed.communicator import Observed
+from megacore.distributed.communicator import ObservedWork
 from megacore.distributed.init import joined
-from megacore.distributed.observer import Observer, Observers, Operation
+from megacore.distributed.events import Listener, Listeners, Operation
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
@@ -34,14 +34,14 @@ NOTES = 100_000
 
 def seconds_a_note() -> float:
     """Of an operation that is begun and waited for, which makes two notes, half the time."""
-    observers = Observers([FlightRecorder()])
+    listeners = Listeners([FlightRecorder()])
     group: Any = SimpleNamespace(name="tp", key="tp", ranks=(0, 1), rank=0)
     work, x = SimpleNamespace(wait=lambda: None), torch.empty(16, 32)
     started = time.perf_counter()
     for _ in range(NOTES // 2):
-        tokens = observers.tell(Observer.collective_begins, Operation(group, "all_reduce", (x,)))
-        observers.tell_back(Observer.collective_begun, tokens)
-        Observed(observers, tokens, work).wait()
+        tokens = listeners.notify(Listener.on_collective, Operation(group, "all_reduce", (x,)))
+        listeners.reply(Listener.on_started, tokens)
+        ObservedWork(listeners, tokens, work).wait()
     return (time.perf_counter() - started) / NOTES
 
 
@@ -63,7 +63,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         guardians = Guardians(config, place, device)
         with joined(config, place, device, guardians) as mesh, Garbage() as garbage:
             trainer = trainer_of(config, mesh, inputs)
-            mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
+            mesh.listeners += [garbage, *share_cores(trainer.config, place.world_size, device)]
             started = time.perf_counter()
             trainer.run()
             seconds = (time.perf_counter() - started) / config.train.steps

@@ -135,7 +135,7 @@ class Training:
 
     def batch_of(self, step: int) -> list[Microbatch]:
         """The microbatches of a step."""
-        self.mesh.observers.phase("data")
+        self.mesh.listeners.phase("data")
         return self.batch if self.loader is None else self.loader.step(step)
 
 

@@ -1,6 +1,6 @@
 """What a rank sends in a step, by group and operation, and where it waits for it.
 
-What this project sends, it hears of as an observer. For libraries that bring their own collectives (FSDP2),
+What this project sends, it hears of as an listener. For libraries that bring their own collectives (FSDP2),
 torch.distributed's functions are replaced while a `Wire` is entered.
 """
 
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.planner.traffic import Transfer
 
@@ -66,7 +66,7 @@ class Waited:
         return getattr(self.work, name)
 
 
-class Wire(Observer, AbstractContextManager["Wire"]):
+class Wire(Listener, AbstractContextManager["Wire"]):
     """Counts what is sent while it is entered, and names every call and every wait by `part`."""
 
     vital = True
@@ -91,7 +91,7 @@ class Wire(Observer, AbstractContextManager["Wire"]):
         ]
 
     def __enter__(self) -> "Wire":
-        self.mesh.observers.append(self)
+        self.mesh.listeners.append(self)
         for operation, names, whole in COLLECTIVES:
             name = next(name for name in names if hasattr(dist, name))
             original = getattr(dist, name)
@@ -105,30 +105,30 @@ class Wire(Observer, AbstractContextManager["Wire"]):
 
     def __exit__(self, *_: object) -> None:
         self.patches.close()
-        self.mesh.observers.remove(self)
+        self.mesh.listeners.remove(self)
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.sums = SUMS.get(phase, "")
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         self.sums = "tied" if action.op is Op.REDUCE_TIED else ""
 
-    def collective_begins(self, operation: Operation) -> str:
+    def on_collective(self, operation: Operation) -> str:
         name = self._name(operation.group, operation.name)
         if operation.name in COUNTED:
             what = "send" if operation.name == "shift" else operation.name
             self._count(name, what, operation.group.size, operation.tensors[COUNTED[operation.name]])
-        self.wait_begins(name)
+        self.on_wait_begin(name)
         return name
 
-    def collective_begun(self, token: str) -> None:
-        self.wait_ends(token)
+    def on_started(self, token: str) -> None:
+        self.on_wait_end(token)
 
-    def wait_begins(self, token: str) -> None:
+    def on_wait_begin(self, token: str) -> None:
         self.parts.append(self.part(token))
         self.parts[-1].__enter__()
 
-    def wait_ends(self, token: str) -> None:
+    def on_wait_end(self, token: str) -> None:
         self.parts.pop().__exit__(None, None, None)
 
     def _of_a_library(self, function: Callable[..., Any], operation: str, whole: int) -> Callable[..., Any]:

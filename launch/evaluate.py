@@ -307,7 +307,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         stages = build_stages(config, mesh)
         load_weights(reader, stages)
         token_bytes = None if sizes is None else torch.tensor(sizes.token_bytes, device=device)
-        result = evaluate(config, Runtime(stages, None, mesh.pp, mesh.observers), mesh, samples, token_bytes)
+        result = evaluate(config, Runtime(stages, None, mesh.pp, mesh.listeners), mesh, samples, token_bytes)
     if result.targets and not math.isfinite(result.loss):
         wrong = f"its loss is {result.loss}: the run has diverged"
         raise CheckpointError(str(reader.path), wrong, "an earlier checkpoint")

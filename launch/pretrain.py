@@ -158,7 +158,7 @@ def train(
     from megacore.tools.mirror import Mirror
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.best import BestKept
-    from megacore.tools.monitoring.first_step import FirstStep, StartUpObserver
+    from megacore.tools.monitoring.first_step import FirstStep, StartUp
     from megacore.tools.retention import set_aside
     from megacore.tools.settings.validation import warmup_warning
     from megacore.tools.text.vocabulary import corpora_begin_with_bos, prefixes_of, vocabulary_warnings
@@ -198,11 +198,11 @@ def train(
         if place.rank == 0:  # whose state is saved
             prefixes = prefixes_of(config.data.train)
             trainer.passed_on[DOCUMENTS_BOS] = corpora_begin_with_bos(prefixes, config.data.tokenizer)
-        mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
-        mesh.observers.append(StartUpObserver(stop, trainer.config.train.compile is True))
+        mesh.listeners += [garbage, *share_cores(trainer.config, place.world_size, device)]
+        mesh.listeners.append(StartUp(stop, trainer.config.train.compile is True))
         if place.rank == 0:
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
-            mesh.observers.append(FirstStep(backwards, device.type))
+            mesh.listeners.append(FirstStep(backwards, device.type))
         best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
         if best is not None and config.checkpoint.resume != "auto":
             set_aside(best.folder, trainer.step)

@@ -72,7 +72,7 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     config = partitioned(load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config)
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
-    mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
+    mesh.listeners.append(FlightRecorder(stages=config.parallel.pipeline))
     with StopRequest() as stop:
         stop.begin()
         status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run(

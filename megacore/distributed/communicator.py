@@ -1,7 +1,7 @@
 """The operations of one group, over its communicator or, for tensors that fit, through shared memory.
 
 Layers and engines call `collectives`, the runtime and the mesh a `Communicator` too. Only libraries that
-bring their own collectives (FSDP2, DeepSpeed) send anything else in a step. Observers hear of each operation
+bring their own collectives (FSDP2, DeepSpeed) send anything else in a step. Listeners hear of each operation
 when it begins and when it is waited for.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.distributed.observer import Observer, Observers, Operation
+from megacore.distributed.events import Listener, Listeners, Operation
 from megacore.distributed.shared_memory import SharedMemory
 
 # torch 2.13 renamed these two; 2.11 has the old names only.
@@ -124,21 +124,21 @@ class Together:
             work.wait()
 
 
-class Observed:
-    """The handle of an operation whose wait observers hear of."""
+class ObservedWork:
+    """The handle of an operation whose wait listeners hear of."""
 
-    __slots__ = ("observers", "tokens", "work")
+    __slots__ = ("listeners", "tokens", "work")
 
-    def __init__(self, observers: Observers, tokens: list[tuple[Observer, Any]], work: Work) -> None:
-        self.observers, self.tokens, self.work = observers, tokens, work
+    def __init__(self, listeners: Listeners, tokens: list[tuple[Listener, Any]], work: Work) -> None:
+        self.listeners, self.tokens, self.work = listeners, tokens, work
 
     def wait(self) -> None:
         """Returns when the result can be used."""
-        self.observers.tell_back(Observer.wait_begins, self.tokens)
+        self.listeners.reply(Listener.on_wait_begin, self.tokens)
         try:
             self.work.wait()
         finally:
-            self.observers.tell_back(Observer.wait_ends, self.tokens)
+            self.listeners.reply(Listener.on_wait_end, self.tokens)
 
 
 P = ParamSpec("P")
@@ -148,27 +148,29 @@ R = TypeVar("R")
 def observed(
     method: Callable[Concatenate["Communicator", P], R],
 ) -> Callable[Concatenate["Communicator", P], R]:
-    """An operation of a communicator, of which observers hear. If nobody watches, it costs a test more."""
+    """An operation of a communicator, of which listeners hear. If nobody watches, it costs a test more."""
     name = method.__name__.removeprefix("start_")
     returns_done = name == method.__name__ not in ("send", "receive")
 
     @wraps(method)
     def told(self: "Communicator", *args: P.args, **options: P.kwargs) -> R:
-        observers = self.observers
-        if not observers:
+        listeners = self.listeners
+        if not listeners:
             return method(self, *args, **options)
         tensors, peer = (
             tuple(x for x in args if isinstance(x, Tensor)),
             next((x for x in args if type(x) is int), -1),
         )
-        tokens = observers.tell(Observer.collective_begins, Operation(_called[self.key], name, tensors, peer))
+        tokens = listeners.notify(Listener.on_collective, Operation(_called[self.key], name, tensors, peer))
         if returns_done:
-            observers.tell_back(Observer.collective_begun, tokens)
-            Observed(observers, tokens, SimpleNamespace(wait=partial(method, self, *args, **options))).wait()
+            listeners.reply(Listener.on_started, tokens)
+            ObservedWork(
+                listeners, tokens, SimpleNamespace(wait=partial(method, self, *args, **options))
+            ).wait()
             return cast(R, None)
         work = method(self, *args, **options)
-        observers.tell_back(Observer.collective_begun, tokens)
-        return cast(R, Observed(observers, tokens, cast(Work, work)))
+        listeners.reply(Listener.on_started, tokens)
+        return cast(R, ObservedWork(listeners, tokens, cast(Work, work)))
 
     return told
 
@@ -184,9 +186,9 @@ class Communicator:
         process_group: dist.ProcessGroup,
         size: int,
         shared: SharedMemory | None = None,
-        observers: Observers | None = None,
+        listeners: Listeners | None = None,
     ) -> None:
-        self.process_group, self.size, self.shared, self.observers = process_group, size, shared, observers
+        self.process_group, self.size, self.shared, self.listeners = process_group, size, shared, listeners
         self.downward = process_group  # for messages to lower ranks, see `Mesh._connect_stages`
         # gloo would do an all-reduce on every rank: that takes 2.0 times as long between 2 ranks, and 2.6
         # times between 4 (4 MiB).

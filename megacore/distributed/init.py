@@ -13,7 +13,7 @@ from megacore.caches import keep_triton_local
 from megacore.config import Config
 from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observers
+from megacore.distributed.events import Listeners
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import claim, meet
 from megacore.errors import ConfigError, UserError
@@ -30,7 +30,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self.observers = Observers()  # who watch the rank from the first operation on
+        self.listeners = Listeners()  # who watch the rank from the first operation on
 
     def met(self, store: dist.Store) -> None:
         """The ranks have met in `store`.
@@ -104,7 +104,7 @@ def joined(
         if store is not None:
             guard.met(store)
             claim(device, place, store)
-        mesh = Mesh(config, place, device, store=store, observers=guard.observers)
+        mesh = Mesh(config, place, device, store=store, listeners=guard.listeners)
         check_source(config, mesh)
         yield mesh
     except BaseException as error:

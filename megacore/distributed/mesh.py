@@ -17,7 +17,7 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.axes import AXES, Axis, called, describe, ranks_along, sums_of
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.hierarchical_reduce import Levels, by_host
-from megacore.distributed.observer import Observers
+from megacore.distributed.events import Listeners
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import meet
 from megacore.distributed.shared_memory import join
@@ -69,7 +69,7 @@ class Mesh(Topology):
         views: Sequence[Sequence[Axis]] = (),
         store: dist.Store | None = None,
         backend: str | None = None,
-        observers: Observers | None = None,
+        listeners: Listeners | None = None,
     ) -> None:
         """Joins the ranks; collective. `config` must be checked against the world size.
 
@@ -77,11 +77,11 @@ class Mesh(Topology):
         further products of axes, for layers that communicate along more than one axis at once.
         `store`: in which the ranks have met, if they have (`rendezvous.meet`). `backend`: one that no config
         can name.
-        `observers`: those who watch this rank, from here on if there are some already.
+        `listeners`: those who watch this rank, from here on if there are some already.
         """
         p = config.parallel
         self.place, self.device = place, device
-        self.observers = Observers() if observers is None else observers
+        self.listeners = Listeners() if listeners is None else listeners
         self.timeout = timedelta(seconds=p.timeout_seconds)
         usual = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
         self.backend = backend or usual
@@ -181,7 +181,7 @@ class Mesh(Topology):
         wire = (
             None
             if process_group is None
-            else Communicator(process_group, len(ranks), observers=self.observers)
+            else Communicator(process_group, len(ranks), listeners=self.listeners)
         )
         return Group(name, ranks, ranks.index(self.rank), wire)
 

@@ -85,10 +85,10 @@ class FSDPEngine(OptimizerStep):
         self.units: list[FSDPModule] = []
         self.rows: list[ShardRows] = []
         self.untrained: list[ShardRows] = []  # without gradients
-        mesh.observers.phase("dividing parameters")
+        mesh.listeners.phase("dividing parameters")
         for stage in stages:
             self._divide(stage, config)
-        mesh.observers.phase("making the optimizer's state")
+        mesh.listeners.phase("making the optimizer's state")
         self.groups = ParameterGroups(config.optim)
         super().__init__(config, mesh, stages, [self._range(rows) for rows in self.rows])
 

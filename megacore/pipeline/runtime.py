@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.distributed.communicator import Group, Work
-from megacore.distributed.observer import Observer, Observers
+from megacore.distributed.events import Listener, Listeners
 from megacore.engine.protocol import Engine
 from megacore.model.batch import Microbatch
 from megacore.model.stage import Stage
@@ -38,9 +38,9 @@ class Runtime:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], engine: Engine | None, pp: Group, observers: Observers | None = None
+        self, stages: Sequence[Stage], engine: Engine | None, pp: Group, listeners: Listeners | None = None
     ) -> None:
-        self.stages, self.engine, self.pp, self.observers = stages, engine, pp, observers
+        self.stages, self.engine, self.pp, self.listeners = stages, engine, pp, listeners
         self.modules: Sequence[nn.Module] = stages if engine is None else engine.modules
         self.device = stages[0].device
         self.loss_dtype = torch.float64 if stages[0].config.train.precision == "fp64" else torch.float32
@@ -98,12 +98,12 @@ class Runtime:
         self.stage_of = plan.placement[self.pp.rank]
         for action in plan.actions[self.pp.rank]:
             self._wait_for_message(action)
-            if not self.observers:
+            if not self.listeners:
                 self.methods[action.op](action)
             else:
-                self.observers.tell(Observer.action_begins, action)
+                self.listeners.notify(Listener.on_action_begin, action)
                 self.methods[action.op](action)
-                self.observers.tell(Observer.action_ends, action)
+                self.listeners.notify(Listener.on_action_end, action)
         for under_way in self.sending.values():
             while under_way:
                 wait_all(under_way.popleft())

@@ -23,7 +23,7 @@ import torch
 
 from megacore.config import Config
 from megacore.config.implied import compiles
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.processes import control_groups
 
 # of GCC's OpenMP, which PyTorch's wheels for Linux bring along; it reads it when it is loaded
@@ -46,7 +46,7 @@ TASKS = Path("/proc/self/task")
 def share_cores(config: Config, world_size: int, device: torch.device) -> list["FittingThreads"]:
     """Lets this process, whose device is set up, share its machine's cores with other programs.
 
-    Whoever starts a run calls it, and attaches the observers that it returns.
+    Whoever starts a run calls it, and attaches the listeners that it returns.
     """
     if device.type != "cpu":
         return []
@@ -160,7 +160,7 @@ class Books:
         return None if self.doubted and not doubted and wanted < SURE else granted
 
 
-class FittingThreads(Observer):
+class FittingThreads(Listener):
     """Sets a process's number of threads between steps, by how long its threads had to wait
     for a core since the last look.
     """
@@ -175,7 +175,7 @@ class FittingThreads(Observer):
         # looks to pass until more threads are tried; how many that will be next time
         self.rest, self.patience = 0, 0
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         """Between two steps."""
         self.fit()
 

@@ -14,7 +14,7 @@ from megacore.checkpoint import Ranks
 from megacore.checkpoint.digest import BITS
 from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import Stage
 
@@ -31,7 +31,7 @@ class Drifted(RuntimeError):
     """Parameters that tensor ranks hold alike have drifted apart."""
 
 
-class Drift(Observer):
+class Drift(Listener):
     """Sums the bits of this rank's parameters that tensor ranks hold alike, and compares the sums over all
     ranks. Nobody waits for that: what a GPU found is read some steps later, or before anything is saved.
     """
@@ -62,7 +62,7 @@ class Drift(Observer):
         """
         return self.mesh.backend != "nccl" or self.mesh.gradient_group.size <= 2
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         """Ends a comparison. Raises `Drifted` on all ranks."""
         self.step = step
         if self.found is not None and step <= self.found[0]:  # the run went back, to other weights
@@ -70,14 +70,14 @@ class Drift(Observer):
         if self.found is not None and step >= self.found[0] + LAG:
             self.judge()
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         """Begins a comparison, behind the backward: the parameters of the last update, some of which
         may come late, are there then.
         """
         if phase == "optimizer step" and self.step % EVERY == 0:
             self.compare()
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         """Ends a comparison: nothing that has drifted is saved."""
         self.judge()
 

@@ -8,12 +8,12 @@ one.
 import gc
 from types import TracebackType
 
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 
 EVERY = 100  # steps between collections
 
 
-class Garbage(Observer):
+class Garbage(Listener):
     """From the first step until this context ends, garbage is collected only behind some steps, on all ranks
     behind the same. Objects that are there from the start, or from the first step, are no longer looked at.
     """
@@ -32,7 +32,7 @@ class Garbage(Observer):
         if self.was_on:
             gc.enable()
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         """Between two steps, and before the first."""
         if self.steps <= 1:  # the first has compiled, and made what stays
             gc.disable()

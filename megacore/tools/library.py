@@ -41,7 +41,7 @@ def one_process(config: Config) -> "Mesh":
     place = RankInfo()
     device = take_device(config, place)
     mesh = Mesh(config, place, device)
-    mesh.observers += share_cores(config, place.world_size, device)
+    mesh.listeners += share_cores(config, place.world_size, device)
     return mesh
 
 
@@ -49,14 +49,14 @@ def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tupl
     """The steps of a run from `first_step` to `train.steps`, each with this
     rank's microbatches of `data.train`.
     """
-    from megacore.distributed.observer import Observer
+    from megacore.distributed.events import Listener
     from megacore.tools.corpora import checked_stream
     from megacore.train.loader import Loader
 
     loader = Loader(config, mesh, checked_stream(config))
     try:
         for step in range(first_step, config.train.steps + 1):
-            mesh.observers.tell(Observer.step_begins, step, True)
+            mesh.listeners.notify(Listener.on_step_begin, step, True)
             yield step, loader.step(step)
     finally:
         loader.close()

@@ -133,7 +133,7 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
         try:
             opened, inputs.opened = inputs.opened, None
             return proved(
-                Path(whole or weights), ranks, opened, partial(mesh.observers.phase, "checking a checkpoint")
+                Path(whole or weights), ranks, opened, partial(mesh.listeners.phase, "checking a checkpoint")
             ), not whole
         except CheckpointError as damage:
             if not whole:

@@ -15,7 +15,7 @@ from megacore.data.packing import Bounds, document_positions, ignore_across, of_
 from megacore.data.samples import EvalSamples
 from megacore.data.shuffle import dealt
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.rendezvous import use_device
 from megacore.model.batch import FieldSource, Microbatch, Samples
 from megacore.model.choose import layers_of
@@ -69,10 +69,10 @@ class Loader:
 
     def _wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
         """Waits for the microbatches that are read ahead."""
-        observers = self.mesh.observers
-        observers.tell(Observer.host_wait_begins, "data", self.thread)
+        listeners = self.mesh.listeners
+        listeners.notify(Listener.on_host_wait_begin, "data", self.thread)
         batch = reading.result()
-        observers.tell(Observer.host_wait_ends, "data")
+        listeners.notify(Listener.on_host_wait_end, "data")
         return batch
 
     def _read_ahead(self, step: int) -> list[Microbatch]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the process that talks to wandb needs no torch
     from torch import nn
 
     from megacore.distributed.mesh import Mesh
-    from megacore.distributed.observer import Slow, Waits
+    from megacore.distributed.events import Slow, Waits
     from megacore.train.step import TrainStep
 
 

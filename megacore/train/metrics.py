@@ -18,7 +18,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Observers
+from megacore.distributed.events import Listener, Listeners
 from megacore.model.batch import Microbatch
 from megacore.train.checkpointing import Saving
 from megacore.train.logs import Monitor, Report
@@ -52,10 +52,10 @@ class AsyncMetrics:
     """
 
     def __init__(
-        self, device: torch.device, observers: Observers | None = None, losses: Sequence[str] = ()
+        self, device: torch.device, listeners: Listeners | None = None, losses: Sequence[str] = ()
     ) -> None:
         """`losses`: the names of those that each step's figures bring one by one."""
-        self.observers, self.losses = Observers() if observers is None else observers, losses
+        self.listeners, self.losses = Listeners() if listeners is None else listeners, losses
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.pinned = (
@@ -93,9 +93,9 @@ class AsyncMetrics:
 
     def wait(self, arrived: torch.cuda.Event) -> None:
         """Waits until the device has sent a step's figures. A host that is late does not wait here."""
-        self.observers.tell(Observer.host_wait_begins, "device")
+        self.listeners.notify(Listener.on_host_wait_begin, "device")
         arrived.synchronize()
-        self.observers.tell(Observer.host_wait_ends, "device")
+        self.listeners.notify(Listener.on_host_wait_end, "device")
 
 
 class StepTimer:
@@ -204,7 +204,7 @@ class Reporter:
         """The report of a step that the device has done. Collective."""
         steps = self.timer.steps
         seconds = self.timer.read()
-        waits = self.mesh.observers.waits()
+        waits = self.mesh.listeners.waits()
         own, worked = seconds - waits.for_ranks / steps, waits.device_worked / steps
         parts = {
             part: value
@@ -220,7 +220,7 @@ class Reporter:
         # data ranks have equally many tokens and ranks
         speed, pairs = tokens / steps / seconds, float(of_all[6].mean())
         mfu, mfu_causal = self.utilisation(speed, pairs)
-        stragglers = self.mesh.observers.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
+        stragglers = self.mesh.listeners.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         figures: dict[str, Any] = {
             "step": step,
             "loss": metrics.loss,

@@ -62,7 +62,7 @@ class TrainStep:
         self.named_losses = tuple(self.losses) if len(self.losses) > 1 else ()  # a loss alone is `loss`
         self.stages = build_stages(config, mesh, layers)
         self.engine = build_engine(config, self.stages, mesh)
-        self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.observers)
+        self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.listeners)
         self.plans = plans_of(config)
         self.masks_targets = masks_targets(config) or "targets" in fields_of(layers)
         if draw:
@@ -83,7 +83,7 @@ class TrainStep:
         }
         threads, note = (
             own_cores(mesh.place.local_world_size),
-            partial(mesh.observers.phase, "drawing weights"),
+            partial(mesh.listeners.phase, "drawing weights"),
         )
         initialise(weights, shards, config.train.seed, DTYPES[config.train.precision], threads, note)
 
@@ -118,7 +118,7 @@ class TrainStep:
         is the loss.
         """
         weights = self.weights(batch)
-        self.mesh.observers.phase("forward and backward")
+        self.mesh.listeners.phase("forward and backward")
         sums = self.runtime.run(self.plans[len(batch)], batch, weights)
         return {
             name: self.own_part(loss, sums[loss.name] * weights[loss.name])
@@ -150,7 +150,7 @@ class TrainStep:
         """The global batch's losses, and how many ranks voted yes on each of the questions that ranks decide
         together (1 is yes, 0 is no). One collective brings them all, and nobody waits for it.
         """
-        self.mesh.observers.phase("loss")
+        self.mesh.listeners.phase("loss")
         flags = [torch.full((), vote, dtype=torch.float64, device=self.mesh.device) for vote in votes]
         found = list(all_reduce(torch.stack([*share.values(), *flags]), self.mesh.world))
         return dict(zip(share, found, strict=False)), found[len(share) :]
@@ -164,9 +164,9 @@ class TrainStep:
         loss, *others = losses.values()
         for other in others:
             loss = loss + other
-        self.mesh.observers.phase("optimizer step")
+        self.mesh.listeners.phase("optimizer step")
         statistics = self.engine.step(lr, loss)
-        self.mesh.observers.phase("between steps")
+        self.mesh.listeners.phase("between steps")
         named = {name: losses[name] for name in self.named_losses}
         return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, named)
 
@@ -189,7 +189,7 @@ class TrainStep:
         own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(
             dtype=torch.float64
         )
-        self.mesh.observers.phase("loss")
+        self.mesh.listeners.phase("loss")
         # Every stage has the batch, and so does every tensor rank, of which one counts.
         total = (
             all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world)

@@ -25,7 +25,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.buffers import BUFFERS, SAVED_STATE, unsaved_state
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.shard import logical_name
 from megacore.engine.compression import STATE
 from megacore.errors import CheckpointError, ConfigError, LogError
@@ -98,7 +98,7 @@ class Trainer:
         self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
         self.step = self.started = self.resume()
-        self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
+        self.async_metrics = AsyncMetrics(mesh.device, mesh.listeners, self.train_step.named_losses)
         if self.is_writer:
             self.monitors.open(config, Path(resolved(config.log.dir)), self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.say, clean)
@@ -161,8 +161,8 @@ class Trainer:
 
     def next_batch(self) -> list[Microbatch]:
         """This rank's microbatches of the current step, which begins."""
-        self.mesh.observers.tell(Observer.step_begins, self.step, self.due(self.config.log.every))
-        self.mesh.observers.phase("data")
+        self.mesh.listeners.notify(Listener.on_step_begin, self.step, self.due(self.config.log.every))
+        self.mesh.listeners.phase("data")
         return self.loader.step(self.step + self.ahead)
 
     def votes(self) -> tuple[float, float]:
@@ -193,7 +193,7 @@ class Trainer:
         try:
             self.check_stop()  # the file STOP may be there already
             self.loop()
-            with self.mesh.observers.aside("saving"):  # whoever judges before a save does so at the end too
+            with self.mesh.listeners.pause("saving"):  # whoever judges before a save does so at the end too
                 self.saving.finish(last=True)
             self.conclude()
         except StopAgreed:
@@ -226,7 +226,7 @@ class Trainer:
         """
         if self.inputs.validation is None:
             return None
-        with self.mesh.observers.aside("validation"), self.engine.evaluating():
+        with self.mesh.listeners.pause("validation"), self.engine.evaluating():
             found = evaluate(
                 self.config,
                 self.train_step.runtime,
@@ -292,7 +292,7 @@ class Trainer:
                 wrong = f"nothing was saved: the model has got {unsaved[0]}, which no checkpoint saves"
                 raise CheckpointError(folder, wrong, f"in the layer's constructor {SAVED_STATE}")
         samples = self.config.train.samples_through(self.step + self.ahead)
-        with self.mesh.observers.aside("saving"):
+        with self.mesh.listeners.pause("saving"):
             progress = {"samples": samples, "rollbacks": self.skips.rollbacks}
             self.saving.save(self.step, progress | self.passed_on)
 
@@ -323,7 +323,7 @@ class Trainer:
             if key not in new and (
                 key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE))
             ):
-                self.mesh.observers.phase("reading a checkpoint")
+                self.mesh.listeners.phase("reading a checkpoint")
                 name = logical_name(key)
                 # an average may begin here
                 if name.startswith(AVERAGES) or (weights_alone and name.startswith(WEIGHTS)):

@@ -1,5 +1,5 @@
 """Nothing configured is ignored: every key of the schema, with another value, changes what a run computes,
-what it tells its observers, what it writes, what the planner says of it, how the process is set up, or is
+what it tells its listeners, what it writes, what the planner says of it, how the process is set up, or is
 refused by name. A new key without a case fails.
 """
 
@@ -21,7 +21,7 @@ import torch
 from megacore.config import Config
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.errors import ConfigError
 from megacore.pipeline.schedule import Action
 from megacore.tools.choices.partition import partitioned
@@ -313,15 +313,15 @@ ELSEWHERE = {
 
 
 @dataclass
-class Told(Observer):
-    """All that a run tells its observers."""
+class Told(Listener):
+    """All that a run tells its listeners."""
 
     heard: list[str] = field(default_factory=list)
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         self.heard.append(str(action))
 
-    def collective_begins(self, operation: Operation) -> None:
+    def on_collective(self, operation: Operation) -> None:
         group = operation.group
         sizes = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in operation.tensors]
         self.heard.append(f"{operation.name} {sizes} over {group.name} ")
@@ -391,7 +391,7 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
             inputs, device = Inputs(config, place.rank), take_device(config, place)
             guard = Guard(config, place, device)
             with joined(config, place, device, guard) as mesh:
-                mesh.observers.append(told)
+                mesh.listeners.append(told)
                 trainer_of(config, mesh, inputs, monitors_of(config, place, device)).run()
                 seen["process"] = [*process(), guard.seconds, str(mesh.timeout), mesh.describe()]
         except Exception as error:

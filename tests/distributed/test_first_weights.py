@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore.checkpoint import Reader
 from megacore.checkpoint.folder import locate
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
 from megacore.model.stage import whole_model
@@ -58,11 +58,11 @@ def build(config_path: str, overrides: list[str]) -> Built:
     mesh = Mesh(config, place, torch.device("cpu"))
     notes: Counter[str] = Counter()
 
-    class Notes(Observer):
-        def phase_begins(self, phase: str) -> None:
+    class Notes(Listener):
+        def on_phase(self, phase: str) -> None:
             notes.update([phase])
 
-    mesh.observers.append(Notes())
+    mesh.listeners.append(Notes())
     with Allocated() as before:
         build_stages(config, mesh)
     with mock.patch("megacore.train.step.own_cores", lambda ranks: 1), Allocated() as allocated:

@@ -39,7 +39,7 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     def running(self: Runtime, *args: Any) -> Any:
         training_now = self.stages[0].training
         now[0] += STEP if training_now else ASIDE
-        (recorder,) = cast(list[FlightRecorder], self.observers)
+        (recorder,) = cast(list[FlightRecorder], self.listeners)
         recorder.waited += WAITED[rank] if training_now else 0.0
         return run(self, *args)
 

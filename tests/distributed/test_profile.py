@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Operation
+from megacore.distributed.events import Operation
 from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import Action, Op
@@ -40,7 +40,7 @@ def trace_of(path: Path) -> dict[str, Any]:
 
 
 def ranges(trace: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """The ranges that the observer named: name, begin and end in microseconds."""
+    """The ranges that the listener named: name, begin and end in microseconds."""
     found = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     return [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in found]
 
@@ -126,14 +126,14 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(pool: Any, tmp_pat
 
 
 def test_nobody_listens_where_nothing_is_profiled(tmp_path: Path) -> None:
-    """Not even for the first step of a window: an observer more is asked at every action and collective."""
+    """Not even for the first step of a window: an listener more is asked at every action and collective."""
     config = load(
         training.write_config(tmp_path, training.write_corpus(tmp_path)), [f"log.dir={tmp_path / 'run'}"]
     ).config
     mesh = Mesh(config, RankInfo(), CPU)
     for monitor in monitors_of(config, RankInfo(), CPU):
         monitor.start(config, mesh)
-    assert mesh.observers == []
+    assert mesh.listeners == []
 
 
 @pytest.fixture
@@ -155,12 +155,12 @@ def test_shares_are_exclusive_and_add_up(clock: list[float]) -> None:
         clock[0] += seconds
 
     def operation(over: Group, name: str, started: float, waited: float, peer: int = -1) -> None:
-        token = shares.collective_begins(Operation(over, name, (torch.zeros(2),), peer))
+        token = shares.on_collective(Operation(over, name, (torch.zeros(2),), peer))
         lasting(started)
-        shares.collective_begun(token)
-        shares.wait_begins(token)
+        shares.on_started(token)
+        shares.on_wait_begin(token)
         lasting(waited)
-        shares.wait_ends(token)
+        shares.on_wait_end(token)
 
     def least(x: Tensor, over: Group, op: Any) -> Tensor:
         """The other rank came last to the first wait, and waited longer at the second."""
@@ -168,25 +168,25 @@ def test_shares_are_exclusive_and_add_up(clock: list[float]) -> None:
 
     group_key = mock.patch.object(Group, "key", property(lambda self: self.name))
     with group_key, mock.patch.object(step_shares, "all_reduce", least):
-        shares.step_begins(7, False)
-        shares.phase_begins("data")
+        shares.on_step_begin(7, False)
+        shares.on_phase("data")
         lasting(2.0)
-        shares.phase_begins("forward and backward")
+        shares.on_phase("forward and backward")
         for waited in (5.0, 3.0):
             operation(link, "receive", 0.0, waited, 2)
-            shares.action_begins(Action(Op.FORWARD, 0, 0))
+            shares.on_action_begin(Action(Op.FORWARD, 0, 0))
             lasting(10.0)
             operation(group, "all_reduce", 0.5, 4.0)
-            shares.action_ends(Action(Op.FORWARD, 0, 0))
-        shares.phase_begins("optimizer step")
+            shares.on_action_end(Action(Op.FORWARD, 0, 0))
+        shares.on_phase("optimizer step")
         lasting(6.0)
-        shares.phase_begins("between steps")
-        shares.aside_begins("saving")
+        shares.on_phase("between steps")
+        shares.on_pause_begin("saving")
         lasting(1000.0)
         operation(group, "all_reduce", 100.0, 100.0)
-        shares.aside_ends()
+        shares.on_pause_end()
         lasting(0.25)
-        shares.step_begins(8, False)
+        shares.on_step_begin(8, False)
         lasting(50.0)
         shares.end_step()  # the run has ended within it
     late = (4.0 - 1.0) + (5.0 - 3.0)

@@ -241,7 +241,7 @@ def test_a_replay_measures_a_model_with_a_tensor_without_a_gradient(tmp_path: Pa
     gauges = Gauges([stage])
     tokens = torch.zeros(config.train.micro_batch_size, 8, dtype=torch.long)
     gauges.begin([tokens])
-    gauges.action_begins(Action(Op.FORWARD, 0))
+    gauges.on_action_begin(Action(Op.FORWARD, 0))
     _, losses = stage({}, Microbatch(tokens, tokens, 0))
     losses["cross_entropy"].backward()
     names = {name for what, name in gauges.found if what == BACKWARD}

@@ -27,7 +27,7 @@ from megacore.distributed import init
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Observers
+from megacore.distributed.events import Listener, Listeners
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import check_name, meet
 from megacore.pipeline.schedule import Action, Op
@@ -86,7 +86,7 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     watchdog.ANSWER_SECONDS = watchdog.STORE_SECONDS = PATIENCE
     watchdog.process_state = state_of  # type: ignore[assignment]
     recorder = FlightRecorder()
-    mesh.observers.append(recorder)
+    mesh.listeners.append(recorder)
     assert mesh.store is not None
     dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
     x = torch.ones(3)
@@ -193,13 +193,13 @@ def compiling_rank(config_path: str, noted: bool, folder: str) -> tuple[list[str
     double = torch.compile(lambda x: 2 * x, backend=slow_backend)  # type: ignore[call-overload]
     recorder = FlightRecorder()
     if not noted:
-        recorder.compile_begins = lambda *_: None  # type: ignore[method-assign]
-    mesh.observers.append(recorder)
+        recorder.on_compile_begin = lambda *_: None  # type: ignore[method-assign]
+    mesh.listeners.append(recorder)
     assert mesh.store is not None
     dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
     x = torch.ones(3)
     for step in range(1, 4):
-        mesh.observers.tell(Observer.step_begins, step, False)
+        mesh.listeners.notify(Listener.on_step_begin, step, False)
         if place.rank == 0 and step > 1 and not verdicts:
             x = double(x)
         comm.all_reduce(x, mesh.world)
@@ -429,8 +429,8 @@ def test_what_the_runtime_does_is_noted_on_the_device() -> None:
     device = DeviceWork(Looked)
     recorder = FlightRecorder(device)
     for op in (Op.FORWARD, Op.SEND_ACTIVATION, Op.BACKWARD, Op.REDUCE_GRADIENTS):
-        recorder.action_begins(Action(op, 3))
-        recorder.action_ends(Action(op, 3))
+        recorder.on_action_begin(Action(op, 3))
+        recorder.on_action_end(Action(op, 3))
     assert [name for name, *_ in device.pending] == [
         "forward of microbatch 3 (step 0)",
         "backward of microbatch 3 (step 0)",
@@ -460,8 +460,8 @@ def test_a_device_times_what_is_asked_for() -> None:
     device.end("backward", device.begin())
     assert device.done == 3 and device.take_seconds() == 2.0 and device.take_seconds() == 0.0
     for device.samples, name in ((False, "tp"), (True, "tp"), (True, "dp"), (True, "tp")):
-        device.wait_begins()
-        device.wait_ends(name)
+        device.on_wait_begin()
+        device.on_wait_end(name)
     assert device.take_waits() == {"tp": 2.0, "dp": 1.0} and device.take_waits() == {}
 
 
@@ -593,7 +593,7 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
     recorder = FlightRecorder()
     mesh = SimpleNamespace(
-        sample_group=SOLO, cp=SOLO, device=torch.device("cpu"), observers=Observers([recorder])
+        sample_group=SOLO, cp=SOLO, device=torch.device("cpu"), listeners=Listeners([recorder])
     )
     gone = threading.Event()
 

@@ -56,7 +56,7 @@ class Early:
 
 
 def begun_early() -> Any:
-    """Buckets are begun one gradient early; what observers hear of is an operation on the bucket's memory."""
+    """Buckets are begun one gradient early; what listeners hear of is an operation on the bucket's memory."""
     rearm, start = reduce.GradientReducer._rearm, reduce.GradientReducer._start
     all_reduce, reduce_scatter = (
         wrapped.__wrapped__ for wrapped in (Communicator.start_all_reduce, Communicator.start_reduce_scatter)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.distributed.observer import Slow
+from megacore.distributed.events import Slow
 from megacore.engine.spike_detector import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
 from megacore.tools.diagnosis.stragglers import Stragglers, outliers
 from megacore.train.metrics import StepMetrics

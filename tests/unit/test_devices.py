@@ -22,7 +22,7 @@ from megacore.distributed import mesh as mesh_module
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import SOLO, Communicator
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observers
+from megacore.distributed.events import Listeners
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError
@@ -159,7 +159,7 @@ def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
     stream = SimpleNamespace(
         samples=lambda indices: np.zeros((len(indices), whole), dtype=np.int64), learned=lambda indices: None
     )
-    loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device, observers=Observers()), stream)  # type: ignore[arg-type]
+    loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device, listeners=Listeners()), stream)  # type: ignore[arg-type]
     loader.step(1)
     loader.step(2)
     loader.close()
@@ -277,7 +277,7 @@ def test_garbage_is_collected_behind_the_same_steps_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(gc, "unfreeze", frozen.clear)
     with garbage:
         for step in range(2 * EVERY + 10):
-            garbage.step_begins(step + 1, False)
+            garbage.on_step_begin(step + 1, False)
             assert not gc.isenabled() and frozen
         assert frozen == [0, 1], "what a collection behind a hundred steps finds may go"
     assert collected == [0, 1, EVERY, 2 * EVERY]

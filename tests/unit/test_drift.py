@@ -135,17 +135,17 @@ def test_a_run_that_went_back_is_not_judged_by_what_it_left(tmp_path: Path) -> N
     compared = drift_of(torch.device("cpu"), tmp_path, 0)
     compared.found = 50, torch.ones((), dtype=torch.float64), None
     compared.last = torch.ones(1, 1)
-    compared.step_begins(41, logged=False)
-    compared.aside_begins("saving")
+    compared.on_step_begin(41, logged=False)
+    compared.on_pause_begin("saving")
     compared.found = 50, torch.zeros((), dtype=torch.float64), None
-    compared.step_begins(51, logged=False)
+    compared.on_step_begin(51, logged=False)
     assert compared.found is not None, "one on its way is not dropped"
 
 
 def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
     """What a GPU finds in a run's last steps was read before a validation or a save only.
 
-    A mesh keeps no run's observer.
+    A mesh keeps no run's listener.
     """
     path = training.write_config(
         tmp_path, training.write_corpus(tmp_path), train={"steps": 1}, log={"dir": str(tmp_path / "run")}
@@ -155,9 +155,9 @@ def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
     trainer = trainer_of(config, mesh, Inputs(config, 0))
     late = Drift(trainer.train_step.stages, mesh)
     late.found, late.last = (0, torch.ones((), dtype=torch.float64), None), torch.zeros(1)
-    mesh.observers.append(late)
+    mesh.listeners.append(late)
     with pytest.raises(Drifted, match="seen in step 0"):
         trainer.run()
     trainer_of(config, mesh, Inputs(config, 0))
-    assert late not in mesh.observers
+    assert late not in mesh.listeners
     mesh.close()

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.distributed.observer import Observers, Operation, Waits
+from megacore.distributed.events import Listeners, Operation, Waits
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.deepspeed import engine
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, KEPT, FlightRecorder, line_of
@@ -354,25 +354,25 @@ def over(name: str, operation: str, x: torch.Tensor, key: str = "") -> Operation
 def test_a_recorder_counts_what_its_rank_begins_and_where_it_waits() -> None:
     recorder, x = FlightRecorder(), torch.zeros(3, 2)
     for _ in range(KEPT + 1):
-        token = recorder.collective_begins(over("tp", "all_reduce", x))
-        recorder.wait_begins(token)
+        token = recorder.on_collective(over("tp", "all_reduce", x))
+        recorder.on_wait_begin(token)
         channel = recorder.channel((0, 1))
         assert recorder.waiting is channel and channel.wanted == channel.begun
-        recorder.wait_ends(token)
+        recorder.on_wait_end(token)
     assert recorder.channel((0, 1)) is channel and recorder.link(0, 1) is not channel, (
         "one channel a communicator, and one a link"
     )
     assert recorder.waiting is None and channel.begun == KEPT + 1
     assert [note[0] for note in channel.recent] == list(range(2, KEPT + 2))
     assert channel.recent[-1] == (KEPT + 1, "tp", "all_reduce", x.shape, torch.float32)
-    first, _ = (recorder.collective_begins(over("tp", "all_gather", x)) for _ in range(2))
+    first, _ = (recorder.on_collective(over("tp", "all_gather", x)) for _ in range(2))
     events = recorder.events
-    recorder.wait_begins(first)
+    recorder.on_wait_begin(first)
     assert channel.wanted == channel.begun - 1, "it waits for the first of two that are under way"
-    recorder.wait_ends(first)
+    recorder.on_wait_end(first)
     assert recorder.events > events, "a rank that waits and goes on is no rank that stands still"
-    recorder.collective_begins(over("pp", "send", x))
-    recorder.collective_begins(over("pp", "receive", x))
+    recorder.on_collective(over("pp", "send", x))
+    recorder.on_collective(over("pp", "receive", x))
     assert {key: own.begun for key, own in recorder.channels.items()} == {"0-1": KEPT + 3, "0>1": 1, "1>0": 1}
 
 
@@ -384,16 +384,16 @@ def test_a_recorder_counts_compilations_within_others(monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     recorder = FlightRecorder()
     assert recorder.compiling_seconds() is None
-    recorder.compile_begins()
+    recorder.on_compile_begin()
     now[0] = 12.0
-    recorder.compile_begins("a trigger")
-    recorder.compile_ends("a trigger")
+    recorder.on_compile_begin("a trigger")
+    recorder.on_compile_end("a trigger")
     assert recorder.compiling_seconds() == 2.0
     events = recorder.events
-    recorder.compile_ends()
+    recorder.on_compile_end()
     assert recorder.compiling_seconds() is None and recorder.events > events
-    recorder.compile_ends()  # of a compilation that began before the recorder listened
-    recorder.compile_begins()
+    recorder.on_compile_end()  # of a compilation that began before the recorder listened
+    recorder.on_compile_begin()
     assert recorder.compiling_seconds() == 0.0
 
 
@@ -407,11 +407,11 @@ def test_a_recorder_listens_to_the_compiler_until_it_is_closed() -> None:
     handler = CompilationCallbackHandler()
     with mock.patch("torch._dynamo.callback.callback_handler", handler):
         recorder = FlightRecorder()
-        recorder.phase_begins("measuring compiled blocks")
-        recorder.step_begins(1, False)
+        recorder.on_phase("measuring compiled blocks")
+        recorder.on_step_begin(1, False)
         assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
         handler.clear()
-        recorder.step_begins(2, False)
+        recorder.on_step_begin(2, False)
         assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
         recorder.close()
         recorder.close()
@@ -425,7 +425,7 @@ def test_a_build_of_deepspeed_is_a_compilation(monkeypatch: pytest.MonkeyPatch, 
     seconds: list[float | None] = []
     builder = SimpleNamespace(name="cpu_adam", load=lambda: seconds.append(recorder.compiling_seconds()))
     package: Any = SimpleNamespace(ops=SimpleNamespace(__compatible_ops__={}))
-    mesh: Any = SimpleNamespace(place=RankInfo(), device=torch.device("cpu"), observers=Observers([recorder]))
+    mesh: Any = SimpleNamespace(place=RankInfo(), device=torch.device("cpu"), listeners=Listeners([recorder]))
     with (
         mock.patch.multiple(engine, import_deepspeed=lambda _: package, builders=lambda *_: [builder]),
         mock.patch("torch.distributed.is_initialized", lambda: True),
@@ -442,18 +442,18 @@ def test_a_recorder_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPat
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     recorder, x = FlightRecorder(), torch.zeros(3)
-    earlier, later = (recorder.collective_begins(over(name, "all_reduce", x)) for name in ("dp", "world"))
+    earlier, later = (recorder.on_collective(over(name, "all_reduce", x)) for name in ("dp", "world"))
     for token, seconds in ((later, 1.0), (earlier, 2.0)):
-        recorder.wait_begins(token)
+        recorder.on_wait_begin(token)
         now[0] += seconds
-        recorder.wait_ends(token)
-    with Observers([recorder]).aside("validation"):
-        recorder.wait_begins(earlier)
+        recorder.on_wait_end(token)
+    with Listeners([recorder]).pause("validation"):
+        recorder.on_wait_begin(earlier)
         now[0] += 4.0
-        recorder.wait_ends(earlier)
-    recorder.host_wait_begins("data", 1)
+        recorder.on_wait_end(earlier)
+    recorder.on_host_wait_begin("data", 1)
     now[0] += 8.0
-    recorder.host_wait_ends("data")
+    recorder.on_host_wait_end("data")
     assert (
         recorder.waits() == Waits(3.0, {"world": 1.0, "dp": 2.0, "data": 8.0}) and recorder.waits() == Waits()
     )

@@ -13,7 +13,7 @@ import torch
 from megacore.config import Config
 from megacore.config.schema import LogConfig
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.observer import Slow
+from megacore.distributed.events import Slow
 from megacore.distributed.rank_info import host_name
 from megacore.pipeline.schedule import Action, Op
 from megacore.records import FIGURES
@@ -117,11 +117,11 @@ def test_a_long_first_step_says_how_far_it_is(
     for device in ("cpu", "cuda"):
         first = FirstStep(16, device)
         for step in (1, 2):  # of which the second says nothing
-            first.step_begins(step, True)
+            first.on_step_begin(step, True)
             for _ in range(16):
                 now[0] += 10.0
-                first.action_ends(Action(Op.FORWARD, 0))
-                first.action_ends(Action(Op.BACKWARD, 0))
+                first.on_action_end(Action(Op.FORWARD, 0))
+                first.on_action_end(Action(Op.BACKWARD, 0))
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == [f"step 1: {n} of 16 backwards of microbatches done on rank 0" for n in (4, 8, 12)]
     assert said[3:] == [line.replace("done", "launched") for line in said[:3]]

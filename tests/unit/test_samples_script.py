@@ -18,7 +18,7 @@ from megacore.data import shuffle as batches
 from megacore.data.samples import SampleStream, training_stream, visits
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observers
+from megacore.distributed.events import Listeners
 from megacore.errors import UserError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
@@ -80,7 +80,7 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
     stream = training_stream(resolved)
     for rank in range(data_size):
         dp = Group("dp", tuple(range(data_size)), rank)
-        mesh = SimpleNamespace(sample_group=dp, cp=SOLO, device=torch.device("cpu"), observers=Observers())
+        mesh = SimpleNamespace(sample_group=dp, cp=SOLO, device=torch.device("cpu"), listeners=Listeners())
         loader = Loader(resolved, cast(Mesh, mesh), stream)
         for step in (4, 5):
             for j, microbatch in enumerate(loader.step(step)):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megacore.tools.monitoring.first_step import StartUpObserver
+from megacore.tools.monitoring.first_step import StartUp
 from megacore.tools.stop_request import StopRequest
 
 
@@ -61,10 +61,10 @@ def test_only_a_second_ctrl_c_ends_a_run_that_saves(
 def test_when_there_is_something_to_save(compiles: bool, events: list[str], begun: bool) -> None:
     """A signal would wait for a compilation, or end a run that could have saved its step."""
     request = StopRequest()
-    observer = StartUpObserver(request, compiles)
+    listener = StartUp(request, compiles)
     for event in events:
         if event == "step":
-            observer.step_begins(1, True)
+            listener.on_step_begin(1, True)
         else:
-            observer.aside_begins("saving")
+            listener.on_pause_begin("saving")
     assert request.begun == begun

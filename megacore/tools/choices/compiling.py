@@ -134,7 +134,7 @@ def measure(config: Config, mesh: Mesh) -> tuple[bool, str]:
     started = time.monotonic()
     if which("c++") is None and which("g++") is None and which("clang++") is None:
         return False, "train.compile=auto is false: there is no C++ compiler"
-    mesh.observers.phase("measuring compiled blocks")
+    mesh.listeners.phase("measuring compiled blocks")
     try:
         times = small.times(config)
     except RuntimeError as error:  # Inductor's, where this machine lacks something to build with
@@ -152,7 +152,7 @@ class Small:
     """Steps of one microbatch of this model with few layers, on this rank alone."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.device, self.progress = mesh.device, mesh.observers.phase
+        self.device, self.progress = mesh.device, mesh.listeners.phase
         shape = config.train.micro_batch_size, config.train.seq_len + 1
         tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         self.batch = [Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 0)]

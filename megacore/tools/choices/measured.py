@@ -29,7 +29,7 @@ from megacore.distributed.axes import AXES
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import Communicator, Group, observed
 from megacore.distributed.communicator import Work as Begun
-from megacore.distributed.observer import Observers, Operation
+from megacore.distributed.events import Listeners, Operation
 from megacore.distributed.topology import Topology, alone
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
@@ -50,13 +50,13 @@ WHOLE = ("1f1b", "gpipe", "interleaved")  # schedules that split no backward
 
 
 class Unanswered(Communicator):
-    """A communicator of ranks that are not there: observers hear of its operations, and nothing is sent."""
+    """A communicator of ranks that are not there: listeners hear of its operations, and nothing is sent."""
 
-    def __init__(self, size: int, observers: Observers) -> None:
-        self.size, self.shared, self.observers, self.key = (
+    def __init__(self, size: int, listeners: Listeners) -> None:
+        self.size, self.shared, self.listeners, self.key = (
             size,
             None,
-            observers,
+            listeners,
             f"unanswered {next(_numbers)}",
         )
 
@@ -98,8 +98,8 @@ class Unanswered(Communicator):
 class Unconnected(Topology):
     """The ranks with which one process would compute."""
 
-    def __init__(self, config: Config, observers: Observers) -> None:
-        self.observers = observers
+    def __init__(self, config: Config, listeners: Listeners) -> None:
+        self.listeners = listeners
         super().__init__(config)
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
@@ -107,7 +107,7 @@ class Unconnected(Topology):
             name,
             ranks,
             ranks.index(self.rank),
-            Unanswered(len(ranks), self.observers) if len(ranks) > 1 else None,
+            Unanswered(len(ranks), self.listeners) if len(ranks) > 1 else None,
         )
 
 
@@ -141,7 +141,7 @@ class LayerWatch(MetaWatch):
         tensors = {id(x): x for x in arguments if isinstance(x, Tensor)}
         self.work.moved += sum(x.numel() * x.itemsize for x in tensors.values())
 
-    def collective_begins(self, operation: Operation) -> None:
+    def on_collective(self, operation: Operation) -> None:
         """A shift is a send, as seen from one rank."""
         largest, group = max(operation.tensors, key=Tensor.numel), operation.group
         name = {"shift": "send"}.get(operation.name, operation.name)
@@ -280,7 +280,7 @@ class _Run:
     ) -> None:
         """`split`: its backward runs in two parts."""
         watch, layers = LayerWatch(), layers_of(config)
-        mesh = Unconnected(config, Observers([watch]))
+        mesh = Unconnected(config, Listeners([watch]))
         blamed = blaming(config, f", {layers[layer].name} on tensors without content")
         with blamed, on_meta(config.train.device, watch.launched), watch:
             stage, queue = Stage(config, range(layer, layer + 1), mesh, META, layers), WeightGradQueue()

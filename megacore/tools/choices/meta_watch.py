@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megacore.distributed.observer import Observer, Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.pipeline.schedule import Action
 from megacore.tools.schedules.validate import describe
 
@@ -97,7 +97,7 @@ _KINDS: dict[Any, str] = {}  # of operations
 _RESULTS: dict[Any, Any] = {}  # of operations on arguments of some shapes: the same for every rank
 
 
-class MetaWatch(TorchDispatchMode, Observer):
+class MetaWatch(TorchDispatchMode, Listener):
     """While entered, keeps a journal of the storages that are made, by the moment that
     makes them, and notes what is sent.
 
@@ -124,24 +124,24 @@ class MetaWatch(TorchDispatchMode, Observer):
         self._works: dict[str, Any] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         """While FSDP2 divides, it asks for shapes of whole tensors, which never exist: only
         what is held in the end counts.
         """
         self.sleeps = phase == DIVIDING
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         """Every action of the plan is the moment of what it makes and sends."""
         self.around, self.moment = self.moment, describe(action)
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         self.moment = self.around
 
-    def collective_begins(self, operation: Operation) -> None:
+    def on_collective(self, operation: Operation) -> None:
         """An exchange also sums parts in fewer bits, and is noted as what it is."""
         self.exchange = operation.name if operation.name in ("all_to_all", "exchange") else ""
 
-    def collective_begun(self, token: None) -> None:
+    def on_started(self, token: None) -> None:
         self.exchange = ""
 
     @contextmanager

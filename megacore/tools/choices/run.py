@@ -60,9 +60,9 @@ def trainer_of(
     clean = retention(folder, options.keep, options.keep_every)
     trainer = Trainer(config, mesh, inputs, [*own, *monitors], apart, utilisation.both, clean)
     records.watchers = console.watchers = trainer.monitors  # without those that fail
-    for old in [observer for observer in mesh.observers if isinstance(observer, Drift)]:
-        mesh.observers.remove(old)  # of a run before this one on the same mesh
+    for old in [listener for listener in mesh.listeners if isinstance(listener, Drift)]:
+        mesh.listeners.remove(old)  # of a run before this one on the same mesh
     if mesh.tp.size > 1:
-        mesh.observers.append(Drift(trainer.train_step.stages, mesh, trainer.say))
+        mesh.listeners.append(Drift(trainer.train_step.stages, mesh, trainer.say))
     trainer.opening = [*opening(trainer, inputs, why)]
     return trainer

@@ -293,7 +293,7 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
         dist.init_process_group(
             mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout
         )
-    with mesh.observers.compilation():
+    with mesh.listeners.compilation():
         for builder in builders(settings, deepspeed):
             build(builder, is_loss_rank=mesh.place.local_rank == 0)
     return deepspeed

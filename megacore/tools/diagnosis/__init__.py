@@ -1,5 +1,5 @@
 """Watches a run from within: notes what each rank begins, explains hangs, names stragglers,
 notices hosts that fall silent.
 
-In: what the core tells its observers. Out: one line that names the rank and the reason.
+In: what the core tells its listeners. Out: one line that names the rank and the reason.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.distributed.observer import Observer, Operation, Slow, Waits
+from megacore.distributed.events import Listener, Operation, Slow, Waits
 from megacore.pipeline.schedule import REDUCTIONS, TRANSFERS, Action
 from megacore.tools.diagnosis.device_work import DeviceEvent, DeviceWork
 from megacore.tools.diagnosis.stragglers import Stragglers
@@ -52,7 +52,7 @@ class Channel:
         return self.begun
 
 
-class FlightRecorder(Observer):
+class FlightRecorder(Listener):
     """One rank's channels, and its work between their operations."""
 
     def __init__(self, device: DeviceWork | None = None, stages: int = 1) -> None:
@@ -79,28 +79,28 @@ class FlightRecorder(Observer):
         self.compilations = 0  # under way, within each other or in several threads
         self.compiling_since = 0.0
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         self.step = step
         self._listen_to_compiler()
         if self.device is not None:  # the logged steps alone, on whose figures the host waits in any case
             self.device.samples = logged
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.mark(phase)
         self._listen_to_compiler()
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         self.before_aside = self.waited, dict(self.spent)
         self.mark(phase)
         if self.device is not None:
             self.device.timed = self.device.samples = False
 
-    def aside_ends(self) -> None:
+    def on_pause_end(self) -> None:
         self.waited, self.spent = self.before_aside  # only waiting within steps counts
         if self.device is not None:
             self.device.timed = True
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         """Of transfers it hears as operations.
 
         On a GPU, what it computes for a microbatch is a piece of work.
@@ -110,14 +110,14 @@ class FlightRecorder(Observer):
             if self.device is not None and action.op not in REDUCTIONS:  # in which a rank waits for others
                 self.action_began = self.device.begin()
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         if self.device is not None and self.action_began is not None:
             self.device.end(
                 f"{action.op.value} of microbatch {action.microbatch} (step {self.step})", self.action_began
             )
             self.action_began = None
 
-    def collective_begins(self, operation: Operation) -> tuple[Channel, int, str]:
+    def on_collective(self, operation: Operation) -> tuple[Channel, int, str]:
         group, name = operation.group, operation.name
         if name in ("send", "receive"):
             own = group.ranks[group.rank]
@@ -134,13 +134,13 @@ class FlightRecorder(Observer):
             group.name,
         )
 
-    def wait_begins(self, token: tuple[Channel, int, str]) -> None:
+    def on_wait_begin(self, token: tuple[Channel, int, str]) -> None:
         self.waiting, number, _ = token
         self.waiting.wanted, self.since = number, time.perf_counter()
         if self.device is not None:
             self.device.wait_begins()
 
-    def wait_ends(self, token: tuple[Channel, int, str]) -> None:
+    def on_wait_end(self, token: tuple[Channel, int, str]) -> None:
         *_, name = token
         if self.device is not None:
             self.device.wait_ends(name)
@@ -150,13 +150,13 @@ class FlightRecorder(Observer):
         self.waiting = None
         self.events += 1
 
-    def host_wait_begins(self, what: str, thread: int | None = None) -> None:
+    def on_host_wait_begin(self, what: str, thread: int | None = None) -> None:
         """If the reading `thread` hangs, its line of code is named."""
         self.worker, self.since, self.before_wait = thread, time.perf_counter(), self.phase
         if what != DATA:
             self.mark(FOR_DEVICE)
 
-    def host_wait_ends(self, what: str) -> None:
+    def on_host_wait_end(self, what: str) -> None:
         seconds, self.worker = time.perf_counter() - self.since, None
         if what == DATA:
             self.spent[DATA] = self.spent.get(DATA, 0.0) + seconds
@@ -187,13 +187,13 @@ class FlightRecorder(Observer):
         self.phase = (phase, microbatch, chunk)
         self.events += 1
 
-    def compile_begins(self, *_: object) -> None:
+    def on_compile_begin(self, *_: object) -> None:
         """Notes that code is being compiled, in any thread of this process; older PyTorch passes nothing."""
         self.compilations += 1
         if self.compilations == 1:
             self.compiling_since = time.monotonic()
 
-    def compile_ends(self, *_: object) -> None:
+    def on_compile_end(self, *_: object) -> None:
         """Notes the end of a compilation, whether it has succeeded or not."""
         self.compilations = max(0, self.compilations - 1)
         self.events += 1
@@ -212,16 +212,16 @@ class FlightRecorder(Observer):
         if compiler is None:
             return
         handler = compiler.callback_handler
-        if self.compile_begins not in handler.start_callbacks:
-            handler.register_start_callback(self.compile_begins)
-            handler.register_end_callback(self.compile_ends)
+        if self.on_compile_begin not in handler.start_callbacks:
+            handler.register_start_callback(self.on_compile_begin)
+            handler.register_end_callback(self.on_compile_end)
 
     def close(self) -> None:
         """Stops listening to the compiler, which outlives the run in another program's process."""
         compiler = sys.modules.get("torch._dynamo.callback")
-        if compiler is not None and self.compile_begins in compiler.callback_handler.start_callbacks:
-            compiler.callback_handler.remove_start_callback(self.compile_begins)
-            compiler.callback_handler.remove_end_callback(self.compile_ends)
+        if compiler is not None and self.on_compile_begin in compiler.callback_handler.start_callbacks:
+            compiler.callback_handler.remove_start_callback(self.on_compile_begin)
+            compiler.callback_handler.remove_end_callback(self.on_compile_end)
 
     def progress(self) -> int:
         """A number that grows whenever the host notes something or its device has done something.

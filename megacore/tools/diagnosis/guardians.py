@@ -46,7 +46,7 @@ class Guardians(Guard):
         work = DeviceWork(partial(torch.cuda.Event, enable_timing=True)) if on_gpu else None
         self.recorder = FlightRecorder(work, config.parallel.pipeline)
         self.recorder.mark("joining the mesh")
-        self.observers.append(self.recorder)
+        self.listeners.append(self.recorder)
         self.watchdog: Watchdog | None = None
         self.heartbeats: HeartbeatClient | None = None
         self.failure_folder = folder

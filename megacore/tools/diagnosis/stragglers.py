@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from megacore.distributed.observer import Slow
+from megacore.distributed.events import Slow
 
 FACTOR = 2.0  # times the median of hosts, whose own seconds vary
 DEVICE_FACTOR = 1.15  # times the median of devices that do the same work, whose seconds vary little

@@ -10,7 +10,7 @@ import torch
 from megacore.config import Config
 from megacore.config.implied import attention_of
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observers
+from megacore.distributed.events import Listeners
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.meta_watch import MetaWatch
@@ -67,7 +67,7 @@ class DryMesh(Mesh):
             META,
             store=store,
             backend="fake",
-            observers=Observers([watch]),
+            listeners=Listeners([watch]),
         )
 
     def hosts(self, name_here: str | None = None) -> list[tuple[int, int]]:

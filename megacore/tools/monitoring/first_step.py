@@ -4,7 +4,7 @@ else tells how long a step takes.
 
 import time
 
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.stop_request import StopRequest
 
@@ -12,7 +12,7 @@ LONG_SECONDS = 30.0  # between lines
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
-class FirstStep(Observer):
+class FirstStep(Listener):
     """Prints a line now and then, behind the backward of a microbatch.
 
     It waits for no device: a GPU may not have done yet what was launched.
@@ -25,12 +25,12 @@ class FirstStep(Observer):
         self.step: int | None = None
         self.said = 0.0
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         """Begins with the first step that it hears of."""
         if self.step is None:
             self.step, self.said = step, time.monotonic()
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         """Counts backwards."""
         if action.op not in BACKWARDS:
             return
@@ -44,7 +44,7 @@ class FirstStep(Observer):
             )
 
 
-class StartUpObserver(Observer):
+class StartUp(Listener):
     """Calls `StopRequest.begin` at the first step, from which on a request to stop saves a checkpoint.
 
     A first step that compiles the model takes minutes, and counts as start-up.
@@ -55,12 +55,12 @@ class StartUpObserver(Observer):
         self.start_up_steps = 1 if compiles else 0
         self.steps = 0  # that have begun
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         self.steps += 1
         if self.steps > self.start_up_steps:
             self.stop.begin()
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         """A validation or a save after the only step."""
         if self.steps:
             self.stop.begin()

@@ -8,7 +8,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.axes import place_text, told
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.tools.monitoring.step_parts import WaitedFor
 from megacore.tools.monitoring.step_shares import StepShares, draw, table
 from megacore.tools.monitoring.trace import Trace
@@ -18,7 +18,7 @@ from megacore.train.logs import Monitor
 FOLDER = "profile"  # in the run's
 
 
-class Profile(Monitor, Observer):
+class Profile(Monitor, Listener):
     """Waits for the first of the steps.
 
     From there on all ranks measure where their time goes, and the chosen ones are traced.
@@ -33,18 +33,18 @@ class Profile(Monitor, Observer):
         )
         self.shares: StepShares | None = None  # while steps are profiled
         self.trace: Trace | None = None  # of a rank that is traced
-        mesh.observers.append(self)
+        mesh.listeners.append(self)
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         """Begins with a step of the window.
 
         Ends with one that is none, or that does not follow: a run may go back.
         """
-        observers = self.mesh.observers
+        listeners = self.mesh.listeners
         if step > self.settings.steps[1] or (self.shares is not None and step != self.shares.step + 1):
-            observers.remove(self)
+            listeners.remove(self)
             if self.shares is not None:
-                with observers.aside("writing a profile"):
+                with listeners.pause("writing a profile"):
                     try:
                         self._write()
                     finally:
@@ -53,30 +53,30 @@ class Profile(Monitor, Observer):
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        observers, mesh, groups = self.mesh.observers, self.mesh, WaitedFor(self.mesh)
+        listeners, mesh, groups = self.mesh.listeners, self.mesh, WaitedFor(self.mesh)
         parts = ["compute", *map(over, groups.groups), "waiting", "optimizer", "data", "other"]
         self.first, self.shares = (
             step,
             StepShares(mesh.device, parts, lambda name: over(groups.group_of(name))),
         )
-        with observers.aside("beginning a profile"):
+        with listeners.pause("beginning a profile"):
             if mesh.place.rank in self.settings.ranks:
                 self.trace = Trace(mesh, self.settings.memory)
             mesh.barrier()
-        for observer in (self.trace, self.shares):
-            if observer is not None:
-                observer.step_begins(step, False)  # which it has missed
-                observers.append(observer)
+        for listener in (self.trace, self.shares):
+            if listener is not None:
+                listener.on_step_begin(step, False)  # which it has missed
+                listeners.append(listener)
 
     def _write(self) -> None:
         """Writes what there is. If that fails, it says so, and training goes on."""
         shares, trace, self.shares, self.trace = self.shares, self.trace, None, None
         assert shares is not None
         shares.end_step()
-        self.mesh.observers.remove(shares)
+        self.mesh.listeners.remove(shares)
         if trace is None:
             return
-        self.mesh.observers.remove(trace)
+        self.mesh.listeners.remove(trace)
         trace.stop()
         rank, sizes, axes = self.mesh.place.rank, self.mesh.sizes, self.mesh.axes
         steps = f"{self.first}-{shares.step}" if shares.step > self.first else f"{self.first}"

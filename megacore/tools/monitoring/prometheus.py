@@ -16,7 +16,7 @@ import torch
 
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Waits
+from megacore.distributed.events import Waits
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.monitoring.scrapes import ScrapeServer

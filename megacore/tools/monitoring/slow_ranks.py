@@ -14,7 +14,7 @@ import torch
 from megacore.config import Config
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Slow
+from megacore.distributed.events import Slow
 from megacore.distributed.rank_info import host_name
 from megacore.tools.monitoring.expert_load import ExpertLoad, Rows
 from megacore.train.logs import Monitor, Report

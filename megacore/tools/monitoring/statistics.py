@@ -23,7 +23,7 @@ from megacore.context_parallel.sharding import AttentionPart, parts
 from megacore.context_parallel.whole import whole
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.shard import LogicalMatrix, TensorSlice, logical_name, overlap, relative, shard_of
 from megacore.engine.stepper import OptimizerStep
 from megacore.model.attention import CausalAttention
@@ -110,14 +110,14 @@ class Named:
         return found | {f"{LOGIT}/{name}": largest[number] for name, number in self.attentions.items()}
 
 
-class Statistics(Monitor, Observer):
+class Statistics(Monitor, Listener):
     """Measures every so many steps, and gives the figures to the record of the step."""
 
     def start(self, config: Config, mesh: Mesh) -> None:
         """Begins to listen."""
         self.config, self.mesh = config, mesh
         self.step, self.measuring, self.forward = 0, False, False
-        mesh.observers.append(self)
+        mesh.listeners.append(self)
 
     def built(self, step: TrainStep) -> None:
         """Takes note of what is to be measured, and where it is on this rank."""
@@ -129,7 +129,7 @@ class Statistics(Monitor, Observer):
         self.activations = self.sums[3 * tensors :].view(2, flows)
         self.largest = torch.empty(len(self.named.attentions), dtype=torch.float64, device=self.mesh.device)
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         self.measuring = step % resolved(self.config.log.statistics).every == 0
         if self.measuring:
             self.step = step
@@ -138,7 +138,7 @@ class Statistics(Monitor, Observer):
         for stage in self.stages:
             stage.watch = self if self.measuring else None
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         self.forward = action.op is Op.FORWARD
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class Statistics(Monitor, Observer):
             self.largest[number].clamp_(min=largest_logit(q, k, attention.scale, context))
 
     @torch.no_grad()
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         if self.measuring and phase == "optimizer step":
             self.before = {key: (tensor.clone(), box) for key, (tensor, box) in self.masters()}
             self.add("weight", self.before.items())

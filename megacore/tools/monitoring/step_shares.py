@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
-from megacore.distributed.observer import Observer, Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.pipeline.schedule import COMPUTE, Action
 
-PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that observers hear of
+PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that listeners hear of
 ASIDE = "aside"  # what is no part of a step
 COLOURS = {
     "compute": "#4e8ac9",
@@ -36,7 +36,7 @@ Seconds = dict[str, float]  # by part
 
 
 class Heard(NamedTuple):
-    """What an observer is given back of an operation: over which group, its name, the other
+    """What an listener is given back of an operation: over which group, its name, the other
     rank, and the shape of its tensor.
     """
 
@@ -46,7 +46,7 @@ class Heard(NamedTuple):
     shape: torch.Size
 
 
-class StepShares(Observer):
+class StepShares(Listener):
     """Charges the steps that it hears of.
 
     What a rank waits for a collective longer than the rank that waits least is `waiting`, and not
@@ -69,12 +69,12 @@ class StepShares(Observer):
         self.late: Seconds = defaultdict(float)  # waits for ranks that were late
         self.complete = False
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         self.end_step()
         self.step = step
         self._mark()
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         if self.asides:
             return
         self.open[0] = PHASES.get(phase, "other")
@@ -84,39 +84,39 @@ class StepShares(Observer):
                 self._ask_others()
             self.complete = True
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         self.asides += 1
         self._mark()
 
-    def aside_ends(self) -> None:
+    def on_pause_end(self) -> None:
         self.asides -= 1
         self._mark()
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         self._begin("compute" if action.op in COMPUTE else "other")
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         self._end()
 
-    def host_wait_begins(self, what: str, thread: int | None = None) -> None:
+    def on_host_wait_begin(self, what: str, thread: int | None = None) -> None:
         self._begin("data" if what == "data" else "other")
 
-    def host_wait_ends(self, what: str) -> None:
+    def on_host_wait_end(self, what: str) -> None:
         self._end()
 
-    def collective_begins(self, operation: Operation) -> Heard:
+    def on_collective(self, operation: Operation) -> Heard:
         shape = operation.tensors[0].shape if operation.tensors else torch.Size()
         heard = Heard(operation.group, operation.name, operation.peer, shape)
-        self.wait_begins(heard)
+        self.on_wait_begin(heard)
         return heard
 
-    def collective_begun(self, token: Heard) -> None:
+    def on_started(self, token: Heard) -> None:
         self._done(token, waited=False)
 
-    def wait_begins(self, token: Heard) -> None:
+    def on_wait_begin(self, token: Heard) -> None:
         self.began = self._begin(self.part_of(token.group.name))
 
-    def wait_ends(self, token: Heard) -> None:
+    def on_wait_end(self, token: Heard) -> None:
         self._done(token, waited=True)
 
     def _done(self, heard: Heard, *, waited: bool) -> None:
@@ -142,11 +142,11 @@ class StepShares(Observer):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        self.aside_begins("")
+        self.on_pause_begin("")
         try:
             yield
         finally:
-            self.aside_ends()
+            self.on_pause_end()
 
     def _between(self, first: int, last: int) -> float:
         """Seconds from one mark to another. The device must have passed them."""

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megacore.distributed.axes import place_text
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.pipeline.schedule import TRANSFERS, Action
 from megacore.tools.output_files import replaced
 
@@ -20,7 +20,7 @@ MOST_EVENTS = 200_000  # of a GPU's allocator, that its snapshot keeps
 STEP = "ProfilerStep#"  # by this name other tools find steps
 
 
-class Trace(Observer):
+class Trace(Listener):
     """Records from its construction on.
 
     Ranges of the trace lie within each other: a step, its phases, what a phase is made of.
@@ -37,51 +37,51 @@ class Trace(Observer):
         self.profiler = profile(activities=activities, profile_memory=memory)
         self.profiler.start()
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         self._end(0)
         self._begin(f"{STEP}{step}")
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         if not self.asides:
             self._end(1)
             self._begin(phase)
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         self.asides += 1
         self._begin(phase)
 
-    def aside_ends(self) -> None:
+    def on_pause_end(self) -> None:
         self.asides -= 1
         self._end(len(self.ranges) - 1)
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         text = action.op.value.replace("_", " ")
         if action.microbatch >= 0:
             text += f" of microbatch {action.microbatch}, chunk {action.chunk}"
         self._begin(f"{text}, rank {action.peer} of pp" if action.op in TRANSFERS else text)
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         self._end(len(self.ranges) - 1)
 
-    def host_wait_begins(self, what: str, thread: int | None = None) -> None:
+    def on_host_wait_begin(self, what: str, thread: int | None = None) -> None:
         self._begin(f"wait for {what}")
 
-    def host_wait_ends(self, what: str) -> None:
+    def on_host_wait_end(self, what: str) -> None:
         self._end(len(self.ranges) - 1)
 
-    def collective_begins(self, operation: Operation) -> str:
+    def on_collective(self, operation: Operation) -> str:
         peer = f" with rank {operation.peer}" if operation.peer >= 0 else ""
         name = f"{operation.name} over {operation.group.name}{peer}"
         self._begin(name)
         return name
 
-    def collective_begun(self, token: str) -> None:
+    def on_started(self, token: str) -> None:
         self._end(len(self.ranges) - 1)
 
-    def wait_begins(self, token: str) -> None:
+    def on_wait_begin(self, token: str) -> None:
         self._begin(f"wait for {token}")
 
-    def wait_ends(self, token: str) -> None:
+    def on_wait_end(self, token: str) -> None:
         self._end(len(self.ranges) - 1)
 
     def _begin(self, name: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.schema import IGNORED
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.model.stage import Stage
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.verify.trace import GradientWatch
@@ -49,7 +49,7 @@ class Size:
 Sizes = Mapping[Tensors, Sequence[Size]]  # of a step, in the order in which tensors came into being
 
 
-class Gauges(Observer):
+class Gauges(Listener):
     """Measures all that the modules of one process's stages give. It changes nothing."""
 
     vital = True
@@ -74,10 +74,10 @@ class Gauges(Observer):
         self.found.clear()
         self.targets = [0 if of is None else int((of != IGNORED).sum()) for of in targets]
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         self.microbatch, self.listens = action.microbatch, action.op in (Op.FORWARD, Op.BACKWARD)
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         for watch in self.watches:
             watch.look()
         self.listens = False

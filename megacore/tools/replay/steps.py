@@ -98,7 +98,7 @@ class Replay:
         self.stream, self.mesh = inputs.stream, one_process(config)
         self.trainer: Trainer = trainer_of(config, self.mesh, inputs)
         self.gauges = Gauges(self.trainer.train_step.stages)
-        self.mesh.observers.append(self.gauges)
+        self.mesh.listeners.append(self.gauges)
 
     def steps(
         self, last: int, before_update: Callable[[dict[Tensors, list[Size]], list[Microbatch]], None]

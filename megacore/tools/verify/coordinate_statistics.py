@@ -35,8 +35,8 @@ class Coordinates(Statistics):
         self.shards = parameter_shards(self.config)
         self.logits = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
 
-    def step_begins(self, step: int, logged: bool) -> None:
-        super().step_begins(step, logged)
+    def on_step_begin(self, step: int, logged: bool) -> None:
+        super().on_step_begin(step, logged)
         self.logits.zero_()
 
     @torch.no_grad()
@@ -48,9 +48,9 @@ class Coordinates(Statistics):
             if self.mesh.counts(self.mesh.tp.name):
                 self.logits += torch.stack([squares(logits), self.logits.new_tensor(logits.numel())])
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         ends = self.measuring and phase == "between steps"
-        super().phase_begins(phase)
+        super().on_phase(phase)
         if ends:
             all_reduce(self.logits, self.mesh.world)
 

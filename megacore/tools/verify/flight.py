@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megacore.distributed.observer import Observer, Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.pipeline.schedule import TRANSFERS, Action
 from megacore.tools.verify.compare import Difference
 
@@ -44,7 +44,7 @@ class Flight:
         return f"{difference.kind}|{difference.name}" in self.holds
 
 
-class Flights(Observer):
+class Flights(Listener):
     """Notes what this process begins, and where it waits for it."""
 
     vital = True
@@ -53,20 +53,20 @@ class Flights(Observer):
         self.step, self.phase = 0, "starting"
         self.flights: list[Flight] = []
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         self.step = step
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.phase = phase
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         self.phase = phase
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         if action.op not in TRANSFERS:
             self.phase = action.op.value.replace("_", " ")
 
-    def collective_begins(self, operation: Operation) -> Flight:
+    def on_collective(self, operation: Operation) -> Flight:
         name = "transfer" if operation.name in ("send", "receive") else operation.name
         memory = [memory_of(x) for x in operation.tensors]
         self.flights.append(
@@ -74,7 +74,7 @@ class Flights(Observer):
         )
         return self.flights[-1]
 
-    def wait_begins(self, flight: Flight) -> None:
+    def on_wait_begin(self, flight: Flight) -> None:
         if flight.last_step is None:
             flight.last_step, flight.awaited = self.step, self.phase
 

@@ -95,7 +95,7 @@ def run_layout(
     config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
     mesh = Mesh(config, place, pick_device(config, place))
     flights = Flights()
-    mesh.observers += [flights, FlightRecorder()]  # the second as in a real run
+    mesh.listeners += [flights, FlightRecorder()]  # the second as in a real run
     # One process runs none of them: what they change in the model is a difference.
     trainer = trainer_of(config, mesh, Inputs(config, place.rank), source_monitors(config))
     record = ProofRecord(out, place.rank)
@@ -108,7 +108,7 @@ def run_layout(
     take_steps(trainer, record, evidence, choices, constants, out, traced_step)
     record.figures(trainer.step, valid_loss=trainer.validate())
     constants.check()
-    mesh.observers.remove(flights)
+    mesh.listeners.remove(flights)
     record.flights = flights.spanning(lasting(trainer.train_step.stages))
     if evidence is not None:
         evidence.write(record)
@@ -208,10 +208,10 @@ def take_steps(
 
         folder = out if trainer.step == traced_step else None
         with Trace(trainer.train_step.stages, folder, mesh.place.rank, mesh.sample_group) as trace:
-            mesh.observers.append(trace)
+            mesh.listeners.append(trace)
             batch = trainer.next_batch()
             figures = trainer.train_step(trainer.step, batch, before_update=before_update)
-            mesh.observers.remove(trace)
+            mesh.listeners.remove(trace)
         if has_monitors:
             trainer.reporter.count(batch)
             trainer.report(metrics_of(trainer.step, figures), figures.lr)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megacore.distributed.axes import AXES, EXPERT_AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.cpu import is_widened
-from megacore.distributed.observer import Observer
+from megacore.distributed.events import Listener
 from megacore.distributed.shard import shard_of
 from megacore.expert_parallel.experts import Experts
 from megacore.kernels.dispatch import Implementation
@@ -95,7 +95,7 @@ class GradientWatch:
             self.parameter.main_gradient = self.main  # type: ignore[attr-defined]
 
 
-class Trace(Observer):
+class Trace(Listener):
     """A context that records the activations of a rank's stages and their gradients.
 
     Without a folder it does nothing.
@@ -124,13 +124,13 @@ class Trace(Observer):
         """Notes that `phase` (an op's value) of the microbatch with this index in the global batch begins."""
         self.microbatch, self.phase, self.chunk = microbatch, phase, chunk
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         if action.op in COMPUTE:
             self.enter(
                 action.microbatch * self.samples.size + self.samples.rank, action.op.value, action.chunk
             )
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         if action.op in COMPUTE:
             self.leave()
 

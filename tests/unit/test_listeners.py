@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observer, Observers, Operation, Slow, Waits
+from megacore.distributed.events import Listener, Listeners, Operation, Slow, Waits
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.pipeline.schedule import Action
@@ -25,53 +25,53 @@ from tests.unit.test_floors import Source, read_source, sources
 CPU = torch.device("cpu")
 
 
-class Listener(Observer):
+class Witness(Listener):
     """Keeps what it hears, in words."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         self.heard.append(phase)
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         self.heard.append(("begins", action))
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         self.heard.append(("ends", action))
 
-    def collective_begins(self, operation: Operation) -> str:
+    def on_collective(self, operation: Operation) -> str:
         self.heard.append(
             f"{operation.name} of {[tuple(x.shape) for x in operation.tensors]}, {operation.peer}"
         )
         return operation.name
 
-    def collective_begun(self, token: str) -> None:
+    def on_started(self, token: str) -> None:
         self.heard.append(f"{token} begun")
 
-    def wait_begins(self, token: str) -> None:
+    def on_wait_begin(self, token: str) -> None:
         self.heard.append(f"{token} waits")
 
-    def wait_ends(self, token: str) -> None:
+    def on_wait_end(self, token: str) -> None:
         self.heard.append(f"{token} done")
 
 
-class Broken(Observer):
+class Broken(Listener):
     """Raises whatever it is told."""
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         raise RuntimeError("a mistake in a tool")
 
-    def wait_begins(self, token: None) -> None:
+    def on_wait_begin(self, token: None) -> None:
         raise RuntimeError("another")
 
 
-def losses(tmp_path: Path, observers: list[Observer]) -> list[float]:
-    """Of two steps on one process, which have these observers."""
+def losses(tmp_path: Path, listeners: list[Listener]) -> list[float]:
+    """Of two steps on one process, which have these listeners."""
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
-    mesh = Mesh(config, RankInfo(), CPU, observers=Observers(observers))
+    mesh = Mesh(config, RankInfo(), CPU, listeners=Listeners(listeners))
     step, tokens = TrainStep(config, mesh), torch.arange(32).view(2, 16)
-    listeners = [own for own in observers if isinstance(own, Listener)]
+    listeners = [own for own in listeners if isinstance(own, Witness)]
     for own in listeners:
         own.heard.clear()  # of the construction
     found = [
@@ -83,16 +83,16 @@ def losses(tmp_path: Path, observers: list[Observer]) -> list[float]:
     return found
 
 
-def test_several_observers_hear_every_action_and_change_nothing(tmp_path: Path) -> None:
+def test_several_listeners_hear_every_action_and_change_nothing(tmp_path: Path) -> None:
     """In order, each once; a step that nobody watches gives the same bits."""
-    assert losses(tmp_path, [Listener(), FlightRecorder(), Listener()]) == losses(tmp_path, [])
+    assert losses(tmp_path, [Witness(), FlightRecorder(), Witness()]) == losses(tmp_path, [])
 
 
-def test_what_an_observer_raises_keeps_nothing_from_the_others(
+def test_what_a_listener_raises_keeps_nothing_from_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The watchdog takes silence for a hang, and would end a run for a mistake in somebody's statistics."""
-    assert losses(tmp_path, [Broken(), recorder := FlightRecorder(), Listener()]) == losses(tmp_path, [])
+    assert losses(tmp_path, [Broken(), recorder := FlightRecorder(), Witness()]) == losses(tmp_path, [])
     said = capfd.readouterr().err
     assert (
         said.count("WARNING: Broken failed, and may see less") == 1
@@ -108,14 +108,14 @@ def test_what_a_proof_raises_ends_its_run() -> None:
         vital = True
 
     with pytest.raises(RuntimeError, match="a mistake"):
-        Observers([Listener(), Proof()]).phase("data")
+        Listeners([Witness(), Proof()]).phase("data")
 
 
 class Link(Communicator):
     """Stands for the operations of two ranks: they take no time."""
 
-    def __init__(self, observers: Observers | None) -> None:
-        self.key, self.observers, self.shared, self.size = "a link", observers, self, 2  # type: ignore[assignment]
+    def __init__(self, listeners: Listeners | None) -> None:
+        self.key, self.listeners, self.shared, self.size = "a link", listeners, self, 2  # type: ignore[assignment]
         self.failing = False
 
     def carries(self, x: Tensor) -> bool:
@@ -130,49 +130,49 @@ class Link(Communicator):
 
 
 def test_an_operation_is_heard_of_when_it_begins_and_when_it_is_waited_for() -> None:
-    """With its tensors, and by each observer with what that one answered.
+    """With its tensors, and by each listener with what that one answered.
 
     Nobody waits for ever in a record: a wait that fails ends.
     """
-    listener, recorder = Listener(), FlightRecorder()
-    link = Link(Observers([listener, Broken(), recorder]))
+    witness, recorder = Witness(), FlightRecorder()
+    link = Link(Listeners([witness, Broken(), recorder]))
     group = Group("dp", (0, 1), 0, link)
     work = link.start_reduce_scatter(torch.zeros(4), torch.zeros(2))
-    assert listener.heard == ["reduce_scatter of [(4,), (2,)], -1", "reduce_scatter begun"]
+    assert witness.heard == ["reduce_scatter of [(4,), (2,)], -1", "reduce_scatter begun"]
     work.wait()
-    assert listener.heard[2:] == ["reduce_scatter waits", "reduce_scatter done"]
+    assert witness.heard[2:] == ["reduce_scatter waits", "reduce_scatter done"]
     assert recorder.channel(group.ranks).begun == 1 and list(recorder.waits().by_group) == ["dp"]
     link.failing = True
     with pytest.raises(RuntimeError, match="reset"):
         link.start_reduce_scatter(torch.zeros(4), torch.zeros(2)).wait()
-    assert listener.heard[-2:] == ["reduce_scatter waits", "reduce_scatter done"] and recorder.waiting is None
+    assert witness.heard[-2:] == ["reduce_scatter waits", "reduce_scatter done"] and recorder.waiting is None
 
 
-@pytest.mark.parametrize("observers", [None, Observers()], ids=["none", "an empty list"])
-def test_where_nobody_watches_the_librarys_own_handle_is_returned(observers: Observers | None) -> None:
+@pytest.mark.parametrize("listeners", [None, Listeners()], ids=["none", "an empty list"])
+def test_where_nobody_watches_the_librarys_own_handle_is_returned(listeners: Listeners | None) -> None:
     """And one who comes later is heard: an empty list is not replaced by another."""
-    link = Link(observers)
+    link = Link(listeners)
     group = Group("dp", (0, 1), 0, link)
     assert isinstance(link.start_reduce_scatter(torch.zeros(4), torch.zeros(2)), SimpleNamespace)
-    if observers is not None:
-        observers.append(listener := Listener())
+    if listeners is not None:
+        listeners.append(witness := Witness())
         link.start_reduce_scatter(torch.zeros(4), torch.zeros(2)).wait()
-        assert len(listener.heard) == 4 and group.size == 2
+        assert len(witness.heard) == 4 and group.size == 2
 
 
 def test_who_knows_nothing_is_passed_over() -> None:
     """Of several, the first who knows how long the rank has waited answers; of none, nobody has waited."""
 
-    class Knowing(Observer):
+    class Knowing(Listener):
         def waits(self) -> Waits:
             return Waits(2.0)
 
         def stragglers(self, *_: Any) -> dict[int, Slow]:
             return {3: Slow(1.5, 1.0)}
 
-    both = Observers([Listener(), Knowing()])
+    both = Listeners([Witness(), Knowing()])
     assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: Slow(1.5, 1.0)}
-    assert Observers().waits() == Waits() and Observers().stragglers([1.0], [0.0], 1.0) == {}
+    assert Listeners().waits() == Waits() and Listeners().stragglers([1.0], [0.0], 1.0) == {}
 
 
 PATCHES = "megacore.tools.choices.torch_patches"  # the one module that may replace what is another library's
@@ -241,7 +241,7 @@ def methods_of(files: list[Source]) -> set[str]:
 
 
 def test_nobody_replaces_a_method() -> None:
-    """A reader of the loop would not know what runs: who wants to see it is an observer."""
+    """A reader of the loop would not know what runs: who wants to see it is an listener."""
     files = [source for source in sources() if source.name.startswith("megacore.")]
     methods = methods_of(files)
     found = {source.name: lines for source in files if (lines := list(replacing(source, methods)))}

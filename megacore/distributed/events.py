@@ -1,7 +1,7 @@
-"""What a run tells those who watch it: hang diagnosis, proofs, dry runs and measurements are observers.
+"""What a run tells those who watch it: hang diagnosis, proofs, dry runs and measurements are listeners.
 
-A mesh has the list of its run's observers. It is empty unless whoever starts the run adds some
-(`mesh.observers.append`), and then all that is left of it in a step is a test of an empty list.
+A mesh has the list of its run's listeners. It is empty unless whoever starts the run adds some
+(`mesh.listeners.append`), and then all that is left of it in a step is a test of an empty list.
 Communicators, runtime, loader and trainer tell the list what they do.
 """
 
@@ -30,7 +30,7 @@ class Operation:
     group: "Group"
     # all_reduce, all_gather, reduce_scatter, all_to_all, exchange, shift, broadcast, barrier, send or receive
     name: str
-    # what is given, and then where the result comes, if elsewhere; an observer must not keep them
+    # what is given, and then where the result comes, if elsewhere; an listener must not keep them
     tensors: tuple[Tensor, ...]
     peer: int = -1
 
@@ -58,64 +58,64 @@ class Slow(NamedTuple):
     of: str = "host"
 
 
-class Observer:
+class Listener:
     """Hears what one rank does.
 
     A tool overrides the methods that it needs; they run in the middle of a step, and wait for nothing.
 
-    What an observer raises does not end the run, nor keeps anything from the others: it is said once. If an
-    observer's answer would then be wrong, as a proof's, it is `vital`: what it raises is raised where it was
+    What an listener raises does not end the run, nor keeps anything from the others: it is said once. If an
+    listener's answer would then be wrong, as a proof's, it is `vital`: what it raises is raised where it was
     told.
     """
 
     vital = False
     failed = False
 
-    def step_begins(self, step: int, logged: bool) -> None:
+    def on_step_begin(self, step: int, logged: bool) -> None:
         """`logged`: whether the host waits for the step's figures in any case."""
 
-    def phase_begins(self, phase: str) -> None:
+    def on_phase(self, phase: str) -> None:
         """What the rank does from here on, other than the plan's actions, such as
         "data" or "optimizer step".
         """
 
-    def aside_begins(self, phase: str) -> None:
+    def on_pause_begin(self, phase: str) -> None:
         """Begins what does not count as a step's time: "validation" or "saving"."""
 
-    def aside_ends(self) -> None:
+    def on_pause_end(self) -> None:
         """Ends it."""
 
-    def compile_begins(self, *_: object) -> None:
+    def on_compile_begin(self, *_: object) -> None:
         """Code is compiled from here on, which may take minutes; may be nested."""
 
-    def compile_ends(self, *_: object) -> None:
+    def on_compile_end(self, *_: object) -> None:
         """It is compiled, or has failed."""
 
-    def action_begins(self, action: Action) -> None:
+    def on_action_begin(self, action: Action) -> None:
         """The runtime begins an action of the plan; what it takes from other ranks has come."""
 
-    def action_ends(self, action: Action) -> None:
+    def on_action_end(self, action: Action) -> None:
         """The runtime has done it. A GPU may only have been given it."""
 
-    def collective_begins(self, operation: Operation) -> Any:
+    def on_collective(self, operation: Operation) -> Any:
         """The rank begins its part of an operation.
 
-        What this returns, the observer is given back at what follows of it.
+        What this returns, the listener is given back at what follows of it.
         """
 
-    def collective_begun(self, token: Any) -> None:
+    def on_started(self, token: Any) -> None:
         """The operation is under way."""
 
-    def wait_begins(self, token: Any) -> None:
+    def on_wait_begin(self, token: Any) -> None:
         """The rank waits for the operation from here on (a GPU's host only makes its stream wait)."""
 
-    def wait_ends(self, token: Any) -> None:
+    def on_wait_end(self, token: Any) -> None:
         """It has waited, even if an exception ends that."""
 
-    def host_wait_begins(self, what: str, thread: int | None = None) -> None:
+    def on_host_wait_begin(self, what: str, thread: int | None = None) -> None:
         """The main thread waits for "data", which another `thread` reads, or for its "device"."""
 
-    def host_wait_ends(self, what: str) -> None:
+    def on_host_wait_end(self, what: str) -> None:
         """It has waited."""
 
     def waits(self) -> Waits | None:
@@ -129,66 +129,66 @@ class Observer:
         """
 
 
-class Observers(list[Observer]):
+class Listeners(list[Listener]):
     """All who watch one rank."""
 
     def tell(
         self, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
-    ) -> list[tuple[Observer, T]]:
-        """Calls a method of `Observer` on each, and returns who answered what."""
-        return [(observer, self._call(observer, event, *args, **options)) for observer in tuple(self)]
+    ) -> list[tuple[Listener, T]]:
+        """Calls a method of `Listener` on each, and returns who answered what."""
+        return [(listener, self._call(listener, event, *args, **options)) for listener in tuple(self)]
 
-    def tell_back(self, event: Callable[[Any, Any], object], tokens: list[tuple[Observer, Any]]) -> None:
+    def tell_back(self, event: Callable[[Any, Any], object], tokens: list[tuple[Listener, Any]]) -> None:
         """Calls a method on each of those who answered, with its answer."""
-        for observer, token in tokens:
-            self._call(observer, event, token)
+        for listener, token in tokens:
+            self._call(listener, event, token)
 
     def phase(self, name: str) -> None:
         """Tells them of a phase; also called now and then during long work, as a sign of life."""
-        self.tell(Observer.phase_begins, name)
+        self.tell(Listener.on_phase, name)
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
         """A context of what does not count as a step's time."""
-        self.tell(Observer.aside_begins, phase)
+        self.tell(Listener.on_pause_begin, phase)
         try:
             yield
         finally:
-            self.tell(Observer.aside_ends)
+            self.tell(Listener.on_pause_end)
 
     @contextmanager
     def compilation(self) -> Iterator[None]:
         """A context in which code is compiled other than by torch.compile."""
-        self.tell(Observer.compile_begins)
+        self.tell(Listener.on_compile_begin)
         try:
             yield
         finally:
-            self.tell(Observer.compile_ends)
+            self.tell(Listener.on_compile_end)
 
     def waits(self) -> Waits:
         """What the first who knows answers."""
-        return next((waits for _, waits in self.tell(Observer.waits) if waits is not None), Waits())
+        return next((waits for _, waits in self.tell(Listener.waits) if waits is not None), Waits())
 
     def stragglers(
         self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float
     ) -> dict[int, Slow]:
         """What the first who knows answers."""
-        answers = self.tell(Observer.stragglers, busy, device_busy, step_seconds)
+        answers = self.tell(Listener.stragglers, busy, device_busy, step_seconds)
         return next((found for _, found in answers if found is not None), {})
 
     def _call(
-        self, observer: Observer, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
+        self, listener: Listener, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
         try:
-            return getattr(observer, event.__name__)(*args, **options)  # type: ignore[no-any-return]
+            return getattr(listener, event.__name__)(*args, **options)  # type: ignore[no-any-return]
         except Exception as error:
-            if observer.vital:
+            if listener.vital:
                 raise
-            if not observer.failed:  # it is told on: a watchdog takes silence for a hang
+            if not listener.failed:  # it is told on: a watchdog takes silence for a hang
                 report = "".join(traceback.format_exception(error))
                 sys.stderr.write(
-                    f"{report}WARNING: {type(observer).__name__} failed, and may see less from here on; "
+                    f"{report}WARNING: {type(listener).__name__} failed, and may see less from here on; "
                     "the run continues\n"
                 )
-            observer.failed = True
+            listener.failed = True
             return None  # type: ignore[return-value]
