@@ -20,8 +20,8 @@ from benchmarks.training import Training
 from benchmarks.wire import EXPERTS, Wire
 from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.communicator import Group
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.schedule import Action, Op, Plan
 from megacore.tools.planner.traffic import Transfer
 from megacore.tools.schedules.simulate import Span, Timeline, simulate
@@ -38,7 +38,7 @@ IDLE_IN = ("pp", "tied", "loss", "norm", "dp")
 class Stopwatch(Listener):
     """Marks in time, or in the computing stream; each begins a part, and the one behind it ends it."""
 
-    vital = True
+    on_error = "raise"
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -129,7 +129,7 @@ def measured_step(training: Training, watch: Stopwatch | None = None) -> Breakdo
     training.meet()
     listeners = training.mesh.listeners
     with wire:
-        listeners.append(watch)
+        listeners.add(watch)
         started = perf_counter()
         watch.mark()
         training.work()

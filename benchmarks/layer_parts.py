@@ -117,7 +117,7 @@ class ByPart:
         plain = self.training.step()
         mesh, watch = self.training.mesh, Stopwatch(self.training.mesh.device)
         self.training.meet()
-        mesh.listeners.append(watch)
+        mesh.listeners.add(watch)
         wire = Wire(mesh, lambda name: watch.part(EXCHANGE if name == EXPERTS else "communication"))
         with wire, LayerParts(self.training.train_step.stages, watch):
             watch.mark()

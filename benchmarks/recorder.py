@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megacore.distributed.communicator import ObservedWork
-from megacore.distributed.init import joined
 from megacore.distributed.events import Listener, Listeners, Operation
+from megacore.distributed.init import joined
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
@@ -61,9 +61,9 @@ def run(argv: list[str], place: RankInfo) -> int:
         config = partitioned(load(args.config, [*args.overrides, *fixed], place.world_size).config)
         device, inputs = take_device(config, place), Inputs(config, place.rank)
         guardians = Guardians(config, place, device)
-        with joined(config, place, device, guardians) as mesh, Garbage() as garbage:
+        with joined(config, place, device, guardians, [Garbage()]) as mesh:
             trainer = trainer_of(config, mesh, inputs)
-            mesh.listeners += [garbage, *share_cores(trainer.config, place.world_size, device)]
+            mesh.listeners.add(*share_cores(trainer.config, place.world_size, device))
             started = time.perf_counter()
             trainer.run()
             seconds = (time.perf_counter() - started) / config.train.steps

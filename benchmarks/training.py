@@ -28,6 +28,7 @@ from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.tools.choices.compiling import settled
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.crowd import share_cores
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.machine.device import take_device
 from megacore.tools.settings.load import load
 from megacore.train.loader import Loader, SampleSource
@@ -79,6 +80,11 @@ class RandomStream:
         return [(0, self.length) for _ in indices]
 
 
+def trainer_flags() -> dict[str, bool]:
+    """Return the flags that a run's ranks share in each step, none of them raised."""
+    return {"stop": False, "save_failed": False}
+
+
 class Training:
     """One rank's part in the steps of a run. Construction and `step` are collective.
 
@@ -92,13 +98,13 @@ class Training:
         # as a run does: what `train.compile=auto` becomes, and why
         config, self.compile_choice = settled(config, mesh, None)
         self.config, self.mesh = config, mesh
-        self.train_step = TrainStep(config, mesh)
+        self.train_step = TrainStep(config, mesh, engines=ENGINES)
         self.engine = self.train_step.engine
         self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp, zipf=zipf)
         self.loader = None if stream is None else Loader(config, mesh, stream)
         self.sharing = share_cores(config, mesh.place.world_size, mesh.device)
         self.steps = 0
-        self.figures: StepResult | None = None
+        self.figures: StepResult[torch.Tensor] | None = None
         self.before_update: Callable[[], None] = lambda: None
 
     def step(self) -> float:
@@ -124,7 +130,7 @@ class Training:
         for fitting in self.sharing:
             fitting.fit()
         self.figures = self.train_step(
-            self.steps, self.batch_of(self.steps), lambda: (0.0, 0.0), self.before_update
+            self.steps, self.batch_of(self.steps), trainer_flags, self.before_update
         )
         self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
 

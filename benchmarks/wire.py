@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megacore.distributed.communicator import Group
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener, Operation
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.planner.traffic import Transfer
 
@@ -69,7 +69,7 @@ class Waited:
 class Wire(Listener, AbstractContextManager["Wire"]):
     """Counts what is sent while it is entered, and names every call and every wait by `part`."""
 
-    vital = True
+    on_error = "raise"
 
     def __init__(self, mesh: Mesh, part: Part) -> None:
         self.part: Part = lambda name: part(name.split()[0])  # both levels of dp are one part of a step
@@ -91,7 +91,7 @@ class Wire(Listener, AbstractContextManager["Wire"]):
         ]
 
     def __enter__(self) -> "Wire":
-        self.mesh.listeners.append(self)
+        self.mesh.listeners.add(self)
         for operation, names, whole in COLLECTIVES:
             name = next(name for name in names if hasattr(dist, name))
             original = getattr(dist, name)

@@ -12,8 +12,9 @@ import megacore.tools.interrupt  # noqa: F401  (first: Ctrl-C during the other i
 # isort: split
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megacore.config import Config
 from megacore.config.schema import resolved
@@ -27,6 +28,13 @@ from megacore.tools.settings.launcher_settings import check_launcher
 from megacore.tools.settings.load import Resolved, load
 from megacore.tools.settings.print_config import config_table, printed_world
 from megacore.tools.stop_request import StopRequest
+
+if TYPE_CHECKING:  # mistakes in a config are found before torch is imported
+    import torch
+
+    from megacore.distributed.events import Listener
+    from megacore.tools.inputs import Inputs
+    from megacore.tools.mirror import Mirror
 
 EXAMPLES = (
     "python launch/pretrain.py --config configs/gpt_tiny.json",
@@ -139,29 +147,21 @@ def refuse_overwriting(path: str, loaded: Resolved) -> None:
         )
 
 
-def train(
-    config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None
-) -> int:
-    """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
+def train(config: Config, place: RankInfo, stop: StopRequest, callbacks: Sequence["Listener"] = ()) -> int:
+    """Join the mesh and train, with these `callbacks` too. Return the exit status."""
     from megacore.checkpoint.weights import DOCUMENTS_BOS
     from megacore.distributed.init import joined, own_mistakes
-    from megacore.tools.choices.bubble import bubble_warning
     from megacore.tools.choices.check_engine import check_engine
     from megacore.tools.choices.run import trainer_of
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.failure_note import NOT_MET, FailureNote
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
-    from megacore.tools.garbage import Garbage
     from megacore.tools.inputs import Inputs
     from megacore.tools.machine.device import take_device
     from megacore.tools.mirror import Mirror
-    from megacore.tools.monitoring.attach import monitors_of
-    from megacore.tools.monitoring.best import BestKept
-    from megacore.tools.monitoring.first_step import FirstStep, StartUp
-    from megacore.tools.retention import set_aside
-    from megacore.tools.settings.validation import warmup_warning
-    from megacore.tools.text.vocabulary import corpora_begin_with_bos, prefixes_of, vocabulary_warnings
+    from megacore.tools.startup_lines import startup_lines
+    from megacore.tools.text.vocabulary import corpora_begin_with_bos, prefixes_of
 
     with own_mistakes():
         device = take_device(config, place)
@@ -175,45 +175,69 @@ def train(
         mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
         if place.rank == 0:
-            lines = [
-                *vocabulary_warnings(config),
-                warmup_warning(config),
-                bubble_warning(config),
-                inputs.unread_weights,
-                print_note(config),
-            ]
-            for line in filter(None, lines):
-                print(line, flush=True)
-        monitors = monitors_of(config, place, device)
+            print_warnings(config, inputs)
+        callbacks = [*callbacks_of(config, place, device, stop, mirror), *callbacks]
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
-    with (
-        joined(config, place, device, Guardians(config, place, device, folder)) as mesh,
-        Garbage() as garbage,
-        mirror,
-    ):
+    guard = Guardians(config, place, device, folder)
+    with joined(config, place, device, guard, callbacks) as mesh, mirror:
         if place.rank == 0:
             StandardStream.continues = "training"
-        trainer = trainer_of(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
+        trainer = trainer_of(config, mesh, inputs, apart_from_owner(folder, mesh))
+        mesh.listeners.add(*share_cores(trainer.config, place.world_size, device))
         if place.rank == 0:  # whose state is saved
             prefixes = prefixes_of(config.data.train)
-            trainer.passed_on[DOCUMENTS_BOS] = corpora_begin_with_bos(prefixes, config.data.tokenizer)
-        mesh.listeners += [garbage, *share_cores(trainer.config, place.world_size, device)]
-        mesh.listeners.append(StartUp(stop, trainer.config.train.compile is True))
-        if place.rank == 0:
-            backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
-            mesh.listeners.append(FirstStep(backwards, device.type))
-        best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
-        if best is not None and config.checkpoint.resume != "auto":
-            set_aside(best.folder, trainer.step)
+            trainer.extra_state[DOCUMENTS_BOS] = corpora_begin_with_bos(prefixes, config.data.tokenizer)
         mirror.begin(trainer.step, trainer.latest)
-        trainer.saving.on_saved += [hear for hear in (mirror.copy, best, on_saved) if hear is not None]
+        for line in startup_lines(trainer, inputs):
+            mesh.print(line)
         status = trainer.run(lambda: stop.requested)
         if stop.found:  # rank 0 alone looks for the file
             print(f"remove {stop.file} before you start the run again", flush=True)
-        if best is not None and trainer.latest is not None:
-            best(trainer.latest)  # the last step's loss is known only behind its save
         return status
+
+
+def callbacks_of(
+    config: Config, place: RankInfo, device: "torch.device", stop: StopRequest, mirror: "Mirror"
+) -> list["Listener"]:
+    """Return the callbacks of one rank of a run, in the order in which they are called."""
+    from megacore.tools.drift import Drift
+    from megacore.tools.garbage import Garbage
+    from megacore.tools.monitoring import attach
+    from megacore.tools.monitoring.best import BestKept
+    from megacore.tools.monitoring.first_step import FirstStep, StartUp
+
+    callbacks: list[Listener] = [
+        Garbage(),  # collects Python's garbage after the same steps on all ranks
+        StartUp(stop),  # from the first step on, a request to stop saves a checkpoint
+        mirror,  # copies checkpoints to checkpoint.mirror
+    ]
+    if config.parallel.tensor > 1:
+        callbacks.append(Drift())  # compares the parameters that tensor ranks hold alike
+    if place.rank == 0:
+        callbacks.append(FirstStep())  # prints how far a long first step is
+    if place.rank == 0 and config.checkpoint.best:
+        callbacks.append(BestKept())  # keeps the checkpoint with the least validation loss
+    # Console, TensorBoard, wandb, Prometheus, profiler and statistics, then those of a custom model's file.
+    callbacks += attach.callbacks_of(config, place, device)
+    return callbacks
+
+
+def print_warnings(config: Config, inputs: "Inputs") -> None:
+    """Print what a user may want to change before a long run."""
+    from megacore.tools.choices.bubble import bubble_warning
+    from megacore.tools.settings.validation import warmup_warning
+    from megacore.tools.text.vocabulary import vocabulary_warnings
+
+    warnings = [
+        *vocabulary_warnings(config),
+        warmup_warning(config),
+        bubble_warning(config),
+        inputs.unread_weights,
+        print_note(config),
+    ]
+    for warning in filter(None, warnings):
+        print(warning, flush=True)
 
 
 if __name__ == "__main__":

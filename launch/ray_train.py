@@ -323,12 +323,16 @@ def work(start: dict[str, Any]) -> int:
         }
         os.environ.update({"MASTER_ADDR": address} | {name: str(number) for name, number in numbers.items()})
         from megacore.launch.pretrain import train
+        from megacore.train.callbacks import Callback
+
+        class ReportCheckpoints(Callback):
+            def on_checkpoint(self, path: Path) -> None:
+                reports.waiting.put(path)
 
         place = replace(place_from_environment(), guest=True)
         # Only a main thread can take signals, so the file alone stops the run.
-        return reports.during(
-            lambda: train(config, place, StopRequest(folder if rank == 0 else None), reports.waiting.put)
-        )
+        stop = StopRequest(folder if rank == 0 else None)
+        return reports.during(lambda: train(config, place, stop, [ReportCheckpoints()]))
     except UserError as error:
         raise RuntimeError(f"{REFUSED}{error}") from error
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.pretrain import callbacks_of
 from megacore.config import Config
 from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.mesh import Mesh
@@ -17,9 +18,10 @@ from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.monitoring.attach import monitors_of
+from megacore.tools.mirror import Mirror
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
+from megacore.tools.startup_lines import startup_lines
 from megacore.tools.stop_request import StopRequest
 from tests.checkpoints import save
 
@@ -72,12 +74,14 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     config = partitioned(load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config)
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
-    mesh.listeners.append(FlightRecorder(stages=config.parallel.pipeline))
+    mesh.listeners.add(FlightRecorder(stages=config.parallel.pipeline))
     with StopRequest() as stop:
         stop.begin()
-        status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run(
-            lambda: stop.requested
-        )
+        mesh.listeners.add(*callbacks_of(config, place, mesh.device, stop, Mirror(config, place)))
+        trainer = trainer_of(config, mesh, inputs)
+        for line in startup_lines(trainer, inputs):
+            mesh.print(line)
+        status = trainer.run(lambda: stop.requested)
     mesh.close()
     return status
 

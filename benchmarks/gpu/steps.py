@@ -17,7 +17,7 @@ from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.offload import ActivationOffload
 from megacore.tools.machine.determinism import compute_deterministically
-from megacore.train.metrics import AsyncMetrics
+from megacore.train.metrics import PendingResults
 
 # --- no step waits ------------------------------------------------------------------------------------------
 
@@ -146,24 +146,21 @@ def late_compute(job: Training) -> Iterator[None]:
 def trained(config: Config, offload_late: bool, compute_late: bool) -> list[Tensor]:
     """Loss and norm of three steps, read through the mailbox, and the weights after them: all on the host."""
     job = Training(config, join(config, RankInfo()), RandomStream(config))
-    async_metrics, found = AsyncMetrics(job.mesh.device), []
+    results, found = PendingResults(job.mesh.device, job.mesh.listeners), []
     with ExitStack() as stack:
         if offload_late:
             stack.enter_context(late_offload())
         if compute_late:
             stack.enter_context(late_compute(job))
-        for number in range(1, 4):
+        for _ in range(3):
             job.work()
             assert job.figures is not None
-            figures = job.figures
-            votes = [figures.loss, figures.loss]  # a run's own are counts of ranks
-            posted = [figures.loss, *votes, figures.grad_norm.double(), figures.skipped.double()]
-            async_metrics.post(number, torch.stack(posted))
-            found += async_metrics.take()
-        found += async_metrics.take(all_of_them=True)
+            results.post(job.figures)
+            found += results.take()
+        found += results.take(all_of_them=True)
     assert job.loader is not None
     job.loader.close()
-    read = torch.tensor([[figures.loss, figures.grad_norm] for figures in found], dtype=torch.float64)
+    read = torch.tensor([[result.loss, result.grad_norm] for result in found], dtype=torch.float64)
     return [read, *(piece.detach().cpu().clone() for piece, _ in job.engine.tensors().values())]
 
 

@@ -25,11 +25,30 @@ from megacore.files import read_text
 
 KEY, DIGEST = "model.source", "model.source_digest"
 # what a file holds
-SETTINGS, BLOCK, LAYERS, MONITORS, SMALL = "Settings", "Block", "layers", "MONITORS", "small"
+SETTINGS, BLOCK, LAYERS, CALLBACKS, SMALL = "Settings", "Block", "layers", "CALLBACKS", "small"
+OLD_CALLBACKS = "MONITORS"  # another name of CALLBACKS
 PARTS, BUILD, UNTOUCHED = "PARTS", "build", "untouched"
 RIGHT = f"a Python file with a class {BLOCK}, and a class {SETTINGS} if it has settings: docs/blocks.md"
 RIGHT_PLAIN = f"a module and a table {PARTS} that suit each other: docs/models.md"
 MOST_BYTES = 1 << 20
+# Methods of callbacks and what they are called now, and modules that have moved.
+OLD_METHODS = {
+    "start": "on_start",
+    "built": "on_built",
+    "open": "on_records_open",
+    "reopen": "on_rewind",
+    "record": "on_record",
+    "skipped": "on_skipped",
+    "report": "on_log",
+    "validation": "on_validation",
+    "figures": "metrics",
+    "parts": "step_parts",
+    "close": "on_end",
+}
+MOVED = {
+    "megacore.train.logs": "from megacore.train.callbacks import Callback (Monitor is called Callback)",
+    "megacore.distributed.observer": "from megacore.distributed.events import Listener (once Observer)",
+}
 COPY = "source.py"  # in a run's folder
 RIGHT_DIGEST = f"the file that is meant, which a run's folder keeps as {COPY}, or null for any"
 
@@ -73,9 +92,9 @@ class Source:
         return getattr(self.module, UNTOUCHED, None)
 
     @property
-    def monitors(self) -> Sequence[Callable[[], Any]]:
-        """The classes of its `megacore.train.logs.Monitor`s, if it has any."""
-        return getattr(self.module, MONITORS, ())
+    def callbacks(self) -> Sequence[Callable[[], Any]]:
+        """The classes of its `megacore.train.callbacks.Callback`s, if it has any."""
+        return [*getattr(self.module, CALLBACKS, ()), *getattr(self.module, OLD_CALLBACKS, ())]
 
     @property
     def small(self) -> Callable[[Config], Mapping[str, Any]] | None:
@@ -97,7 +116,10 @@ class Source:
                 f"{self.path}{line_of(self.path, error)}{doing}: {type(error).__name__}: "
                 f"{' '.join(said.split())}"
             )
-            raise ConfigError(KEY, wrong, RIGHT if self.parts is None else RIGHT_PLAIN) from error
+            right = RIGHT if self.parts is None else RIGHT_PLAIN
+            if isinstance(error, ModuleNotFoundError):
+                right = MOVED.get(error.name or "", right)
+            raise ConfigError(KEY, wrong, right) from error
 
 
 _EXECUTED: dict[tuple[str, str], Source] = {}  # by path and digest
@@ -167,6 +189,7 @@ def executed(path: str, text: str, digest: str) -> Source:
             exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
         settings = checked_settings(source)
         check_block(source)
+        check_callbacks(source)
     except BaseException:
         del sys.modules[module.__name__]
         raise
@@ -237,6 +260,21 @@ def check_block(source: Source) -> None:
             raise ConfigError(
                 KEY, f"{source.path}: {what} cannot be called: {error}", f"{what}({arguments})"
             ) from None
+
+
+def check_callbacks(source: Source) -> None:
+    """Raise `ConfigError` if a class among the file's callbacks has a method by its old name.
+
+    It would never be called.
+    """
+    with source.blamed(f", {CALLBACKS}"):
+        callbacks = list(source.callbacks)
+    for callback in callbacks:
+        for old, new in OLD_METHODS.items():
+            if hasattr(callback, old):
+                name = getattr(callback, "__name__", "a callback")
+                wrong = f"{source.path}: the method {old} of {name} is not called any more"
+                raise ConfigError(KEY, wrong, f"the name {new}, see megacore.train.callbacks.Callback")
 
 
 def line_of(path: str, error: BaseException) -> str:

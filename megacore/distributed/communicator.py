@@ -125,7 +125,7 @@ class Together:
 
 
 class ObservedWork:
-    """The handle of an operation whose wait listeners hear of."""
+    """The handle of an operation. Listeners are told when it is waited for."""
 
     __slots__ = ("listeners", "tokens", "work")
 
@@ -148,19 +148,17 @@ R = TypeVar("R")
 def observed(
     method: Callable[Concatenate["Communicator", P], R],
 ) -> Callable[Concatenate["Communicator", P], R]:
-    """An operation of a communicator, of which listeners hear. If nobody watches, it costs a test more."""
+    """Decorate an operation of a communicator: listeners are told of its start and of waits for it."""
     name = method.__name__.removeprefix("start_")
     returns_done = name == method.__name__ not in ("send", "receive")
 
     @wraps(method)
-    def told(self: "Communicator", *args: P.args, **options: P.kwargs) -> R:
+    def notifying(self: "Communicator", *args: P.args, **options: P.kwargs) -> R:
         listeners = self.listeners
-        if not listeners:
+        if listeners is None or not listeners.overriding(Listener.on_collective):
             return method(self, *args, **options)
-        tensors, peer = (
-            tuple(x for x in args if isinstance(x, Tensor)),
-            next((x for x in args if type(x) is int), -1),
-        )
+        tensors = tuple(x for x in args if isinstance(x, Tensor))
+        peer = next((x for x in args if type(x) is int), -1)
         tokens = listeners.notify(Listener.on_collective, Operation(_called[self.key], name, tensors, peer))
         if returns_done:
             listeners.reply(Listener.on_started, tokens)
@@ -172,7 +170,7 @@ def observed(
         listeners.reply(Listener.on_started, tokens)
         return cast(R, ObservedWork(listeners, tokens, cast(Work, work)))
 
-    return told
+    return notifying
 
 
 class Communicator:

@@ -1,8 +1,8 @@
-"""What a run tells those who watch it: hang diagnosis, proofs, dry runs and measurements are listeners.
+"""What one rank does, told to listeners: hang diagnosis, proofs, dry runs, measurements and metrics.
 
-A mesh has the list of its run's listeners. It is empty unless whoever starts the run adds some
-(`mesh.listeners.append`), and then all that is left of it in a step is a test of an empty list.
-Communicators, runtime, loader and trainer tell the list what they do.
+Communicators, the runtime, the loader and the trainer notify `mesh.listeners`. `Listener` has the events
+that they know; `megacore.train.callbacks.Callback` adds those of a run, such as a logged step. For an event
+that no listener overrides, a step pays one dictionary lookup.
 """
 
 import sys
@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -25,170 +25,230 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a rank begins over a group. `peer`: the other rank of the world, where there is only one."""
+    """An operation that a rank starts over a group."""
 
     group: "Group"
     # all_reduce, all_gather, reduce_scatter, all_to_all, exchange, shift, broadcast, barrier, send or receive
     name: str
-    # what is given, and then where the result comes, if elsewhere; an listener must not keep them
+    # the input, then the output if that is another tensor; a listener must not keep them
     tensors: tuple[Tensor, ...]
-    peer: int = -1
+    peer: int = -1  # world rank of the other side of a send or receive
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that a rank has waited since this was asked last, validations and saves
-    left out; 0 where nobody knows.
+    """Seconds that a rank has waited since the last report, without validations and saves.
+
+    0 where nothing measures it.
     """
 
     for_ranks: float = 0.0
-    # of the host, by the name of a group, and for "data"
-    by_group: Mapping[str, float] = field(default_factory=dict)
+    by_group: Mapping[str, float] = field(default_factory=dict)  # of the host, by group name and for "data"
     device_worked: float = 0.0  # seconds that its GPU took for forwards and backwards
     device_by_group: Mapping[str, float] = field(default_factory=dict)  # of its GPU, in the last logged step
 
 
 class Slow(NamedTuple):
-    """Of a rank that holds up the others: seconds of its own work in a step, the median of those
-    of its like, and whose seconds.
-    """
+    """A rank that holds up the others, with the seconds of its own work in a step."""
 
     seconds: float
-    usual: float
-    of: str = "host"
+    usual: float  # the median of the ranks that do the same work
+    of: str = "host"  # or "device": whose seconds they are
 
 
 class Listener:
-    """Hears what one rank does.
+    """Is told what one rank does. Override the methods that you need; the others cost nothing.
 
-    A tool overrides the methods that it needs; they run in the middle of a step, and wait for nothing.
+    Methods run in the middle of a step, so they must not wait for the device. `on_error` says what happens
+    if a method raises an exception:
 
-    What an listener raises does not end the run, nor keeps anything from the others: it is said once. If an
-    listener's answer would then be wrong, as a proof's, it is `vital`: what it raises is raised where it was
-    told.
+    - "drop" (the default): it is reported once on this rank's stderr. From then on no method is called but
+      `on_end`, and training continues.
+    - "keep": it is reported once, and the listener is still called. For the hang watchdog's flight recorder,
+      whose silence would look like a hang.
+    - "raise": the rank fails, which ends the job. For a listener whose answer would otherwise be wrong, such
+      as a proof's, and for one that communicates in a step: other ranks would wait for this one.
     """
 
-    vital = False
-    failed = False
+    on_error: Literal["drop", "keep", "raise"] = "drop"
 
     def on_step_begin(self, step: int, logged: bool) -> None:
-        """`logged`: whether the host waits for the step's figures in any case."""
+        """A step begins. If it is `logged`, the host will wait for its results."""
 
     def on_phase(self, phase: str) -> None:
-        """What the rank does from here on, other than the plan's actions, such as
-        "data" or "optimizer step".
+        """The rank begins another phase, such as "data" or "optimizer step".
+
+        Also called now and then during long work, as a sign of life.
         """
 
     def on_pause_begin(self, phase: str) -> None:
-        """Begins what does not count as a step's time: "validation" or "saving"."""
+        """Work begins that does not count as a step's time, such as "validation" or "saving"."""
 
     def on_pause_end(self) -> None:
-        """Ends it."""
+        """That work is done."""
 
     def on_compile_begin(self, *_: object) -> None:
-        """Code is compiled from here on, which may take minutes; may be nested."""
+        """Code is being compiled, which may take minutes. Compilations may be nested."""
 
     def on_compile_end(self, *_: object) -> None:
-        """It is compiled, or has failed."""
+        """The compilation is done, or has failed."""
 
     def on_action_begin(self, action: Action) -> None:
-        """The runtime begins an action of the plan; what it takes from other ranks has come."""
+        """The runtime begins an action of the plan. The tensors that it takes from other ranks are there."""
 
     def on_action_end(self, action: Action) -> None:
-        """The runtime has done it. A GPU may only have been given it."""
+        """The action is done on a CPU, and launched on a GPU."""
 
     def on_collective(self, operation: Operation) -> Any:
-        """The rank begins its part of an operation.
+        """The rank starts its part of an operation over a group.
 
-        What this returns, the listener is given back at what follows of it.
+        Return a token: the next three methods are called with it. Only listeners that override this method
+        are told of waits.
         """
 
     def on_started(self, token: Any) -> None:
-        """The operation is under way."""
+        """The operation is in flight."""
 
     def on_wait_begin(self, token: Any) -> None:
-        """The rank waits for the operation from here on (a GPU's host only makes its stream wait)."""
+        """The rank begins to wait for the operation (on a GPU, the host only makes its stream wait)."""
 
     def on_wait_end(self, token: Any) -> None:
-        """It has waited, even if an exception ends that."""
+        """The wait is over, perhaps with an exception."""
 
     def on_host_wait_begin(self, what: str, thread: int | None = None) -> None:
-        """The main thread waits for "data", which another `thread` reads, or for its "device"."""
+        """The main thread begins to wait for "data", which another `thread` reads, or for its "device"."""
 
     def on_host_wait_end(self, what: str) -> None:
-        """It has waited."""
+        """That wait is over."""
 
-    def waits(self) -> Waits | None:
-        """Asked at each report: what it knows of how long the rank has waited."""
+    def step_waits(self) -> Waits | None:
+        """Return how long this rank has waited since the last call; asked before each report."""
 
     def stragglers(
         self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float
     ) -> dict[int, Slow] | None:
-        """Asked at each report with every rank's seconds a step, those that it worked itself and those of its
-        device: the ranks that hold up the others.
+        """Return the ranks that hold up the others; asked at each report.
+
+        `busy`, `device_busy`: seconds a step that each rank's host and device worked themselves.
         """
 
+    def on_end(self) -> None:
+        """The run is over, or has failed. Called even if this listener has failed before."""
 
-class Listeners(list[Listener]):
-    """All who watch one rank."""
 
-    def tell(
+class Listeners:
+    """The listeners of one rank, in the order in which they are called."""
+
+    def __init__(self, listeners: Sequence[Listener] = (), rank: int = 0) -> None:
+        """`rank`: of this process in the world, for reports of failures."""
+        self.rank = rank
+        self._listeners = list(listeners)
+        self._failed: list[Listener] = []
+        self._overriding: dict[str, tuple[Listener, ...]] = {}  # by the name of a method
+
+    def __iter__(self) -> Iterator[Listener]:
+        """Iterate over those that are still called."""
+        return iter([listener for listener in self._listeners if not self._is_dropped(listener)])
+
+    def add(self, *listeners: Listener) -> None:
+        """Call these from now on, after those that are there."""
+        self._listeners.extend(listeners)
+        self._overriding.clear()
+
+    def remove(self, listener: Listener) -> None:
+        """Stop calling a listener."""
+        self._listeners.remove(listener)
+        self._overriding.clear()
+
+    def overriding(self, event: Callable[..., Any]) -> tuple[Listener, ...]:
+        """Return the listeners that override a method of `Listener` or of a subclass."""
+        name = event.__name__
+        listeners = self._overriding.get(name)
+        if listeners is None:
+            listeners = tuple(
+                listener
+                for listener in (self._listeners if name == "on_end" else self)
+                if getattr(type(listener), name, event) is not event
+            )
+            self._overriding[name] = listeners
+        return listeners
+
+    def notify(
         self, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
     ) -> list[tuple[Listener, T]]:
-        """Calls a method of `Listener` on each, and returns who answered what."""
-        return [(listener, self._call(listener, event, *args, **options)) for listener in tuple(self)]
+        """Call a method, such as `Listener.on_phase`, of every listener that overrides it.
 
-    def tell_back(self, event: Callable[[Any, Any], object], tokens: list[tuple[Listener, Any]]) -> None:
-        """Calls a method on each of those who answered, with its answer."""
+        Return the listeners that did not fail, with their answers.
+        """
+        answers = []
+        for listener in self.overriding(event):
+            try:
+                answer = getattr(listener, event.__name__)(*args, **options)
+            except Exception as error:
+                self.fail(listener, event, error)
+            else:
+                answers.append((listener, answer))
+        return answers
+
+    def reply(self, event: Callable[[Any, Any], object], tokens: Sequence[tuple[Listener, Any]]) -> None:
+        """Call a method of those who answered `notify`, each with its own answer."""
         for listener, token in tokens:
-            self._call(listener, event, token)
+            if self._is_dropped(listener):
+                continue
+            try:
+                getattr(listener, event.__name__)(token)
+            except Exception as error:
+                self.fail(listener, event, error)
 
     def phase(self, name: str) -> None:
-        """Tells them of a phase; also called now and then during long work, as a sign of life."""
-        self.tell(Listener.on_phase, name)
+        """Notify listeners of a phase; also called now and then during long work, as a sign of life."""
+        self.notify(Listener.on_phase, name)
 
     @contextmanager
-    def aside(self, phase: str) -> Iterator[None]:
-        """A context of what does not count as a step's time."""
-        self.tell(Listener.on_pause_begin, phase)
+    def pause(self, phase: str) -> Iterator[None]:
+        """Return a context of work that does not count as a step's time."""
+        self.notify(Listener.on_pause_begin, phase)
         try:
             yield
         finally:
-            self.tell(Listener.on_pause_end)
+            self.notify(Listener.on_pause_end)
 
     @contextmanager
     def compilation(self) -> Iterator[None]:
-        """A context in which code is compiled other than by torch.compile."""
-        self.tell(Listener.on_compile_begin)
+        """Return a context in which code is compiled by something else than torch.compile."""
+        self.notify(Listener.on_compile_begin)
         try:
             yield
         finally:
-            self.tell(Listener.on_compile_end)
+            self.notify(Listener.on_compile_end)
 
-    def waits(self) -> Waits:
-        """What the first who knows answers."""
-        return next((waits for _, waits in self.tell(Listener.waits) if waits is not None), Waits())
+    def step_waits(self) -> Waits:
+        """Return the answer of the first listener that has one."""
+        answers = self.notify(Listener.step_waits)
+        return next((waits for _, waits in answers if waits is not None), Waits())
 
     def stragglers(
         self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float
     ) -> dict[int, Slow]:
-        """What the first who knows answers."""
-        answers = self.tell(Listener.stragglers, busy, device_busy, step_seconds)
-        return next((found for _, found in answers if found is not None), {})
+        """Return the answer of the first listener that has one."""
+        answers = self.notify(Listener.stragglers, busy, device_busy, step_seconds)
+        return next((slow for _, slow in answers if slow is not None), {})
 
-    def _call(
-        self, listener: Listener, event: Callable[Concatenate[Any, P], T], *args: P.args, **options: P.kwargs
-    ) -> T:
-        try:
-            return getattr(listener, event.__name__)(*args, **options)  # type: ignore[no-any-return]
-        except Exception as error:
-            if listener.vital:
-                raise
-            if not listener.failed:  # it is told on: a watchdog takes silence for a hang
-                report = "".join(traceback.format_exception(error))
-                sys.stderr.write(
-                    f"{report}WARNING: {type(listener).__name__} failed, and may see less from here on; "
-                    "the run continues\n"
-                )
-            listener.failed = True
-            return None  # type: ignore[return-value]
+    def fail(self, listener: Listener, event: Callable[..., Any], error: Exception) -> None:
+        """Handle an exception of a listener as its `on_error` says; only the first one is reported."""
+        if listener.on_error == "raise":
+            raise error
+        if listener in self._failed:
+            return
+        self._failed.append(listener)
+        self._overriding.clear()
+        consequence = "is left out" if listener.on_error == "drop" else "may miss events from now on"
+        report = "".join(traceback.format_exception(error))
+        sys.stderr.write(
+            f"{report}WARNING: rank {self.rank}: {type(listener).__name__} failed in {event.__name__} and "
+            f"{consequence}; training continues: {type(error).__name__}: {error}\n"
+        )
+        sys.stderr.flush()
+
+    def _is_dropped(self, listener: Listener) -> bool:
+        return listener.on_error == "drop" and listener in self._failed

@@ -2,7 +2,7 @@
 whoever starts the run brings one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megacore.caches import keep_triton_local
 from megacore.config import Config
 from megacore.distributed.collectives import all_reduce, broadcast_text
+from megacore.distributed.events import Listener, Listeners
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listeners
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import claim, meet
 from megacore.errors import ConfigError, UserError
@@ -29,8 +29,7 @@ class Guard:
     This one does nothing.
     """
 
-    def __init__(self) -> None:
-        self.listeners = Listeners()  # who watch the rank from the first operation on
+    listeners: Sequence[Listener] = ()  # its own, which are told of the first operation too
 
     def met(self, store: dist.Store) -> None:
         """The ranks have met in `store`.
@@ -86,11 +85,16 @@ def check_source(config: Config, mesh: Mesh) -> None:
 
 @contextmanager
 def joined(
-    config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None
+    config: Config,
+    place: RankInfo,
+    device: torch.device,
+    guard: Guard | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> Iterator[Mesh]:
-    """A context with the mesh, for a process that is set up (`tools.machine`).
+    """Return a context with the mesh, for a process that is set up (`tools.machine`).
 
-    `guard`: who looks after this rank meanwhile.
+    `guard` watches this rank meanwhile. Its listeners and `listeners` are told what the rank does, from the
+    first operation on.
     """
     guard = guard or Guard()
     mesh, parallel = None, config.parallel
@@ -104,7 +108,8 @@ def joined(
         if store is not None:
             guard.met(store)
             claim(device, place, store)
-        mesh = Mesh(config, place, device, store=store, listeners=guard.listeners)
+        all_listeners = Listeners([*guard.listeners, *listeners], place.rank)
+        mesh = Mesh(config, place, device, store=store, listeners=all_listeners)
         check_source(config, mesh)
         yield mesh
     except BaseException as error:

@@ -16,8 +16,8 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.axes import AXES, Axis, called, describe, ranks_along, sums_of
 from megacore.distributed.communicator import Communicator, Group
-from megacore.distributed.hierarchical_reduce import Levels, by_host
 from megacore.distributed.events import Listeners
+from megacore.distributed.hierarchical_reduce import Levels, by_host
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import meet
 from megacore.distributed.shared_memory import join
@@ -77,11 +77,11 @@ class Mesh(Topology):
         further products of axes, for layers that communicate along more than one axis at once.
         `store`: in which the ranks have met, if they have (`rendezvous.meet`). `backend`: one that no config
         can name.
-        `listeners`: those who watch this rank, from here on if there are some already.
+        `listeners`: who is told what this rank does, from the first operation on.
         """
         p = config.parallel
         self.place, self.device = place, device
-        self.listeners = Listeners() if listeners is None else listeners
+        self.listeners = Listeners(rank=place.rank) if listeners is None else listeners
         self.timeout = timedelta(seconds=p.timeout_seconds)
         usual = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
         self.backend = backend or usual
@@ -310,6 +310,11 @@ class Mesh(Topology):
                     pp.communicator.send(token, pp.ranks[receiver]).wait()
                 elif pp.rank == receiver:
                     pp.communicator.receive(token, pp.ranks[sender]).wait()
+
+    def print(self, line: str) -> None:
+        """Print a line once for the run: on rank 0."""
+        if self.rank == 0:
+            print(line, flush=True)
 
     def barrier(self) -> None:
         """Waits for every rank."""

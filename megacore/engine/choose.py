@@ -1,6 +1,6 @@
 """Builds the engine that a config asks for, and the stages for that engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megacore.config import Config
 from megacore.distributed.buffers import buffers_of
@@ -13,8 +13,8 @@ from megacore.model.layers import Layers, sharing
 from megacore.model.stage import Stage, share_by_name
 from megacore.pipeline.partition import layer_ranges, placement_of, shared_parameters, stages_of
 
-# by `engine.kind`: engines that are no part of the core
-ATTACHED: dict[str, Callable[[Config, Sequence[Stage], Mesh], Engine]] = {}
+# Functions that build an engine, by `engine.kind`; for engines that are not part of the core.
+Engines = Mapping[str, Callable[[Config, Sequence[Stage], Mesh], Engine]]
 
 
 def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> list[Stage]:
@@ -40,22 +40,21 @@ def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> li
     return stages
 
 
-def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
-    """Builds the engine over the parameters of a rank's stages, which it may move or replace; collective.
+def build_engine(
+    config: Config, stages: Sequence[Stage], mesh: Mesh, engines: Engines | None = None
+) -> Engine:
+    """Build the engine over the parameters of a rank's stages, which it may move or replace. Collective.
 
-    Parameters on `meta` are then zeros, for somebody to draw or read (`Engine.tensors`).
+    Parameters on `meta` become zeros, to be drawn or read (`Engine.tensors`). `engines`: further kinds.
     """
     kind = config.engine.kind
-    if kind in ATTACHED:
-        return ATTACHED[kind](config, stages, mesh)
-    if kind not in ("native", "fsdp"):
-        raise RuntimeError(
-            f"nobody has attached the engine {kind}: whoever starts a run imports "
-            f"megacore.tools.{kind}.engine"
-        )
-    if kind == "fsdp" and config.token_ranks != 1:  # one has nothing to divide
-        # it imports DTensor, for seconds that no other run should wait
+    if engines is not None and kind in engines:
+        return engines[kind](config, stages, mesh)
+    if kind == "fsdp" and config.token_ranks != 1:  # with one rank there is nothing to divide
+        # Imports DTensor, which takes seconds that no other run should wait for.
         from megacore.engine.fsdp import FSDPEngine
 
         return FSDPEngine(config, stages, mesh)
-    return NativeEngine(config, stages, mesh)
+    if kind in ("native", "fsdp"):
+        return NativeEngine(config, stages, mesh)
+    raise RuntimeError(f"engine.kind={kind} is not part of the core: pass engines={{{kind!r}: ...}}")

@@ -40,7 +40,8 @@ class Runtime:
     def __init__(
         self, stages: Sequence[Stage], engine: Engine | None, pp: Group, listeners: Listeners | None = None
     ) -> None:
-        self.stages, self.engine, self.pp, self.listeners = stages, engine, pp, listeners
+        self.stages, self.engine, self.pp = stages, engine, pp
+        self.listeners = Listeners() if listeners is None else listeners
         self.modules: Sequence[nn.Module] = stages if engine is None else engine.modules
         self.device = stages[0].device
         self.loss_dtype = torch.float64 if stages[0].config.train.precision == "fp64" else torch.float32
@@ -98,12 +99,9 @@ class Runtime:
         self.stage_of = plan.placement[self.pp.rank]
         for action in plan.actions[self.pp.rank]:
             self._wait_for_message(action)
-            if not self.listeners:
-                self.methods[action.op](action)
-            else:
-                self.listeners.notify(Listener.on_action_begin, action)
-                self.methods[action.op](action)
-                self.listeners.notify(Listener.on_action_end, action)
+            self.listeners.notify(Listener.on_action_begin, action)
+            self.methods[action.op](action)
+            self.listeners.notify(Listener.on_action_end, action)
         for under_way in self.sending.values():
             while under_way:
                 wait_all(under_way.popleft())

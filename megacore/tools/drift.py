@@ -5,7 +5,7 @@ Every tensor rank computes the update of a norm or a row-parallel bias by itself
 kernel that was chosen by timing or in memory, stays and grows, and no loss shows it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from torch import Tensor
 from megacore.checkpoint import Ranks
 from megacore.checkpoint.digest import BITS
 from megacore.distributed.collectives import all_gather, all_reduce
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listener
 from megacore.distributed.shard import shard_of
-from megacore.model.stage import Stage
+from megacore.train.callbacks import Callback
+from megacore.train.step import TrainStep
 
 # Steps from one comparison to the next. What has drifted stays apart, so nothing is missed in between; and a
 # comparison is some hundred small kernels in a deep model, which every step should not pay.
@@ -31,17 +30,17 @@ class Drifted(RuntimeError):
     """Parameters that tensor ranks hold alike have drifted apart."""
 
 
-class Drift(Listener):
+class Drift(Callback):
     """Sums the bits of this rank's parameters that tensor ranks hold alike, and compares the sums over all
     ranks. Nobody waits for that: what a GPU found is read some steps later, or before anything is saved.
     """
 
-    vital = True
+    on_error = "raise"
 
-    def __init__(self, stages: Sequence[Stage], mesh: Mesh, say: Callable[[str], None] = print) -> None:
-        """`say` prints a line, once for the run."""
-        self.mesh, self.say = mesh, say
-        named = (named for stage in stages for named in stage.named_parameters())
+    def on_built(self, step: TrainStep) -> None:
+        """Find this rank's parameters that all tensor ranks hold alike."""
+        mesh = self.mesh = step.mesh
+        named = (named for stage in step.stages for named in stage.named_parameters())
         self.alike = {
             name: parameter for name, parameter in named if mesh.tp.name not in shard_of(parameter).split_over
         }
@@ -110,7 +109,7 @@ class Drift(Listener):
             if self.is_fault:
                 raise Drifted(found)
             self.told = True
-            self.say(
+            self.mesh.print(
                 f"WARNING: {found}; NCCL may have added up gradients in another order for each, so "
                 "training continues"
             )

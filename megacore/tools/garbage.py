@@ -6,7 +6,6 @@ one.
 """
 
 import gc
-from types import TracebackType
 
 from megacore.distributed.events import Listener
 
@@ -14,20 +13,19 @@ EVERY = 100  # steps between collections
 
 
 class Garbage(Listener):
-    """From the first step until this context ends, garbage is collected only behind some steps, on all ranks
-    behind the same. Objects that are there from the start, or from the first step, are no longer looked at.
+    """Collects garbage after every `EVERY`-th step, on all ranks after the same one, until the run ends.
+
+    Objects that exist from the start, or from the first step, are no longer looked at.
     """
+
+    on_error = "keep"
 
     def __init__(self) -> None:
         self.steps = 0  # done so far
         self.was_on = gc.isenabled()
 
-    def __enter__(self) -> "Garbage":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def on_end(self) -> None:
+        """Let Python collect by itself again."""
         gc.unfreeze()
         if self.was_on:
             gc.enable()

@@ -32,7 +32,6 @@ def one_process(config: Config) -> "Mesh":
     """The mesh of this process alone, on `train.device`; sets the process up as a run does, so
     call it before the first product.
     """
-    import megacore.tools.deepspeed.engine  # noqa: F401  (attaches it)
     from megacore.distributed.mesh import Mesh
     from megacore.distributed.rank_info import RankInfo
     from megacore.tools.crowd import share_cores
@@ -41,7 +40,7 @@ def one_process(config: Config) -> "Mesh":
     place = RankInfo()
     device = take_device(config, place)
     mesh = Mesh(config, place, device)
-    mesh.listeners += share_cores(config, place.world_size, device)
+    mesh.listeners.add(*share_cores(config, place.world_size, device))
     return mesh
 
 

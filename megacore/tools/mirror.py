@@ -19,13 +19,14 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder, read_text, write_whole
 from megacore.tools.monitoring.best import FOLDER
 from megacore.tools.retention import prune, set_aside
+from megacore.train.callbacks import Callback
 
 FILES = 4  # copied at a time
 OWNER = "copies_of"  # a file beside the copies, which names the run's folder
 
 
-class Mirror:
-    """Rank 0's part; on other ranks every method does nothing.
+class Mirror(Callback):
+    """Copies checkpoints on rank 0; on other ranks every method does nothing.
 
     On leaving it as a context, the newest checkpoint has its copy.
 
@@ -75,13 +76,13 @@ class Mirror:
         if latest is not None and latest.parent.resolve() == self.folder.resolve():
             print(f"WARNING: log.dir has no whole checkpoint as new as the second copy {latest}", flush=True)
         elif latest is not None and not folder_of(self.folder, step).exists():
-            self.copy(latest)
+            self.on_checkpoint(latest)
 
-    def copy(self, checkpoint: Path) -> None:
-        """Begins to copy a checkpoint that was just saved."""
+    def on_checkpoint(self, path: Path) -> None:
+        """Begin to copy a checkpoint that was just saved."""
         if self.active:
-            self.newest = checkpoint
-            self.copies.append(self.thread.submit(self._copy, checkpoint))
+            self.newest = path
+            self.copies.append(self.thread.submit(self._copy, path))
 
     def _copy(self, checkpoint: Path) -> None:
         step = step_of(checkpoint)

@@ -1,64 +1,77 @@
-"""A run's records, written by rank 0: config.json, metrics.jsonl, skipped.jsonl;
-and the lines on the console.
-"""
+"""What rank 0 writes of a run: config.json, metrics.jsonl, skipped.jsonl, and lines on the console."""
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.config.source import COPY, source_of
+from megacore.distributed.mesh import Mesh
 from megacore.errors import LogError
 from megacore.files import open_plain, write_whole
 from megacore.tools.metrics_file import as_json, recorded
-from megacore.train.logs import Monitor, Monitors, Report
+from megacore.tools.retention import set_aside
+from megacore.train.callbacks import Callback, Report
 
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
 
-class Records(Monitor):
-    """Writes them. Raises `LogError` where it cannot, and begins anew where somebody has deleted them."""
+class Records:
+    """The files of a run's folder (see `megacore.train.trainer.Records`).
+
+    If they are deleted during the run, they begin anew.
+    """
 
     def __init__(self) -> None:
-        # all who watch the run: some keep files in the same folder, and then begin anew too
-        self.watchers = Monitors((), print)
         self.metrics: IO[str] | None = None
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Makes the run's folder, and opens the files in it."""
-        self.config, self.folder, self.file, self.say = config, folder, folder / "metrics.jsonl", say
+    def open(self, config: Config, mesh: Mesh, first_step: int) -> None:
+        """Make the run's folder, and open the files in it.
+
+        A run that does not resume its newest checkpoint sets aside those beyond its first step, before it
+        drops their steps from metrics.jsonl: it will reach these steps again.
+        """
+        self.config, self.mesh = config, mesh
+        self.folder = Path(resolved(config.log.dir))
+        self.file = self.folder / "metrics.jsonl"
+        right = "a folder with room, that can be written"
+        if config.checkpoint.resume != "auto":
+            try:
+                set_aside(self.folder / "checkpoints", first_step - 1)
+            except OSError as error:
+                wrong = f"checkpoints beyond step {first_step - 1} cannot be set aside: {error.strerror}"
+                raise LogError(str(self.folder), wrong, "a folder that can be written") from None
         try:
             self._open(first_step)
         except OSError as error:
-            right = "a folder with room, that can be written"
-            raise LogError(str(folder), f"its records cannot be begun: {error.strerror}", right) from None
+            wrong = f"its records cannot be begun: {error.strerror}"
+            raise LogError(str(self.folder), wrong, right) from None
 
-    def record(self, figures: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl."""
-        with self._recording(figures["step"]) as metrics:
-            metrics.write(as_json(figures) + "\n")
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl."""
+        with self._recording(record["step"]) as metrics:
+            metrics.write(as_json(record) + "\n")
             metrics.flush()
 
-    def skipped(self, record: dict[str, Any]) -> None:
-        """Writes a line of skipped.jsonl."""
-        with (
-            self._recording(record["step"]),
-            (self.folder / "skipped.jsonl").open("a", encoding="utf-8") as out,
-        ):
+    def write_skipped(self, record: dict[str, Any]) -> None:
+        """Write a line of skipped.jsonl."""
+        skipped = self.folder / "skipped.jsonl"
+        with self._recording(record["step"]), skipped.open("a", encoding="utf-8") as out:
             out.write(as_json(record) + "\n")
 
-    def reopen(self, first_step: int) -> None:
-        """Forgets what was recorded from `first_step` on."""
+    def rewind(self, first_step: int) -> None:
+        """Drop the records from `first_step` on."""
         with self._recording(first_step) as metrics:
             metrics.close()
             self.metrics = open_metrics(self.file, first_step)
 
-    def close(self, *, quietly: bool = False) -> None:
-        """Closes the files."""
+    def close(self) -> None:
+        """Close the files."""
         if self.metrics is not None:
             with suppress(OSError):  # every record was flushed, or the failure was reported
                 self.metrics.close()
@@ -74,64 +87,59 @@ class Records(Monitor):
 
     @contextmanager
     def _recording(self, step: int) -> Iterator[IO[str]]:
-        """A context for writing a record of `step`."""
+        """Return a context for writing a record of `step`."""
         assert self.metrics is not None
         try:
             if not is_there(self.file, self.metrics):
                 self._begin_anew(step)
             yield self.metrics
         except OSError as error:
-            raise LogError(
-                str(self.file), error.strerror or str(error), "room, or a folder that can be written"
-            ) from None
+            right = "room, or a folder that can be written"
+            raise LogError(str(self.file), error.strerror or str(error), right) from None
 
     def _begin_anew(self, step: int) -> None:
         if not self.was_deleted:
-            self.say(
+            self.mesh.print(
                 f"WARNING: {self.file} was deleted while the run wrote it; it begins anew with step {step}"
             )
         self.was_deleted = True
         self.close()
-        others = [monitor for monitor in self.watchers if monitor is not self]
-        for monitor in others:
-            with self.watchers.surviving(monitor):
-                monitor.close(quietly=True)
         self._open(step)
-        for monitor in others:
-            if monitor in self.watchers:
-                with self.watchers.surviving(monitor):
-                    monitor.open(self.config, self.folder, step, self.say)
+        # Some callbacks keep files in the same folder.
+        self.mesh.listeners.notify(Callback.on_records_open, self.folder, step)
 
 
-class Console(Monitor):
-    """Prints lines about steps; those about each step only as long as nobody draws them on the terminal."""
+class Console(Callback):
+    """Prints lines about steps, unless another callback draws them on the terminal (`shows_steps`)."""
 
-    def __init__(self) -> None:
-        self.watchers: Sequence[Monitor] = ()  # all who watch the run
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.steps = config.train.steps
+        self.last_line = 0.0
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Begins to count time."""
-        self.steps, self.say, self.last_line = config.train.steps, say, 0.0
-        self.reopen(first_step)
+    def on_records_open(self, folder: Path, first_step: int) -> None:
+        """Begin to count time."""
+        self.on_rewind(first_step)
 
-    def reopen(self, first_step: int) -> None:
-        """Begins to count time anew."""
+    def on_rewind(self, first_step: int) -> None:
+        """Begin to count time anew."""
         self.started, self.first_step = time.monotonic(), first_step
 
-    def report(self, report: Report) -> None:
-        """Prints a logged step."""
-        figures, step = report.figures, report.figures["step"]
+    def on_log(self, report: Report) -> None:
+        """Print a logged step, at most every `CONSOLE_SECONDS`."""
+        step = report.metrics["step"]
         now = time.monotonic()
-        shown = any(monitor.shows_steps for monitor in self.watchers)
-        if not shown and (now - self.last_line > CONSOLE_SECONDS or step in (self.first_step, self.steps)):
+        is_drawn = any(isinstance(c, Callback) and c.shows_steps for c in self.mesh.listeners)
+        is_due = now - self.last_line > CONSOLE_SECONDS or step in (self.first_step, self.steps)
+        if is_due and not is_drawn:
             self.last_line = now
             left = (now - self.started) / (step - self.first_step + 1) * (self.steps - step)
-            self.say(f"step {step}/{self.steps}  {in_brief(figures)}  {left:.0f} s left")
+            self.mesh.print(f"step {step}/{self.steps}  {in_brief(report.metrics)}  {left:.0f} s left")
 
-    def skipped(self, record: dict[str, Any]) -> None:
-        """Prints a step that was not taken."""
+    def on_skipped(self, record: dict[str, Any]) -> None:
+        """Print a step that was skipped."""
         samples = f"{record['first_sample']}–{record['last_sample']}"
-        self.say(
+        self.mesh.print(
             f"step {record['step']} skipped: loss {record['loss']:g}, gradient norm "
             f"{record['grad_norm']:g}, samples {samples}"
         )

@@ -9,9 +9,7 @@ from pathlib import Path
 from megacore.checkpoint import checkpoints_in, opened
 from megacore.checkpoint.disk import remove, size_text
 from megacore.checkpoint.folder import step_of
-from megacore.config import Config
-from megacore.errors import CheckpointError, LogError
-from megacore.train.logs import Monitor
+from megacore.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -90,21 +88,3 @@ def set_aside(directory: Path, above: int) -> None:
             ", ".join(path.name for path in reversed(moved)),
             " ".join(shlex.quote(str(path)) for path in reversed(moved)),
         )
-
-
-class SetAside(Monitor):
-    """Sets checkpoints aside that lie beyond the run's first step, before any record is begun."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Once: later on, the run's own checkpoints lie there."""
-        if self.done:
-            return
-        self.done = True
-        try:
-            set_aside(folder / "checkpoints", first_step - 1)
-        except OSError as error:
-            wrong = f"checkpoints beyond step {first_step - 1} cannot be set aside: {error.strerror}"
-            raise LogError(str(folder), wrong, "a folder that can be written") from None

@@ -14,8 +14,8 @@ from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.packing import Bounds, document_positions, ignore_across, of_inputs
 from megacore.data.samples import EvalSamples
 from megacore.data.shuffle import dealt
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rendezvous import use_device
 from megacore.model.batch import FieldSource, Microbatch, Samples
 from megacore.model.choose import layers_of

@@ -1,259 +1,302 @@
-"""A run's figures: measures steps, and brings what the device has computed to the host
-without a step that waits for it.
-"""
+"""Measures steps, and copies their results to the host without a step that waits for the device."""
 
+import json
+import math
 import platform
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megacore.checkpoint import Ranks
 from megacore.config import Config
 from megacore.distributed.collectives import all_gather
+from megacore.distributed.events import Listener, Listeners, Waits
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listener, Listeners
 from megacore.model.batch import Microbatch
+from megacore.records import FIGURES
+from megacore.train.callbacks import Callback, Report
 from megacore.train.checkpointing import Saving
-from megacore.train.logs import Monitor, Report
+from megacore.train.step import StepResult
 
-# Of tokens a second, and of the part of all pairs that attention needs (`PairsSeen`): MFU, and MFU of causal
-# attention.
-MFU = Callable[[float, float], tuple[float | None, float | None]]
-LAG = 2  # steps after which a GPU's figures are read: by then they have long arrived
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Figures of a step, the same on every rank."""
-
-    step: int
-    loss: float  # the global batch's mean
-    stops: float  # ranks that were asked to stop
-    failures: float  # ranks on which the save under way has failed
-    grad_norm: float
-    skipped: float  # steps skipped so far
-    losses: dict[str, float] = field(default_factory=dict)  # by name, if there are several
+# From tokens per second, and the fraction of all pairs of tokens that attend (`AttendedPairs`): MFU, and MFU
+# with half of attention, as causal attention computes it. None where the device's peak is unknown.
+Utilisation = Callable[[float, float], tuple[float | None, float | None]]
+LAG = 2  # steps after which a GPU's results are read: by then they have long arrived
 
 
-class AsyncMetrics:
-    """Holds the figures of the last steps.
+class PendingResults:
+    """Copies step results to the host, and hands them out in order when they are due.
 
-    Which of them are due does not depend on a rank's device, so all ranks take the same.
-
-    On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never
-    further ahead.
+    On a CPU a result is due at once. On a GPU it is due `LAG` steps later, and the host never runs further
+    ahead. Which results are due depends on the step alone, so all ranks take the same ones.
     """
 
-    def __init__(
-        self, device: torch.device, listeners: Listeners | None = None, losses: Sequence[str] = ()
-    ) -> None:
-        """`losses`: the names of those that each step's figures bring one by one."""
-        self.listeners, self.losses = Listeners() if listeners is None else listeners, losses
+    def __init__(self, device: torch.device, listeners: Listeners) -> None:
+        self.listeners = listeners
         self.lag = LAG if device.type == "cuda" else 0
-        self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self.pinned = (
-            [torch.empty(5 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)]
-            if self.lag
-            else []
-        )
+        self.pending: deque[tuple[StepResult[Tensor], Tensor, torch.cuda.Event | None]] = deque()
+        self.pinned: list[Tensor] = []  # host buffers, used in turn
 
-    def post(self, step: int, figures: Tensor) -> None:
-        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, *losses]`,
-        fp64 on the device, to the host.
-        """
-        if not self.lag:
-            self.waiting.append((step, figures, None))
+    def post(self, result: StepResult[Tensor]) -> None:
+        """Begin to copy a step's result to the host."""
+        packed = result.pack()
+        if self.lag == 0:
+            self.pending.append((result, packed, None))
             return
-        host, arrived = self.pinned[step % len(self.pinned)], torch.cuda.Event()
-        host.copy_(figures, non_blocking=True)
-        arrived.record()
-        self.waiting.append((step, host, arrived))
 
-    def take(self, *, all_of_them: bool = False) -> list[StepMetrics]:
-        """The figures that are due, in order.
+        if not self.pinned:
+            self.pinned = [
+                torch.empty_like(packed, device="cpu", pin_memory=True) for _ in range(self.lag + 1)
+            ]
+        host = self.pinned[result.step % len(self.pinned)]
+        copied = torch.cuda.Event()
+        host.copy_(packed, non_blocking=True)
+        copied.record()
+        self.pending.append((result, host, copied))
 
-        With `all_of_them` it waits for the device and takes the others too.
+    def take(self, *, all_of_them: bool = False) -> list[StepResult[float]]:
+        """Return the results that are due, oldest first.
+
+        With `all_of_them`, wait for the device and return the others too.
         """
         due = []
-        while len(self.waiting) > (0 if all_of_them else self.lag):
-            step, figures, arrived = self.waiting.popleft()
-            if arrived is not None:
-                self.wait(arrived)
-            numbers = figures.tolist()
-            losses = dict(zip(self.losses, numbers[5:], strict=True))
-            due.append(replace(StepMetrics(step, *numbers[:5]), losses=losses))
+        most_pending = 0 if all_of_them else self.lag
+        while len(self.pending) > most_pending:
+            result, packed, copied = self.pending.popleft()
+            if copied is not None:
+                self._wait(copied)
+            due.append(result.unpack(packed))
         return due
 
-    def wait(self, arrived: torch.cuda.Event) -> None:
-        """Waits until the device has sent a step's figures. A host that is late does not wait here."""
+    def _wait(self, copied: torch.cuda.Event) -> None:
+        """Wait for a copy, which is long done unless the host runs ahead of the device."""
         self.listeners.notify(Listener.on_host_wait_begin, "device")
-        arrived.synchronize()
+        copied.synchronize()
         self.listeners.notify(Listener.on_host_wait_end, "device")
 
 
 class StepTimer:
-    """Measures the mean seconds of a step since the last reading, without validation and saving."""
+    """Measures the mean seconds of a step since the last reading, without validations and saves."""
 
-    def __init__(self) -> None:
-        self.steps, self.started, self.excluded = 0, time.perf_counter(), 0.0
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.restart()
 
-    def now(self, device: torch.device) -> float:
-        """The time once the device has done its work. A checkpoint may still be on its way to the host."""
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return time.perf_counter()
+    def restart(self) -> None:
+        """Begin to measure now."""
+        self.steps = 0
+        self.paused_seconds = 0.0
+        self.started = time.perf_counter()
 
     @contextmanager
-    def aside(self, device: torch.device) -> Iterator[None]:
-        """A context that is not counted, because it is not part of a training step."""
-        started = self.now(device)
+    def pause(self) -> Iterator[None]:
+        """Return a context whose time does not count. Waits for the device, whose work so far counts."""
+        began = self._time_when_done()
         yield
-        self.excluded += self.now(device) - started
+        self.paused_seconds += self._time_when_done() - began
 
     def read(self) -> float:
-        """Returns the mean seconds of a step and starts anew. Call it after waiting for the device."""
+        """Return the mean and begin anew. The caller has waited for the device."""
         now = time.perf_counter()
-        mean = (now - self.started - self.excluded) / max(1, self.steps)
-        self.steps, self.started, self.excluded = 0, now, 0.0
+        mean = (now - self.started - self.paused_seconds) / max(1, self.steps)
+        self.steps, self.paused_seconds, self.started = 0, 0.0, now
         return mean
 
+    def _time_when_done(self) -> float:
+        """Wait for the compute stream, and return the time. A checkpoint may still be copied to the host."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
 
-class PairsSeen:
-    """Counts which part of all pairs of a sample's tokens lie in one document, in
-    the steps since the last reading.
 
-    It asks the documents' bounds, which the host knows. Without `data.document_mask` it is 1.
+class AttendedPairs:
+    """The fraction of all pairs of a sample's tokens that lie in one document, since the last reading.
+
+    With `data.document_mask`, attention computes only these. Without it the fraction is 1. Documents' bounds
+    are on the host, so counting waits for nothing.
     """
 
     def __init__(self) -> None:
-        self.seen, self.all = 0, 0
+        self.attended = 0
+        self.all = 0
 
     def add(self, batch: list[Microbatch]) -> None:
-        """Counts a step's samples on this data rank."""
-        for bounds in (own for microbatch in batch for own in microbatch.documents or ()):
-            self.seen += int(np.square(np.diff(bounds)).sum())
-            self.all += bounds[-1] ** 2
+        """Count the samples of a step on this data rank."""
+        for microbatch in batch:
+            for bounds in microbatch.documents or ():
+                self.attended += int(np.square(np.diff(bounds)).sum())
+                self.all += bounds[-1] ** 2
 
     def read(self) -> float:
-        """Returns the part and starts anew."""
-        part = self.seen / self.all if self.all else 1.0
-        self.seen, self.all = 0, 0
-        return part
+        """Return the fraction and begin anew."""
+        fraction = self.attended / self.all if self.all else 1.0
+        self.attended = self.all = 0
+        return fraction
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak of memory in bytes: of PyTorch's allocator on a GPU, of the process on a CPU."""
+    """Return the peak of memory in bytes: of PyTorch's allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reserved_memory(device: torch.device) -> int:
-    """The peak of what PyTorch's allocator took from a GPU, in bytes: `peak_memory`, and blocks between that
-    nothing fitted into. A GPU is full by this number. On a CPU there is no such difference.
+    """Return the peak in bytes of what PyTorch's allocator took from a GPU.
+
+    This is `peak_memory` and blocks in between that nothing fitted into, so a GPU is full by this number. On
+    a CPU the two are the same.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
-def unknown(tokens_per_second: float, pairs: float) -> tuple[None, None]:
-    """The utilisation where nobody tells what a token costs and what the devices can do;
-    `megacore.tools.choices` does.
-    """
+def unknown_utilisation(tokens_per_second: float, pairs: float) -> tuple[None, None]:
+    """Return the utilisation where the cost of a token or the peak of the device is unknown."""
     return None, None
 
 
 class Reporter:
-    """Measures steps, and gathers what all ranks have measured."""
+    """Measures this rank's steps, and gathers what all ranks have measured for a logged step."""
 
-    def __init__(
-        self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor], utilisation: MFU
-    ) -> None:
-        self.config, self.mesh, self.saving, self.monitors, self.utilisation = (
-            config,
-            mesh,
-            saving,
-            monitors,
-            utilisation,
-        )
-        self.pairs = PairsSeen()
-        self.tokens = 0  # of all ranks, since the last report
+    def __init__(self, config: Config, mesh: Mesh, saving: Saving, utilisation: Utilisation) -> None:
+        self.config, self.mesh, self.saving = config, mesh, saving
+        self.utilisation = utilisation
+        self.timer = StepTimer(mesh.device)
+        self.pairs = AttendedPairs()
+        self.tokens = 0  # of all ranks since the last report
+        self.part_names: list[str] | None = None  # of `Callback.step_parts`, agreed at the first report
 
     def start(self) -> None:
-        """Begins to measure."""
-        self.timer = StepTimer()
+        """Begin to measure."""
+        self.timer.restart()
 
     def count(self, batch: list[Microbatch]) -> None:
-        """Counts a step that was just begun with this batch."""
-        self.timer.steps += 1
+        """Count a step that was launched."""
         train = self.config.train
-        self.tokens += len(batch) * train.micro_batch_size * self.config.data_size * train.seq_len
+        self.timer.steps += 1
+        self.tokens += len(batch) * self.config.data_size * train.micro_batch_size * train.seq_len
         self.pairs.add(batch)
 
-    def aside(self) -> AbstractContextManager[None]:
-        """A context whose time is no part of a step."""
-        return self.timer.aside(self.mesh.device)
+    def report(self, result: StepResult[float], saved_step: int) -> Report:
+        """Return the report of a step that the device has finished.
 
-    def report(self, step: int, metrics: StepMetrics, lr: float, saved_step: int) -> Report:
-        """The report of a step that the device has done. Collective."""
+        Collective over the world: one all-gather, which is all that the host waits for here.
+        """
+        device = self.mesh.device
         steps = self.timer.steps
-        seconds = self.timer.read()
-        waits = self.mesh.listeners.waits()
-        own, worked = seconds - waits.for_ranks / steps, waits.device_worked / steps
-        parts = {
-            part: value
-            for monitor in self.monitors
-            for part, value in monitor.parts(worked or own, waits, steps).items()
+        step_seconds = self.timer.read()
+        waits = self.mesh.listeners.step_waits()
+        busy_seconds = step_seconds - waits.for_ranks / steps
+        device_seconds = waits.device_worked / steps
+        measured = {
+            "step_seconds": step_seconds,
+            "busy_seconds": busy_seconds,
+            "device_seconds": device_seconds,
+            "save_seconds": self.saving.read_seconds(),
+            "memory_bytes": float(peak_memory(device)),
+            "memory_reserved_bytes": float(reserved_memory(device)),
+            "pairs": self.pairs.read(),
         }
-        memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
-        of_all = self.told_by_all(
-            [seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts.values()]
-        )
-        seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
-        train, tokens, self.tokens = self.config.train, self.tokens, 0
-        # data ranks have equally many tokens and ranks
-        speed, pairs = tokens / steps / seconds, float(of_all[6].mean())
-        mfu, mfu_causal = self.utilisation(speed, pairs)
-        stragglers = self.mesh.listeners.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
-        figures: dict[str, Any] = {
-            "step": step,
-            "loss": metrics.loss,
-            **metrics.losses,
-            "grad_norm": metrics.grad_norm,
-            "lr": lr,
-            "tokens": train.samples_through(step) * train.seq_len,
-            "tokens_per_second": speed,
-            "step_seconds": seconds,
+        parts = self.read_step_parts(device_seconds or busy_seconds, waits, steps)
+        rows = self.gather([*measured.values(), *parts.values()])
+        by_rank = dict(zip(measured, rows[: len(measured)], strict=True))
+
+        # The slowest rank's step counts. Data ranks have equally many tokens.
+        step_seconds = max(by_rank["step_seconds"])
+        tokens_per_second = self.tokens / steps / step_seconds
+        self.tokens = 0
+        pairs = fmean(by_rank["pairs"])
+        mfu, mfu_causal = self.utilisation(tokens_per_second, pairs)
+        train = self.config.train
+        metrics: dict[str, Any] = {
+            "step": result.step,
+            "loss": result.loss,
+            **result.losses,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": train.samples_through(result.step) * train.seq_len,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": step_seconds,
             "mfu": mfu,
             "mfu_causal": mfu_causal,
-            "save_seconds": save_seconds,
-            "memory_bytes": int(used),
-            "memory_reserved_bytes": int(reserved),
-            "skipped": int(metrics.skipped),
+            "save_seconds": max(by_rank["save_seconds"]),
+            "memory_bytes": int(max(by_rank["memory_bytes"])),
+            "memory_reserved_bytes": int(max(by_rank["memory_reserved_bytes"])),
+            "skipped": int(result.skipped),
         }
-        by_rank = {
-            "rank_busy_seconds": of_all[1].tolist(),
-            "rank_waiting_seconds": (of_all[0] - of_all[1]).tolist(),
-            "rank_memory_bytes": of_all[4].tolist(),
-            "rank_memory_reserved_bytes": of_all[5].tolist(),
-            "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
-        }
-        by_part = dict(zip(parts, of_all[7:].tolist(), strict=True))
-        return Report(figures, by_rank, by_part, stragglers, saved_step, self.saving.took)
-
-    def told_by_all(self, own: list[float]) -> torch.Tensor:
-        """Every rank's numbers, fp64 ``[number, rank]`` on the host.
-
-        Collective; nothing else of a report waits for the device.
-        """
-        return (
-            all_gather(torch.tensor([own], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
-            .cpu()
-            .T
+        stragglers = self.mesh.listeners.stragglers(
+            by_rank["busy_seconds"], by_rank["device_seconds"], step_seconds
         )
+        times = zip(by_rank["step_seconds"], by_rank["busy_seconds"], strict=True)
+        return Report(
+            metrics=metrics,
+            by_rank={
+                "rank_busy_seconds": by_rank["busy_seconds"],
+                "rank_waiting_seconds": [seconds - busy for seconds, busy in times],
+                "rank_memory_bytes": by_rank["memory_bytes"],
+                "rank_memory_reserved_bytes": by_rank["memory_reserved_bytes"],
+                "rank_straggler": [float(rank in stragglers) for rank in range(self.mesh.world.size)],
+            },
+            by_part=dict(zip(parts, rows[len(measured) :], strict=True)),
+            stragglers=stragglers,
+            saved_step=saved_step,
+            save_seconds=self.saving.took,
+        )
+
+    def read_step_parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
+        """Return the seconds of this rank's step by what callbacks say it spent them on.
+
+        All ranks return the names that rank 0 had at the first report, in its order, so that the all-gather
+        has one shape even if a callback fails on some rank: what it would have said is NaN there.
+        """
+        parts: dict[str, float] = {}
+        listeners = self.mesh.listeners
+        for callback, answer in listeners.notify(Callback.step_parts, computed, waits, steps):
+            try:
+                parts.update({name: float(seconds) for name, seconds in answer.items()})
+            except (TypeError, ValueError, AttributeError) as error:
+                listeners.fail(callback, Callback.step_parts, error)
+        if self.part_names is None:
+            names = Ranks(self.mesh).share(json.dumps(list(parts)).encode())
+            self.part_names = json.loads(names)
+        return {name: parts.get(name, math.nan) for name in self.part_names}
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Return for each number the values of all ranks. Collective; waits for the device."""
+        local = torch.tensor([numbers], dtype=torch.float64, device=self.mesh.device)
+        by_rank = all_gather(local, self.mesh.world).cpu()
+        columns: list[list[float]] = by_rank.T.tolist()
+        return columns
+
+    def add_metrics(self, metrics: dict[str, Any], stages: Sequence[nn.Module]) -> None:
+        """Add what callbacks measure of a logged step to its metrics."""
+        listeners = self.mesh.listeners
+        for callback, answer in listeners.notify(Callback.metrics, metrics, stages):
+            try:
+                metrics.update(checked_metrics(answer, metrics))
+            except (TypeError, ValueError, AttributeError) as error:
+                listeners.fail(callback, Callback.metrics, error)
+
+
+def checked_metrics(answer: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """Return a callback's metrics as numbers.
+
+    Raises:
+        ValueError: if `metrics`, or a line of metrics.jsonl, already has one of the names.
+        TypeError: if a value is not a number or a list of numbers.
+    """
+    numbers: dict[str, float | list[float]] = {}
+    for name, value in answer.items():
+        if name in FIGURES or name in metrics:
+            raise ValueError(f"{name} is another metric's name")
+        numbers[name] = [float(number) for number in value] if isinstance(value, list) else float(value)
+    return numbers

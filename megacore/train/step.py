@@ -1,8 +1,9 @@
-"""One training step: what the trainer loops over, what benchmarks time and what `verify` proves."""
+"""One training step: what the trainer runs, what benchmarks time and what `verify` proves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,184 +16,225 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.cpu import own_cores
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, shard_of
-from megacore.engine.choose import build_engine, build_stages
+from megacore.engine.choose import Engines, build_engine, build_stages
 from megacore.engine.learning_rate import learning_rate
 from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
-from megacore.model.flow import Loss
 from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layers, check, fields_of, losses_of
 from megacore.pipeline.partition import plans_of
 from megacore.pipeline.runtime import Runtime
 
+Number = TypeVar("Number", Tensor, float)
+
 
 @dataclass(frozen=True)
-class StepResult:
-    """The results of a step, on the device, the same on every rank.
+class StepResult(Generic[Number]):
+    """The results of one step, the same on every rank.
 
-    Reading one is the caller's choice and waits for the device.
+    A step returns numbers as fp64 scalars on the device (`StepResult[Tensor]`): whoever reads one waits for
+    the device. The trainer copies them to the host later, all in one tensor (`pack`, `unpack`).
     """
 
-    loss: Tensor  # the global batch's mean, before the update; fp64. Of several losses the sum
-    votes: list[Tensor]  # for each of the votes, how many ranks said yes
-    grad_norm: Tensor  # global, before clipping
-    skipped: Tensor  # steps skipped so far: their loss or gradient was not finite, or a spike
-    lr: float  # the rate of this step's update
-    losses: dict[str, Tensor]  # by name, each with its coefficient, if there are several
+    step: int
+    lr: float  # learning rate of this step's update
+    loss: Number  # mean over the global batch, before the update; of several losses the sum
+    grad_norm: Number  # of the whole model, before clipping
+    skipped: Number  # updates skipped so far, because loss or gradient was not finite, or a spike
+    flags: Mapping[str, Number]  # by name, the number of ranks that raised the flag in this step
+    losses: Mapping[str, Number]  # by name, each times its coefficient; empty if the model has one loss
+
+    def pack(self: "StepResult[Tensor]") -> Tensor:
+        """Return all numbers in one fp64 tensor."""
+        numbers = [self.loss, self.grad_norm, self.skipped, *self.flags.values(), *self.losses.values()]
+        return torch.stack(numbers)
+
+    def unpack(self, packed: Tensor) -> "StepResult[float]":
+        """Return this result with the numbers of `pack`, which have arrived on the host."""
+        loss, grad_norm, skipped, *others = packed.tolist()
+        flags, losses = others[: len(self.flags)], others[len(self.flags) :]
+        return StepResult(
+            step=self.step,
+            lr=self.lr,
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            flags=dict(zip(self.flags, flags, strict=True)),
+            losses=dict(zip(self.losses, losses, strict=True)),
+        )
+
+
+def no_flags() -> Mapping[str, bool]:
+    """Return the flags of a step without a trainer."""
+    return {}
 
 
 class TrainStep:
-    """This rank's stages, engine and plan, and a step through them.
+    """This rank's stages, their engine and their schedule, and one step through them.
 
     Construction and every method are collective over all ranks.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, *, draw: bool = True, layers: Layers | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        *,
+        draw: bool = True,
+        layers: Layers | None = None,
+        engines: Engines | None = None,
     ) -> None:
-        """Without `draw` somebody reads the weights, or calls `draw` later.
+        """Build this rank's part of the model.
 
-        `layers`: of another model than the config's.
+        `draw`: draw the first weights now; otherwise the caller reads weights or calls `draw`. `layers`: of
+        another model than the config's. `engines`: further values of `engine.kind`, such as
+        `megacore.tools.deepspeed.engine.ENGINES`.
         """
         self.config, self.mesh = config, mesh
         layers = layers_of(config) if layers is None else layers
         check(layers)
         self.losses = losses_of(layers)
-        self.fields = dict.fromkeys(loss.over for loss in self.losses.values())  # that losses are means over
-        self.named_losses = tuple(self.losses) if len(self.losses) > 1 else ()  # a loss alone is `loss`
         self.stages = build_stages(config, mesh, layers)
-        self.engine = build_engine(config, self.stages, mesh)
+        self.engine = build_engine(config, self.stages, mesh, engines)
         self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.listeners)
-        self.plans = plans_of(config)
+        self.plans = plans_of(config)  # by the number of microbatches, which may grow during a run
         self.masks_targets = masks_targets(config) or "targets" in fields_of(layers)
         if draw:
             self.draw()
 
     def draw(self) -> None:
-        """Sets the weights that training starts with: each rank draws what its engine holds of them."""
-        held = self.engine.tensors()
-        self.draw_into(held)
-        self.engine.load_state(self.engine.state(), held)
+        """Draw the weights that training starts with. Each rank draws only the pieces that it holds."""
+        tensors = self.engine.tensors()
+        self.draw_into(tensors)
+        self.engine.load_state(self.engine.state(), tensors)
 
-    def draw_into(self, held: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
-        """Draws the first weights into pieces such as `Engine.tensors` gives."""
-        config, mesh = self.config, self.mesh
-        weights = {key.removeprefix(WEIGHTS): piece for key, piece in held.items() if key.startswith(WEIGHTS)}
+    def draw_into(self, tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
+        """Draw the first weights into pieces such as `Engine.tensors` returns."""
+        weights = {
+            key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)
+        }
         shards = {
             name: shard_of(parameter) for stage in self.stages for name, parameter in stage.named_parameters()
         }
-        threads, note = (
-            own_cores(mesh.place.local_world_size),
-            partial(mesh.listeners.phase, "drawing weights"),
-        )
-        initialise(weights, shards, config.train.seed, DTYPES[config.train.precision], threads, note)
+        train = self.config.train
+        threads = own_cores(self.mesh.place.local_world_size)
+        sign_of_life = partial(self.mesh.listeners.phase, "drawing weights")
+        initialise(weights, shards, train.seed, DTYPES[train.precision], threads, sign_of_life)
 
     def __call__(
         self,
-        number: int,
+        step: int,
         batch: Sequence[Microbatch],
-        votes: Callable[[], Sequence[float]] = lambda: (),
+        flags: Callable[[], Mapping[str, bool]] = no_flags,
         before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
-        """Does step `number` (from 1) with this rank's microbatches, without a host
-        synchronisation: what `Trainer.loop` does.
+    ) -> StepResult[Tensor]:
+        """Train on this rank's microbatches of step `step` (from 1), without waiting for the device.
 
-        `votes` is called after backward, and `before_update` when gradients are the global sums and no
-        parameter has changed yet.
+        `flags` is called after backward; the result says on how many ranks each flag was raised.
+        `before_update` is called when gradients are the sums over all ranks and no parameter has changed.
         """
-        self.begin(number)
-        share = self.forward_backward(batch)
-        sums = self.sum_over_ranks(share, votes())
+        self.begin(step)
+        local_losses = self.forward_backward(batch)
+        losses, flag_counts = self.sum_over_ranks(local_losses, flags())
         before_update()
-        return self.update(number, *sums)
+        return self.update(step, losses, flag_counts)
 
-    def begin(self, number: int) -> None:
-        """Lets settings be those of step `number`, also for evaluations behind it."""
+    def begin(self, step: int) -> None:
+        """Give layers the settings of a step, such as a window that grows. Evaluation uses them too."""
         for stage in self.stages:
-            stage.at_step(number)
+            stage.at_step(step)
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> dict[str, Tensor]:
-        """Runs the microbatches forward and backward. The engine then has the reduced gradients.
+        """Run the microbatches forward and backward; the engine then has the reduced gradients.
 
-        Returns this rank's part of each loss of the global batch, fp64 on the device. The sum over all ranks
-        is the loss.
+        Returns this rank's part of each loss, fp64 scalars on the device. Their sum over all ranks is the
+        loss of the global batch.
         """
-        weights = self.weights(batch)
+        weights = self.loss_weights(batch)
         self.mesh.listeners.phase("forward and backward")
-        sums = self.runtime.run(self.plans[len(batch)], batch, weights)
-        return {
-            name: self.own_part(loss, sums[loss.name] * weights[loss.name])
-            for name, loss in self.losses.items()
-        }
+        loss_sums = self.runtime.run(self.plans[len(batch)], batch, weights)
 
-    def own_part(self, loss: Loss, value: Tensor) -> Tensor:
-        """A rank's `value` of a loss where it counts, else zero: of ranks that compute the same, one counts.
-
-        Ranks without the loss's layers have zero.
-        """
-        divided = (self.mesh.tp.name,) if loss.sp and self.config.parallel.sequence else ()
-        return value.double() if self.mesh.counts(*divided) else torch.zeros_like(value, dtype=torch.float64)
-
-    def weights(self, batch: Sequence[Microbatch]) -> dict[str, float | Tensor]:
-        """The weight of each loss's sums, known before the first backward and the same on every rank."""
-        found: dict[str, float | Tensor] = {}
-        means = {
-            over: self.target_weight(batch) if over == "targets" else self.mean_weight(batch, over)
-            for over in self.fields
-        }
+        local_losses = {}
         for name, loss in self.losses.items():
-            found[name] = means[loss.over] if loss.coefficient == 1.0 else loss.coefficient * means[loss.over]
-        return found
+            # Tensor ranks compute the same loss, unless they divide its tokens: then each counts its own.
+            divided_by = (self.mesh.tp.name,) if loss.sp and self.config.parallel.sequence else ()
+            is_counted = self.mesh.counts(*divided_by)
+            value = loss_sums[loss.name] * weights[loss.name]
+            local_losses[name] = (
+                value.double() if is_counted else torch.zeros_like(value, dtype=torch.float64)
+            )
+        return local_losses
+
+    def loss_weights(self, batch: Sequence[Microbatch]) -> dict[str, float | Tensor]:
+        """Return the weight of each loss's sum over tokens: its coefficient / targets of the global batch.
+
+        Backward starts with these weights, so gradients need no division later. They are known before the
+        first forward, and equal on every rank.
+        """
+        one_over_count = {
+            field: self.one_over_count(batch, field)
+            for field in dict.fromkeys(loss.over for loss in self.losses.values())
+        }
+        weights: dict[str, float | Tensor] = {}
+        for name, loss in self.losses.items():
+            weight = one_over_count[loss.over]
+            weights[name] = weight if loss.coefficient == 1.0 else loss.coefficient * weight
+        return weights
+
+    def one_over_count(self, batch: Sequence[Microbatch], field: str) -> float | Tensor:
+        """Return 1 / entries of the global batch's `field`, such as "targets", that a loss is the mean over.
+
+        If entries may be masked (`IGNORED`), ranks count theirs and all-reduce the count, because a rank may
+        have more than another, or none. Otherwise the count follows from the config.
+        """
+        train = self.config.train
+        if field == "tokens" or (field == "targets" and not self.masks_targets):
+            sequences = len(batch) * self.config.data_size * train.micro_batch_size
+            return 1.0 / (sequences * train.seq_len)
+
+        counts = [(microbatch[field] != IGNORED).sum() for microbatch in batch]
+        local_count = torch.stack(counts).sum(dtype=torch.float64)
+        if not self.mesh.is_loss_rank:  # another tensor rank counts the same tokens
+            local_count = torch.zeros_like(local_count)
+        self.mesh.listeners.phase("loss")
+        # Every pipeline stage has the batch, and counts it too.
+        count = all_reduce(local_count, self.mesh.world) / self.mesh.pp.size
+        return 1.0 / count.clamp_(min=1.0)
 
     def sum_over_ranks(
-        self, share: Mapping[str, Tensor], votes: Sequence[float]
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The global batch's losses, and how many ranks voted yes on each of the questions that ranks decide
-        together (1 is yes, 0 is no). One collective brings them all, and nobody waits for it.
+        self, local_losses: Mapping[str, Tensor], flags: Mapping[str, bool]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All-reduce the losses and the flags of this step in one small collective over the world.
+
+        The host does not wait for it. Returns the losses of the global batch, and for each flag the number of
+        ranks that raised it.
         """
         self.mesh.listeners.phase("loss")
-        flags = [torch.full((), vote, dtype=torch.float64, device=self.mesh.device) for vote in votes]
-        found = list(all_reduce(torch.stack([*share.values(), *flags]), self.mesh.world))
-        return dict(zip(share, found, strict=False)), found[len(share) :]
+        device = self.mesh.device
+        raised = [torch.full((), float(flag), dtype=torch.float64, device=device) for flag in flags.values()]
+        sums = list(all_reduce(torch.stack([*local_losses.values(), *raised]), self.mesh.world))
+        losses = dict(zip(local_losses, sums, strict=False))
+        flag_counts = dict(zip(flags, sums[len(local_losses) :], strict=True))
+        return losses, flag_counts
 
-    def update(self, number: int, losses: Mapping[str, Tensor], votes: list[Tensor]) -> StepResult:
-        """Clips the gradients and updates the parameters, at the rate of step `number`.
+    def update(
+        self, step: int, losses: Mapping[str, Tensor], flag_counts: Mapping[str, Tensor]
+    ) -> StepResult[Tensor]:
+        """Clip the gradients and update the parameters, with the learning rate of step `step`."""
+        lr = learning_rate(self.config.optim, step, self.config.train.steps)
+        total, *others = losses.values()
+        for loss in others:
+            total = total + loss
 
-        `votes` are handed on.
-        """
-        lr = learning_rate(self.config.optim, number, self.config.train.steps)
-        loss, *others = losses.values()
-        for other in others:
-            loss = loss + other
         self.mesh.listeners.phase("optimizer step")
-        statistics = self.engine.step(lr, loss)
+        statistics = self.engine.step(lr, total)
         self.mesh.listeners.phase("between steps")
-        named = {name: losses[name] for name in self.named_losses}
-        return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, named)
-
-    def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:
-        """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned."""
-        return self.mean_weight(batch, "targets" if self.masks_targets else "tokens")
-
-    def mean_weight(self, batch: Sequence[Microbatch], field: str) -> float | Tensor:
-        """1 / entries of the global batch's `field` that are not `IGNORED`.
-
-        Where some may be, ranks count theirs and sum them: a rank may have more than another, or none.
-        """
-        if field == "tokens":
-            return 1.0 / (
-                len(batch)
-                * self.config.data_size
-                * self.config.train.micro_batch_size
-                * self.config.train.seq_len
-            )
-        own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(
-            dtype=torch.float64
+        return StepResult(
+            step=step,
+            lr=lr,
+            loss=total,
+            grad_norm=statistics.grad_norm,
+            skipped=statistics.skipped,
+            flags=flag_counts,
+            losses=losses if len(losses) > 1 else {},
         )
-        self.mesh.listeners.phase("loss")
-        # Every stage has the batch, and so does every tensor rank, of which one counts.
-        total = (
-            all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world)
-            / self.mesh.pp.size
-        )
-        return 1.0 / total.clamp_(min=1.0)

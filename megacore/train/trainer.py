@@ -1,417 +1,440 @@
-"""The training loop, from a checked config and a mesh to a trained model.
+"""The training loop. `Trainer.run` is a whole run; its parts are the methods below it.
 
-`Trainer.loop` is a run: batch, forward and backward, update, log. What it does besides stands below it:
-reports, validation and checkpoints, recovery, stopping.
+A step: read the batch, train on it (`step.TrainStep`), then log, validate and save where that is due. If too
+many steps in a row are skipped, the run goes back to a checkpoint. If a rank is asked to stop, all ranks save
+a checkpoint and stop after the same step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.weights import (
-    AVERAGES,
-    SPECIAL_TOKENS,
-    WEIGHTS,
-    is_new,
-    recorded_sections,
-    weights_of,
-)
+from megacore.checkpoint.weights import SPECIAL_TOKENS, recorded_sections
 from megacore.config import Config
 from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
-from megacore.distributed.buffers import BUFFERS, SAVED_STATE, unsaved_state
+from megacore.distributed.buffers import SAVED_STATE, unsaved_state
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener
-from megacore.distributed.shard import logical_name
-from megacore.engine.compression import STATE
+from megacore.distributed.mesh import Mesh
+from megacore.engine.choose import Engines
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
-from megacore.train.checkpointing import Saving, choose, engine_state
+from megacore.train.callbacks import Callback
+from megacore.train.checkpointing import (
+    Inputs,
+    Saving,
+    choose_checkpoint,
+    read_training_state,
+    read_weights,
+)
 from megacore.train.evaluation import evaluate
-from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
-from megacore.train.logs import Monitor, Monitors
-from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, unknown
-from megacore.train.residuals import read_residuals
-from megacore.train.step import TrainStep
-from megacore.train.stopping import Skips, StopAgreed, TooManySkips
+from megacore.train.metrics import PendingResults, Reporter, Utilisation, unknown_utilisation
+from megacore.train.recovery import Skips, StopAgreed, TooManySkips
+from megacore.train.step import StepResult, TrainStep
 
-SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
+SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
+
+
+class Records(Protocol):
+    """The files of a run's folder that rank 0 writes. A run that cannot write them saves and ends.
+
+    Every method raises `LogError` if it cannot write.
+    """
+
+    def open(self, config: Config, mesh: Mesh, first_step: int) -> None:
+        """Make the folder and open the files; records from `first_step` on are dropped."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+
+    def write_skipped(self, record: dict[str, Any]) -> None:
+        """Add a line to skipped.jsonl."""
+
+    def rewind(self, first_step: int) -> None:
+        """Drop the records from `first_step` on."""
+
+    def close(self) -> None:
+        """Close the files."""
 
 
 class Trainer:
-    """One rank's part in a run.
-
-    Construction and methods are collective over all ranks; `due`, `votes` and what is a property are not.
-    """
+    """One rank's part in a run. Construction and public methods are collective over all ranks."""
 
     def __init__(
         self,
         config: Config,
         mesh: Mesh,
         inputs: Inputs,
-        monitors: Sequence[Monitor] = (),
-        apart: str = "",
-        utilisation: MFU = unknown,
-        clean: Callable[[Path], None] = lambda newest: None,
+        *,
+        records: Records | None = None,
+        prune: Callable[[Path], None] = lambda newest: None,
+        utilisation: Utilisation = unknown_utilisation,
+        folder_not_shared: str = "",
+        engines: Engines | None = None,
+        decided: str = "",
     ) -> None:
-        """`config`: settled, see `megacore.tools.choices`.
+        """Build the model, and draw its weights or read them from a checkpoint.
 
-        `apart`: in words, that the machines of the run do not share its folder, if somebody has found that.
-        `utilisation`: for reports.
-        `clean`: deletes old checkpoints, see `Saver`.
+        `config`: complete, without any `auto` (see `megacore.tools.choices`). Callbacks are in
+        `mesh.listeners`. `records`: on rank 0, where to write them. `prune`: deletes old checkpoints, see
+        `Saver`. `folder_not_shared`: says which machines do not share the run's folder, if that was found.
+        `engines`: see `TrainStep`. `decided`: what `auto` settings became, and why, to be printed.
         """
         check_settled(config)
-        self.is_writer = mesh.place.rank == 0
-        self.config, self.mesh, self.inputs, self.monitors = (
-            config,
-            mesh,
-            inputs,
-            Monitors(monitors, self.say),
-        )
-        for monitor in monitors:
-            monitor.start(config, mesh)
-        self.apart = apart
-        if apart and (config.checkpoint.every or config.checkpoint.last):
-            raise ConfigError("log.dir", apart, SHARED)
+        if folder_not_shared and (config.checkpoint.every or config.checkpoint.last):
+            raise ConfigError("log.dir", folder_not_shared, SHARED)
+        self.config, self.mesh, self.inputs = config, mesh, inputs
+        self.folder_not_shared = folder_not_shared
+        self.decided = decided
+        self.stop_requested: Callable[[], bool] = lambda: False  # whether this rank is asked to stop
+        self.records = records
+        self.records_error = ""  # why records cannot be written any more: the run then saves and ends
 
-        self.train_step = TrainStep(config, mesh, draw=False)
+        self.notify(Callback.on_start, config, mesh)
+        self.train_step = TrainStep(config, mesh, draw=False, engines=engines)
         self.engine = self.train_step.engine
-        for monitor in monitors:
-            monitor.built(self.train_step)
         self.loader = Loader(config, mesh, inputs.stream)
-        self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
-        self.resumed_step = 0
-        self.recorded = dict[str, Any]()  # sections of the config that it was written with
-        self.residuals = list[str]()  # what became of those of its gradients, in up to one line
-        self.origin: Path | None = None  # the checkpoint that gave the first weights
-        # entries of each checkpoint's state that training does not use itself: from the checkpoint that it
-        # began from, and from the script that trains
-        self.passed_on = dict[str, Any]()
-        self.opening: Sequence[str] = ()  # what whoever starts the run has to say of it
-        self.asked: Callable[[], bool] = lambda: False  # whether somebody has asked this rank to stop
-        self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
+
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
-        self.step = self.started = self.resume()
-        self.async_metrics = AsyncMetrics(mesh.device, mesh.listeners, self.train_step.named_losses)
+        self.skipped_batches = 0  # that rollbacks have passed over: step i trains on batch i + this number
+        self.resumed: Path | None = None  # the checkpoint that this run resumed, and its step
+        self.resumed_step = 0
+        self.recorded_config = dict[str, Any]()  # sections of the config that it was written with
+        self.restore_notes = list[str]()  # what could not be restored as it was
+        self.weights_from: Path | None = None  # the checkpoint that gave the first weights
+        # Entries of a checkpoint's state that training does not use: from the checkpoint that the run began
+        # with, and from the script that trains.
+        self.extra_state = dict[str, Any]()
+        self.step = self.started = self.restore()
+        self.notify(Callback.on_built, self.train_step)
+
+        self.results = PendingResults(mesh.device, mesh.listeners)
+        self.saving = Saving(config, mesh, self.engine, prune)
+        self.reporter = Reporter(config, mesh, self.saving, utilisation)
+        if self.records is not None:
+            self.records.open(config, mesh, self.step + 1)
         if self.is_writer:
-            self.monitors.open(config, Path(resolved(config.log.dir)), self.step + 1)
-        self.saving = Saving(config, mesh, self.engine, self.say, clean)
-        self.reporter = Reporter(config, mesh, self.saving, self.monitors, utilisation)
+            self.notify(Callback.on_records_open, Path(resolved(config.log.dir)), self.step + 1)
 
-    def loop(self) -> None:
-        """Runs step after step.
+    def run(self, stop_requested: Callable[[], bool] = lambda: False) -> int:
+        """Train from the step after the last checkpoint to `train.steps`. Return the exit status.
 
-        Nothing here waits for the device but what comes only after some steps: reports, validations, saves.
+        `stop_requested` says whether this rank is asked to stop; it is called in every step.
         """
-        self.reporter.start()
-        while self.step < self.config.train.steps:
-            self.step += 1
-            batch = self.next_batch()
-            self.train_step.begin(self.step)
-            # of the global batch's loss; gradients are the global sums then
-            share = self.train_step.forward_backward(batch)
-            sums = self.train_step.sum_over_ranks(share, self.votes())
-            self.saving.saver.hold_update()
-            done = self.train_step.update(self.step, *sums)
-            figures = [done.loss, *done.votes, done.grad_norm, done.skipped, *done.losses.values()]
-            self.async_metrics.post(self.step, torch.stack(figures))
-            self.reporter.count(batch)
-
-            logging = self.due(self.config.log.every) or self.is_last
-            # figures of the steps that the device has done
-            arrived = self.async_metrics.take(all_of_them=logging)
-            self.saving.look(failed=any(metrics.failures for metrics in arrived))
-            if logging:
-                self.report(arrived[-1], done.lr)
-            if self.rolled_back(arrived):
-                continue
-            if any(metrics.stops for metrics in arrived) and not self.is_last:
-                raise StopAgreed
-            self.between_steps()
-
-    def between_steps(self) -> None:
-        """Validates and saves, where the step just done is one after which that is due."""
-        options = self.config.checkpoint
-        evaluating = self.due(self.config.train.eval_every) and not self.is_last
-        saving = self.due(options.every) or (options.last and self.is_last)
-        if not evaluating and not saving:
-            return
-        with self.reporter.aside():
-            if evaluating:
-                self.validate()
-            if saving:
-                self.save()
-        if not self.is_last:
+        self.stop_requested = stop_requested
+        train, checkpoint = self.config.train, self.config.checkpoint
+        try:
             self.check_stop()
+            self.reporter.start()
+            while self.step < train.steps:
+                self.step += 1
+                batch = self.next_batch()
+                result = self.train_step(self.step, batch, self.flags, self.saving.saver.hold_update)
+                self.reporter.count(batch)
 
-    def due(self, every: int | None) -> bool:
-        """Whether the step just done is one of every so many; 0 and None are never."""
-        return every is not None and every > 0 and self.step % every == 0
+                # A GPU's results arrive two steps later, so that the host need not wait for the device.
+                results = self.arrived_results(result)
+                if self.is_due(self.config.log.every) or self.is_last:
+                    self.log(results[-1])
+                if self.must_roll_back(results):
+                    self.roll_back()
+                    continue
+                if any(result.flags["stop"] for result in results) and not self.is_last:
+                    raise StopAgreed
+
+                validates = self.is_due(train.eval_every) and not self.is_last
+                saves = self.is_due(checkpoint.every) or (checkpoint.last and self.is_last)
+                if validates:
+                    self.validate()
+                if saves:
+                    self.save()
+                if (validates or saves) and not self.is_last:
+                    self.check_stop()
+            return self.finish()
+        except StopAgreed:
+            return self.stop()
+        finally:
+            self.close()
+
+    # A step
 
     @property
     def is_last(self) -> bool:
-        """Whether the step just done is the run's last."""
+        """Whether the current step is the run's last."""
         return self.step == self.config.train.steps
 
+    def is_due(self, every: int | None) -> bool:
+        """Return whether the current step is a multiple of `every`; never for 0 or None."""
+        return every is not None and every > 0 and self.step % every == 0
+
     def next_batch(self) -> list[Microbatch]:
-        """This rank's microbatches of the current step, which begins."""
-        self.mesh.listeners.notify(Listener.on_step_begin, self.step, self.due(self.config.log.every))
+        """Return this rank's microbatches of the current step, which begins."""
+        self.notify(Listener.on_step_begin, self.step, self.is_due(self.config.log.every))
         self.mesh.listeners.phase("data")
-        return self.loader.step(self.step + self.ahead)
+        return self.loader.step(self.step + self.skipped_batches)
 
-    def votes(self) -> tuple[float, float]:
-        """This rank's votes: whether it must end, and whether its save under way has failed."""
-        return float(self.must_end), float(self.saving.saver.failed)
+    def flags(self) -> dict[str, bool]:
+        """Return what ranks decide together in a step: each flag counts if any rank raises it."""
+        return {"stop": self.must_stop, "save_failed": self.saving.saver.failed}
 
-    # A run, around its loop
+    def arrived_results(self, result: StepResult[torch.Tensor]) -> list[StepResult[float]]:
+        """Return the results that are on the host by now, the one just launched included on a CPU.
 
-    def run(self, asked: Callable[[], bool] | None = None) -> int:
-        """Trains from the step after the last checkpoint to `train.steps`; returns the exit status.
-
-        `asked`: whether somebody has asked this rank to stop.
+        Waits for the device only in steps that are logged.
         """
-        self.asked = asked or self.asked
-        try:
-            status = self.train()
-            self.engine.close()
-            return status
-        finally:
-            self.loader.close()
-            self.monitors.close()  # releases the terminal: a failure's reason comes last
+        self.results.post(result)
+        is_logged = self.is_due(self.config.log.every) or self.is_last
+        results = self.results.take(all_of_them=is_logged)
+        for arrived in results:
+            self.notify(Callback.on_step, arrived)
+        self.saving.poll(failed=any(arrived.flags["save_failed"] for arrived in results))
+        return results
 
-    def train(self) -> int:
-        """Runs all steps, or those up to a request to stop."""
-        for line in self.opening:
-            self.say(line)
-        status = FINISHED
-        try:
-            self.check_stop()  # the file STOP may be there already
-            self.loop()
-            with self.mesh.listeners.pause("saving"):  # whoever judges before a save does so at the end too
-                self.saving.finish(last=True)
-            self.conclude()
-        except StopAgreed:
-            self.save_at_end()
-            status = STOPPED
-        self.check_records()
-        if status == STOPPED:
-            self.say(f"stopped on request after step {self.step}; the same command resumes from there")
-        return status
+    # Logs and validation
 
-    # What is said
+    @property
+    def is_writer(self) -> bool:
+        """Whether this is rank 0, which prints and writes records."""
+        return self.mesh.rank == 0
 
-    def say(self, text: str) -> None:
-        """Prints a line, once for the run."""
+    def notify(self, event: Callable[..., Any], *arguments: Any) -> None:
+        """Call a method of `Callback`, such as `Callback.on_log`, on all callbacks."""
+        self.mesh.listeners.notify(event, *arguments)
+
+    def log(self, result: StepResult[float]) -> None:
+        """Log a step that the device has finished."""
+        report = self.reporter.report(result, self.saved_step)
+        self.reporter.add_metrics(report.metrics, self.train_step.stages)
+        stragglers = {"stragglers": list(report.stragglers)} if report.stragglers else {}
+        self.record(report.metrics | stragglers)
+        self.notify(Callback.on_log, report)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl."""
+        if self.records is not None:
+            self.write_records(self.records.write, record)
         if self.is_writer:
-            print(text, flush=True)
+            self.notify(Callback.on_record, record)
 
-    def report(self, metrics: StepMetrics, lr: float) -> None:
-        """Logs a step that the device has done."""
-        report = self.reporter.report(self.step, metrics, lr, self.saved_step)
-        self.monitors.add_figures(report.figures, self.train_step.stages)
-        if self.is_writer:
-            stragglers = {"stragglers": list(report.stragglers)} if report.stragglers else {}
-            self.monitors.tell(Monitor.record, report.figures | stragglers)
-        self.monitors.tell(Monitor.report, report)
+    def write_records(self, write: Callable[[Any], None], argument: Any) -> None:
+        """Call a method of `records`. If it cannot write, all ranks save and end (`must_stop`)."""
+        try:
+            write(argument)
+        except LogError as error:
+            if not self.records_error:
+                self.records_error = error.wrong
+                self.mesh.print(
+                    f"ERROR: the run's records cannot be written any more ({error.wrong}): it saves a "
+                    "checkpoint and ends"
+                )
 
     def validate(self) -> float | None:
-        """The mean loss in nats a token over the validation set, or over `eval_batches`
-        batches of it; None without one.
+        """Return the mean loss over the validation set (or `eval_batches` batches of it), in nats a token.
+
+        None without a validation set. Raises `StopAgreed` if a rank is asked to stop meanwhile.
         """
         if self.inputs.validation is None:
             return None
-        with self.mesh.listeners.pause("validation"), self.engine.evaluating():
-            found = evaluate(
+        with self.reporter.timer.pause(), self.mesh.listeners.pause("validation"), self.engine.evaluating():
+            evaluation = evaluate(
                 self.config,
                 self.train_step.runtime,
                 self.mesh,
                 self.inputs.validation,
                 between=self.check_stop,
             )
-        if not found.targets:
-            self.say(
+        if evaluation.targets == 0:
+            self.mesh.print(
                 f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned"
             )
             return None
-        loss = found.loss
-        for monitor in self.monitors:
-            monitor.validation(loss)
-        if self.step > self.started and self.is_writer:  # else it is recorded already
-            self.monitors.tell(Monitor.record, {"step": self.step, "valid_loss": loss})
-        self.say(f"step {self.step}: validation loss {loss:.4f}")
-        return loss
 
-    def conclude(self) -> None:
-        """Runs the last validation, and says where checkpoint and records are."""
-        loss = self.validate()
-        if loss is not None:
-            entropy = self.inputs.unigram_entropy()
-            beside = (
-                ""
-                if entropy is None
-                else f"; {entropy:.4f} for a model that knows only how frequent each token is"
-            )
-            self.say(f"final validation loss {loss:.4f} nats a token{beside}")
-        if self.latest is not None:
-            self.say(f"checkpoint: {self.latest}")
-        log = self.config.log
-        self.say(
-            f"records: {log.dir}/metrics.jsonl"
-            + (f", and tensorboard --logdir {log.dir}" if log.tensorboard else "")
-        )
+        loss = evaluation.loss
+        self.notify(Callback.on_validation, loss)
+        if self.step > self.started:  # otherwise it is recorded already
+            self.record({"step": self.step, "valid_loss": loss})
+        self.mesh.print(f"step {self.step}: validation loss {loss:.4f}")
+        return loss
 
     # Checkpoints
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint saved or resumed from."""
+        """The newest checkpoint that this run has saved or resumed."""
         return self.saving.latest or self.resumed
 
     @property
     def saved_step(self) -> int:
-        """The step of the newest checkpoint that this run saved or went on from; 0 without one."""
+        """The step of the newest checkpoint that this run has saved or resumed; 0 without one."""
         return max(self.saving.latest_step, self.resumed_step)
 
     def save(self) -> None:
-        """Saves a checkpoint of the step just done.
+        """Save a checkpoint of the current step.
 
-        Raises `CheckpointError` where machines share no folder for it, or where a layer has since it was
-        built been given state that a checkpoint lacks.
+        Raises:
+            CheckpointError: if machines share no folder for it, or if a layer was given state after it was
+                built, which a checkpoint would lack.
         """
-        folder = resolved(self.config.log.dir)
-        if self.apart:
-            raise CheckpointError(folder, f"nothing was saved: {self.apart}", SHARED)
+        if self.folder_not_shared:
+            folder = resolved(self.config.log.dir)
+            raise CheckpointError(folder, f"nothing was saved: {self.folder_not_shared}", SHARED)
         for stage in self.train_step.stages:
             if unsaved := unsaved_state(stage):
                 wrong = f"nothing was saved: the model has got {unsaved[0]}, which no checkpoint saves"
-                raise CheckpointError(folder, wrong, f"in the layer's constructor {SAVED_STATE}")
-        samples = self.config.train.samples_through(self.step + self.ahead)
-        with self.mesh.listeners.pause("saving"):
-            progress = {"samples": samples, "rollbacks": self.skips.rollbacks}
-            self.saving.save(self.step, progress | self.passed_on)
+                right = f"in the layer's constructor {SAVED_STATE}"
+                raise CheckpointError(resolved(self.config.log.dir), wrong, right)
 
-    def resume(self) -> int:
-        """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws
-        some; returns the step to go on from.
+        samples = self.config.train.samples_through(self.step + self.skipped_batches)
+        progress = {"samples": samples, "rollbacks": self.skips.rollbacks}
+        with self.reporter.timer.pause(), self.mesh.listeners.pause("saving"):
+            self.saving.save(self.step, progress | self.extra_state)
+
+    def restore(self) -> int:
+        """Resume a checkpoint, or start from another one's weights, or draw weights, as `checkpoint` says.
+
+        Return the step that the run continues after.
         """
-        checkpoint, step = choose(self.inputs, self.mesh), 0
+        step = 0
+        checkpoint = choose_checkpoint(self.inputs, self.mesh)
         if checkpoint is None:
             self.train_step.draw()
         else:
-            step = self.restore(*checkpoint)
-        self.train_step.begin(step)  # where all steps are done, a validation still depends on the last one
+            reader, weights_only = checkpoint
+            if SPECIAL_TOKENS in reader.state:
+                self.extra_state[SPECIAL_TOKENS] = reader.state[SPECIAL_TOKENS]
+            if weights_only:
+                read_weights(reader, self.train_step, self.mesh)
+                self.weights_from = reader.path
+            else:
+                self.resume(reader)
+                step = reader.step
+        self.train_step.begin(step)  # if no step is left, a validation still depends on the last one
         return step
 
-    def restore(self, reader: Reader, weights_alone: bool = False) -> int:
-        """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
-        if SPECIAL_TOKENS in reader.state:
-            self.passed_on[SPECIAL_TOKENS] = reader.state[SPECIAL_TOKENS]
-        tensors = self.engine.tensors()
-        new = {
-            key: piece
-            for key, piece in tensors.items()
-            if weights_alone and is_new(reader, logical_name(key))
-        }
-        self.train_step.draw_into(new)
-        for key, (tensor, box) in tensors.items():
-            if key not in new and (
-                key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE))
-            ):
-                self.mesh.listeners.phase("reading a checkpoint")
-                name = logical_name(key)
-                # an average may begin here
-                if name.startswith(AVERAGES) or (weights_alone and name.startswith(WEIGHTS)):
-                    name = weights_of(reader, name.partition("/")[2])
-                reader.read_into(name, box, tensor)
-        # This also rounds the weights just read into the parameters that compute.
-        self.engine.load_state(self.engine.state() if weights_alone else engine_state(reader), tensors)
-        if weights_alone:
-            self.origin = reader.path
-            return 0
+    def resume(self, reader: Reader) -> None:
+        """Restore the state of a run at a checkpoint."""
+        self.restore_notes = read_training_state(reader, self.train_step, self.mesh)
         self.resumed, self.resumed_step = reader.path, reader.step
-        self.recorded, self.residuals = recorded_sections(reader), read_residuals(reader, tensors)
-        # which older checkpoints do not have
-        self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))
-        self.ahead = self.config.train.batches_in(reader.state["samples"]) - reader.step
-        return reader.step
+        self.recorded_config = recorded_sections(reader)
+        self.skips.restore(reader.state["engine"]["skipped"], reader.state["rollbacks"])
+        self.skipped_batches = self.config.train.batches_in(reader.state["samples"]) - reader.step
 
-    # Recovery
+    # Recovery from bad batches
 
-    def rolled_back(self, arrived: list[StepMetrics]) -> bool:
-        """Reports the samples of skipped steps.
+    def must_roll_back(self, results: list[StepResult[float]]) -> bool:
+        """Report the samples of skipped steps. Return whether too many steps in a row were skipped."""
+        for result in results:
+            if self.skips.count(result):
+                self.report_skipped(result)
+        return self.skips.must_roll_back()
 
-        After too many skips in a row the run goes back to its last checkpoint, and continues there with
-        samples that it has not read yet. Returns whether it went back.
-        """
-        for metrics in arrived:
-            if self.skips.saw(metrics):
-                self.report_skipped(metrics)
-        if not self.skips.too_many():
-            return False
-        # steps done meanwhile; their samples are passed over too
-        for metrics in self.async_metrics.take(all_of_them=True):
-            self.report_skipped(metrics)
+    def roll_back(self) -> None:
+        """Go back to the last checkpoint, and continue from there with samples that were not read yet."""
+        # Steps that were launched meanwhile are undone too, and their samples are passed over.
+        for result in self.results.take(all_of_them=True):
+            self.report_skipped(result)
         self.saving.finish()
         if self.saved_step == 0:
             raise TooManySkips(
                 f"{self.skips.limit} steps in a row were skipped, and there is no checkpoint to go back to"
             )
-        before, batch = self.step, self.step + self.ahead
+        step, batch = self.step, self.step + self.skipped_batches
         if self.is_writer:
             self.inputs.look_again(self.resumed, self.resumed_step)
-        self.step = self.resume()
-        self.ahead = batch - self.step
-        if self.is_writer:
-            self.monitors.tell(Monitor.reopen, self.step + 1)
-        first = self.config.train.samples_through(batch)
-        self.say(f"after step {before} back to {self.resumed}, and on with sample {first}")
-        return True
+        self.step = self.restore()
+        self.skipped_batches = batch - self.step
 
-    def report_skipped(self, metrics: StepMetrics) -> None:
-        """Records a step that was skipped, and its samples."""
-        number, train = metrics.step + self.ahead, self.config.train
-        samples = {
-            "first_sample": train.samples_through(number - 1),
-            "last_sample": train.samples_through(number) - 1,
+        if self.records is not None:
+            self.write_records(self.records.rewind, self.step + 1)
+        if self.is_writer:
+            self.notify(Callback.on_rewind, self.step + 1)
+        sample = self.config.train.samples_through(batch)
+        self.mesh.print(f"after step {step} back to {self.resumed}, and on with sample {sample}")
+
+    def report_skipped(self, result: StepResult[float]) -> None:
+        """Record a skipped step and the numbers of its samples."""
+        train = self.config.train
+        batch = result.step + self.skipped_batches
+        record = {
+            "step": result.step,
+            "first_sample": train.samples_through(batch - 1),
+            "last_sample": train.samples_through(batch) - 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
         }
-        record = {"step": metrics.step, **samples}
+        if self.records is not None:
+            self.write_records(self.records.write_skipped, record)
         if self.is_writer:
-            self.monitors.tell(
-                Monitor.skipped, record | {"loss": metrics.loss, "grad_norm": metrics.grad_norm}
-            )
+            self.notify(Callback.on_skipped, record)
 
-    # Stopping
+    # The end of a run
 
     @property
-    def must_end(self) -> bool:
-        """Whether this rank was asked to stop, or can no longer record what the run does."""
-        return self.asked() or bool(self.monitors.broken)
+    def must_stop(self) -> bool:
+        """Whether this rank is asked to stop, or can no longer write what the run does."""
+        return self.stop_requested() or bool(self.records_error)
 
     def check_stop(self) -> None:
-        """Raises `StopAgreed` on all ranks if any rank must end. Waits for the device."""
-        vote = torch.tensor(float(self.must_end), dtype=torch.float64, device=self.mesh.device)
-        if all_reduce(vote, self.mesh.world).item():
+        """Raise `StopAgreed` on all ranks if any rank must stop. Waits for the device."""
+        flag = torch.tensor(float(self.must_stop), dtype=torch.float64, device=self.mesh.device)
+        if all_reduce(flag, self.mesh.world).item():
             raise StopAgreed
 
-    def save_at_end(self) -> None:
-        """Makes sure that a checkpoint of the step just done is on disk."""
+    def finish(self) -> int:
+        """End a run whose steps are all done: save, validate, and print where everything is."""
+        with self.mesh.listeners.pause("saving"):  # callbacks that judge before a save do so at the end too
+            self.saving.finish(last=True)
+        loss = self.validate()
+        if loss is not None:
+            entropy = self.inputs.unigram_entropy()
+            unigram = (
+                ""
+                if entropy is None
+                else f"; {entropy:.4f} for a model that knows only how frequent each token is"
+            )
+            self.mesh.print(f"final validation loss {loss:.4f} nats a token{unigram}")
+        if self.latest is not None:
+            self.mesh.print(f"checkpoint: {self.latest}")
+        log = self.config.log
+        tensorboard = f", and tensorboard --logdir {log.dir}" if log.tensorboard else ""
+        self.mesh.print(f"records: {log.dir}/metrics.jsonl{tensorboard}")
+
+        self.check_records()
+        self.engine.close()
+        return FINISHED
+
+    def stop(self) -> int:
+        """End a run that all ranks have agreed to stop, with a checkpoint to resume."""
+        self.save_before_exit()
+        self.check_records()
+        self.mesh.print(f"stopped on request after step {self.step}; the same command resumes from there")
+        self.engine.close()
+        return STOPPED
+
+    def save_before_exit(self) -> None:
+        """Make sure that a checkpoint of the current step is on disk."""
         self.saving.finish()
         if self.step != self.saved_step:
             self.save()
         self.saving.finish(last=True)
 
     def check_records(self) -> None:
-        """If the run's records could not be written, saves a checkpoint and raises
-        `LogError` on all ranks.
-        """
-        reason = Ranks(self.mesh).first(self.monitors.broken)
+        """If records could not be written, save a checkpoint and raise `LogError` on all ranks."""
+        reason = Ranks(self.mesh).first(self.records_error)
         if reason:
-            self.save_at_end()
+            self.save_before_exit()
             right = f"make room, or see to its folder; the same command resumes from step {self.step}"
             raise LogError(f"{self.config.log.dir}/metrics.jsonl", f"cannot be written: {reason}", right)
+
+    def close(self) -> None:
+        """End threads, close files, and release the terminal, so that a failure's reason is printed last."""
+        self.loader.close()
+        if self.records is not None:
+            self.records.close()
+        self.notify(Callback.on_end)

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from megacore.config import Config
+from megacore.distributed.events import Listener, Operation
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listener, Operation
 from megacore.errors import ConfigError
 from megacore.pipeline.schedule import Action
 from megacore.tools.choices.partition import partitioned
@@ -391,7 +391,7 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
             inputs, device = Inputs(config, place.rank), take_device(config, place)
             guard = Guard(config, place, device)
             with joined(config, place, device, guard) as mesh:
-                mesh.listeners.append(told)
+                mesh.listeners.add(told)
                 trainer_of(config, mesh, inputs, monitors_of(config, place, device)).run()
                 seen["process"] = [*process(), guard.seconds, str(mesh.timeout), mesh.describe()]
         except Exception as error:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megacore.checkpoint import Reader
 from megacore.checkpoint.folder import locate
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
 from megacore.model.stage import whole_model
@@ -62,7 +62,7 @@ def build(config_path: str, overrides: list[str]) -> Built:
         def on_phase(self, phase: str) -> None:
             notes.update([phase])
 
-    mesh.listeners.append(Notes())
+    mesh.listeners.add(Notes())
     with Allocated() as before:
         build_stages(config, mesh)
     with mock.patch("megacore.train.step.own_cores", lambda ranks: 1), Allocated() as allocated:

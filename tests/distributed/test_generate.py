@@ -295,7 +295,7 @@ def transfers_seen() -> dict[str, int]:
     config = settled_alone(resolve(raw, [], "test", place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     recorder = FlightRecorder()
-    mesh.listeners.append(recorder)
+    mesh.listeners.add(recorder)
     stage = Stage(config, layer_ranges(config)[place.rank], mesh, mesh.device)
     assert (
         len(

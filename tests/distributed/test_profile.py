@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.communicator import Group
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Operation
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import Action, Op

@@ -173,32 +173,32 @@ def test_a_buffer_that_is_lost_is_no_constant(case: str, tmp_path: Path, workers
         assert of_source(path, workers, "pp2").holds
 
 
-MONITORS = """
+CALLBACKS = """
 import torch
 from megacore.model.block import Block
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 
 
-class Watcher(Monitor):
-    def built(self, step):
+class Watcher(Callback):
+    def on_built(self, step):
         self.parameters = [p for stage in step.stages for p in stage.parameters()]
         BUILT
 
     @torch.no_grad()
-    def figures(self, figures, stages):
+    def metrics(self, metrics, stages):
         FIGURES
 
     @torch.no_grad()
-    def report(self, report):
+    def on_log(self, report):
         REPORT
 
 
-MONITORS = [Watcher]
+CALLBACKS = [Watcher]
 """
 READS = {
     "BUILT": "pass",
     "FIGURES": "return {'mean': float(self.parameters[0].mean())}",
-    "REPORT": "assert report.figures['loss'] > 0",
+    "REPORT": "assert report.metrics['loss'] > 0",
 }
 CHANGES = {
     "weights": {"FIGURES": "self.parameters[-1].mul_(0.5); return {}"},
@@ -208,7 +208,7 @@ CHANGES = {
 
 
 def watched(folder: Path, changes: dict[str, str]) -> Path:
-    text = MONITORS
+    text = CALLBACKS
     for word, line in (READS | changes).items():
         text = text.replace(word + "\n", line + "\n")
     (folder / "watched.py").write_text(text)
@@ -220,7 +220,7 @@ def test_monitors_that_read_are_named_and_change_nothing(tmp_path: Path, workers
     path = watched(tmp_path, {})
     proof = of_source(path, workers, "pp2")
     assert proof.holds
-    assert verdict(proof).endswith(f"; MONITORS of {path} (Watcher) ran in each layout and changed nothing")
+    assert verdict(proof).endswith(f"; CALLBACKS of {path} (Watcher) ran in each layout and changed nothing")
 
 
 def readme_model(folder: Path) -> Path:
@@ -252,7 +252,7 @@ def test_a_monitor_that_changes_the_model_is_a_difference(
     path = watched(tmp_path, CHANGES[case])
     proof = of_source(path, workers, "one")
     assert not proof.holds
-    assert f"NOT EQUAL: one (0 of 1 layouts equal); MONITORS of {path} (Watcher)" in verdict(proof)
+    assert f"NOT EQUAL: one (0 of 1 layouts equal); CALLBACKS of {path} (Watcher)" in verdict(proof)
 
 
 def test_the_script_says_what_it_found(tmp_path: Path) -> None:

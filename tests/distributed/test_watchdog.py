@@ -25,9 +25,9 @@ from benchmarks import judging
 from megacore.distributed import collectives as comm
 from megacore.distributed import init
 from megacore.distributed.communicator import SOLO
+from megacore.distributed.events import Listener, Listeners
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listener, Listeners
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import check_name, meet
 from megacore.pipeline.schedule import Action, Op
@@ -86,7 +86,7 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     watchdog.ANSWER_SECONDS = watchdog.STORE_SECONDS = PATIENCE
     watchdog.process_state = state_of  # type: ignore[assignment]
     recorder = FlightRecorder()
-    mesh.listeners.append(recorder)
+    mesh.listeners.add(recorder)
     assert mesh.store is not None
     dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
     x = torch.ones(3)
@@ -194,7 +194,7 @@ def compiling_rank(config_path: str, noted: bool, folder: str) -> tuple[list[str
     recorder = FlightRecorder()
     if not noted:
         recorder.on_compile_begin = lambda *_: None  # type: ignore[method-assign]
-    mesh.listeners.append(recorder)
+    mesh.listeners.add(recorder)
     assert mesh.store is not None
     dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
     x = torch.ones(3)

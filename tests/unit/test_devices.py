@@ -21,8 +21,8 @@ from megacore.distributed import communicator as wire_module
 from megacore.distributed import mesh as mesh_module
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import SOLO, Communicator
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listeners
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError

@@ -155,7 +155,7 @@ def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
     trainer = trainer_of(config, mesh, Inputs(config, 0))
     late = Drift(trainer.train_step.stages, mesh)
     late.found, late.last = (0, torch.ones((), dtype=torch.float64), None), torch.zeros(1)
-    mesh.listeners.append(late)
+    mesh.listeners.add(late)
     with pytest.raises(Drifted, match="seen in step 0"):
         trainer.run()
     trainer_of(config, mesh, Inputs(config, 0))

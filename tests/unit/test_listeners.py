@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.communicator import Communicator, Group
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener, Listeners, Operation, Slow, Waits
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.pipeline.schedule import Action
@@ -105,7 +105,7 @@ def test_what_a_proof_raises_ends_its_run() -> None:
     """A record with gaps would be a proof of nothing."""
 
     class Proof(Broken):
-        vital = True
+        on_error = "raise"
 
     with pytest.raises(RuntimeError, match="a mistake"):
         Listeners([Witness(), Proof()]).phase("data")
@@ -155,7 +155,7 @@ def test_where_nobody_watches_the_librarys_own_handle_is_returned(listeners: Lis
     group = Group("dp", (0, 1), 0, link)
     assert isinstance(link.start_reduce_scatter(torch.zeros(4), torch.zeros(2)), SimpleNamespace)
     if listeners is not None:
-        listeners.append(witness := Witness())
+        listeners.add(witness := Witness())
         link.start_reduce_scatter(torch.zeros(4), torch.zeros(2)).wait()
         assert len(witness.heard) == 4 and group.size == 2
 

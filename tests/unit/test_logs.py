@@ -26,7 +26,7 @@ from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
 from megacore.tools.settings.load import load
-from megacore.train.logs import Monitor, Monitors, Report
+from megacore.train.callbacks import Callback, Report
 from tests.training import run_rank, write_config, write_corpus
 
 
@@ -194,11 +194,11 @@ def test_a_list_of_figures_is_of_numbers(tmp_path: Path) -> None:
     blamed for a monitor of the user's.
     """
     said: list[str] = []
-    monitor = Monitor()
+    monitor = Callback()
     figures: dict[str, Any] = {"step": 1}
     monitor.figures = lambda *_: {"own/x": [object()]}  # type: ignore[method-assign, assignment, return-value]
     Monitors([monitor], said.append).add_figures(figures, [])
-    assert figures == {"step": 1} and "Monitor failed" in said[0]
+    assert figures == {"step": 1} and "Callback failed" in said[0]
     assert as_json({"own/x": [1.0, math.nan]}) == '{"own/x": [1.0, null]}'
 
 

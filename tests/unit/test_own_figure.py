@@ -13,37 +13,37 @@ from tests import training
 
 SOURCE = """
 from megacore.model.block import Block
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 
-class Halved(Monitor):
-    def figures(self, figures, stages):
+class Halved(Callback):
+    def metrics(self, metrics, stages):
         return {NAME: figures["loss"] / 2, "parameters": float(sum(p.numel() for stage in stages for p in stage.parameters()))}
 
-MONITORS = [Halved]
+CALLBACKS = [Halved]
 """  # noqa: E501
 
 
 # Draws the steps in place of lines; deletes the records behind the first step, and then cannot begin anew.
 FRAGILE = """
 from megacore.model.block import Block
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 
-class Fragile(Monitor):
+class Fragile(Callback):
     shows_steps = True
 
-    def open(self, config, folder, first_step, say):
+    def on_records_open(self, folder, first_step):
         self.file = folder / "metrics.jsonl"
         if first_step > 1:
             raise RuntimeError("there is nothing to write to")
 
-    def record(self, figures):
+    def on_record(self, record):
         if figures["step"] > 1:
             raise RuntimeError("there is still nothing")
 
-    def report(self, report):
+    def on_log(self, report):
         self.file.unlink()
 
-MONITORS = [Fragile]
+CALLBACKS = [Fragile]
 """
 
 

@@ -41,7 +41,7 @@ from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
 from megacore.tools.settings.load import load, resolve
 from megacore.tools.stop_request import STOP
-from megacore.train.logs import Report
+from megacore.train.callbacks import Report
 from megacore.train.trainer import STOPPED
 from tests.commands import run_script
 from tests.pool import PATIENCE, ROOT

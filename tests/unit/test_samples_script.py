@@ -17,8 +17,8 @@ from launch.samples import run
 from megacore.data import shuffle as batches
 from megacore.data.samples import SampleStream, training_stream, visits
 from megacore.distributed.communicator import SOLO, Group
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listeners
+from megacore.distributed.mesh import Mesh
 from megacore.errors import UserError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load

@@ -1,8 +1,7 @@
 """What `auto` becomes, once, before the first step: what rank 0 finds for its device, alike on
 every rank and at each resume.
 
-For attention and context ranks `resolve_auto` has the rules; for compiled blocks rank 0 measures. Whoever
-imports this has the engines of tools attached.
+For attention and context ranks `resolve_auto` has the rules; for compiled blocks rank 0 measures.
 
 On CPUs blocks gain or lose some per cent by being compiled, which depends on processor and model. To know
 takes a minute or two, since Inductor writes and compiles C++. So short runs are not compiled, and not
@@ -17,7 +16,6 @@ from statistics import median
 
 import torch
 
-import megacore.tools.deepspeed.engine  # noqa: F401  (attaches it)
 from megacore.checkpoint import Reader
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config

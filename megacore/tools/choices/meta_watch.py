@@ -105,7 +105,7 @@ class MetaWatch(TorchDispatchMode, Listener):
     computing their shapes.
     """
 
-    vital = True
+    on_error = "raise"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

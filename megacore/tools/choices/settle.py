@@ -1,9 +1,5 @@
-"""Settles a config for stages without a run: for generation, evaluation, or steps by hand.
+"""Settles a config for stages without a run: for generation, evaluation, or steps by hand."""
 
-Importing it attaches the engines of tools.
-"""
-
-import megacore.tools.deepspeed.engine  # noqa: F401  (attaches it)
 from megacore.config.schema import Config
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of

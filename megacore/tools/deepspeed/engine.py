@@ -3,7 +3,7 @@ device, in host memory or on disk.
 
 DeepSpeed works among the data ranks: it reduces gradients, clips by the global norm and steps. megacore keeps
 tensor ranks, pipeline and checkpoints. Only this module imports DeepSpeed, and only when an engine is built.
-Importing it attaches the engine.
+`ENGINES` hands it to the core.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, materialise, shard_of
-from megacore.engine.choose import ATTACHED
+from megacore.engine.choose import Engines
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import clip_coefficient
@@ -272,7 +272,7 @@ class DeepSpeedEngine(Engine):
         self.comm.destroy_process_group()
 
 
-ATTACHED["deepspeed"] = DeepSpeedEngine
+ENGINES: Engines = {"deepspeed": DeepSpeedEngine}  # for `TrainStep` and `Trainer`
 
 
 def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:

@@ -55,6 +55,8 @@ class Channel:
 class FlightRecorder(Listener):
     """One rank's channels, and its work between their operations."""
 
+    on_error = "keep"  # the watchdog takes silence for a hang
+
     def __init__(self, device: DeviceWork | None = None, stages: int = 1) -> None:
         """`device`: the work of a GPU; None where the CPU computes.
 
@@ -164,7 +166,7 @@ class FlightRecorder(Listener):
             self.mark(*self.before_wait)
             self.waited += seconds
 
-    def waits(self) -> Waits:
+    def step_waits(self) -> Waits:
         """Takes what was noted since."""
         device, waited, spent = self.device, self.waited, self.spent
         self.waited, self.spent = 0.0, {}

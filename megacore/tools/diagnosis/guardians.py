@@ -40,13 +40,12 @@ class Guardians(Guard):
 
         No other process may train in the folder: its record would be emptied.
         """
-        super().__init__()
         self.config, self.place, self.device = config, place, device
         on_gpu = device.type == "cuda"
         work = DeviceWork(partial(torch.cuda.Event, enable_timing=True)) if on_gpu else None
         self.recorder = FlightRecorder(work, config.parallel.pipeline)
         self.recorder.mark("joining the mesh")
-        self.listeners.append(self.recorder)
+        self.listeners = (self.recorder,)
         self.watchdog: Watchdog | None = None
         self.heartbeats: HeartbeatClient | None = None
         self.failure_folder = folder

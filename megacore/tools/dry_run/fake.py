@@ -9,8 +9,8 @@ import torch
 
 from megacore.config import Config
 from megacore.config.implied import attention_of
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listeners
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.meta_watch import MetaWatch

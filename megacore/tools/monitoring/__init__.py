@@ -1,4 +1,1 @@
-"""Shows a run's figures to others: TensorBoard, Weights & Biases, Prometheus, and a live line.
-
-Each is a `train.logs.Monitor`.
-"""
+"""Callbacks that show a run's metrics: TensorBoard, Weights & Biases, Prometheus and a live line."""

@@ -1,9 +1,9 @@
-"""The monitors that a config asks for, and those of its model's own file."""
+"""The callbacks that a config asks for, and those of a custom model's file."""
 
 import torch
 
 from megacore.config import Config
-from megacore.config.source import MONITORS, source_of
+from megacore.config.source import CALLBACKS, source_of
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.monitoring.cost import Cost
 from megacore.tools.monitoring.expert_load import ExpertLoad
@@ -14,33 +14,46 @@ from megacore.tools.monitoring.slow_ranks import SlowRanks
 from megacore.tools.monitoring.statistics import Statistics
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.monitoring.wandb import Tracker, check_wandb
-from megacore.train.logs import Monitor
+from megacore.tools.records import Console
+from megacore.train.callbacks import Callback
 
 
-def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[Monitor]:
-    """One rank's part of them.
+def callbacks_of(config: Config, place: RankInfo, device: torch.device) -> list[Callback]:
+    """Return one rank's callbacks that show the run, in the order in which they are called.
 
-    Raises `ConfigError` if a package is missing, or the port of `log.prometheus_port` cannot be had.
+    Raises:
+        ConfigError: if a package is missing, or `log.prometheus_port` is in use.
     """
-    log, found = config.log, list[Monitor]([Cost()])
+    log = config.log
+    callbacks = list[Callback]()
     if place.rank == 0:
         check_wandb(config)
-        found += [ProgressLine()] if has_terminal() else []
-        found += [Board()] if log.tensorboard else []
-        found += [Tracker()] if log.wandb != "off" else []
+        callbacks.append(Console())
+        callbacks.append(Cost())
+        if has_terminal():
+            callbacks.append(ProgressLine())
+        if log.tensorboard:
+            callbacks.append(Board())
+        if log.wandb != "off":
+            callbacks.append(Tracker())
     if log.prometheus_port is not None:
-        found.append(Exporter(log.prometheus_port, place, device))
-    loads = None if config.model.num_experts is None else ExpertLoad()
-    found += [SlowRanks()] if loads is None else [loads, SlowRanks(loads)]
-    found += [Statistics()] if log.statistics is not None else []
-    found += [Profile()] if log.profile is not None else []
-    return found + source_monitors(config)
+        callbacks.append(Exporter(log.prometheus_port, place, device))
+
+    expert_load = None if config.model.num_experts is None else ExpertLoad()
+    if expert_load is not None:
+        callbacks.append(expert_load)
+    callbacks.append(SlowRanks(expert_load))
+    if log.statistics is not None:
+        callbacks.append(Statistics())
+    if log.profile is not None:
+        callbacks.append(Profile())
+    return [*callbacks, *source_callbacks(config)]
 
 
-def source_monitors(config: Config) -> list[Monitor]:
-    """The monitors of a model's own file."""
+def source_callbacks(config: Config) -> list[Callback]:
+    """Return the callbacks of a custom model's file."""
     source = source_of(config)
     if source is None:
         return []
-    with source.blamed(f", {MONITORS}"):
-        return [monitor() for monitor in source.monitors]
+    with source.blamed(f", {CALLBACKS}"):
+        return [callback() for callback in source.callbacks]

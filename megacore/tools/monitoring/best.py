@@ -10,8 +10,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megacore.checkpoint import checkpoints_in
+from megacore.checkpoint.folder import folder_of
+from megacore.config import Config
+from megacore.config.schema import resolved
+from megacore.distributed.mesh import Mesh
 from megacore.files import open_plain
 from megacore.tools.metrics_file import Validation, recorded
+from megacore.tools.retention import set_aside
+from megacore.train.callbacks import Callback
 
 FOLDER = "best"  # in a run's folder, with one checkpoint: every script takes it for a folder of checkpoints
 
@@ -31,15 +37,35 @@ def losses_of(run: Path) -> dict[int, float]:
     return found
 
 
-class BestKept:
-    """On rank 0, is told of each checkpoint, and prints what becomes of the best one."""
+class BestKept(Callback):
+    """On rank 0, keeps the checkpoint with the least validation loss."""
 
-    def __init__(self, run: Path) -> None:
-        self.run, self.folder = run, run / FOLDER
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.resumes_newest = config.checkpoint.resume == "auto"
+        self.run = Path(resolved(config.log.dir))
+        self.latest: Path | None = None
 
-    def __call__(self, saved: Path) -> None:
-        if said := keep_if_best(self.run, saved):
-            print(said, flush=True)
+    def on_records_open(self, folder: Path, first_step: int) -> None:
+        """Set aside a best checkpoint of steps that the run will do again."""
+        if not self.resumes_newest:
+            set_aside(self.run / FOLDER, first_step - 1)
+        resumed = folder_of(self.run / "checkpoints", first_step - 1)
+        self.latest = resumed if resumed.is_dir() else None
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.latest = path
+        self.keep_if_best(path)
+
+    def on_end(self) -> None:
+        """The loss of the last step is known only after its save."""
+        if self.latest is not None:
+            self.keep_if_best(self.latest)
+
+    def keep_if_best(self, saved: Path) -> None:
+        """Keep a checkpoint if it is the best one, and print that."""
+        if line := keep_if_best(self.run, saved):
+            self.mesh.print(line)
 
 
 def keep_if_best(run: Path, saved: Path) -> str | None:

@@ -2,7 +2,7 @@
 beside what the planner said before.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,7 +13,6 @@ from torch import nn
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.errors import ConfigError
 from megacore.files import open_plain
@@ -24,7 +23,7 @@ from megacore.tools.planner.devices import Cluster, Level, listed_device
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import setting_of
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 
 HOURS, MONEY = "cost/device_hours", "cost/money"
 HOUR = 3600.0
@@ -38,8 +37,8 @@ class Spent(Record):
     hours: Amount = Field(0.0, alias=HOURS)
 
 
-class Cost(Monitor):
-    """Counts the time of all ranks since this process began to train, and what the run's
+class Cost(Callback):
+    """On rank 0, counts the time of all ranks since this process began to train, and what the run's
     folder records of those before it.
 
     It is the time on the clock: validations, saves and waiting are paid for too. What a process spent behind
@@ -47,36 +46,26 @@ class Cost(Monitor):
     """
 
     def __init__(self) -> None:
-        self.began, self.before = monotonic(), 0.0
-        self.say: Callable[[str], None] | None = None
+        self.began = monotonic()
+        self.before = 0.0  # device-hours of this run's processes before this one
 
-    def start(self, config: Config, mesh: Mesh) -> None:
-        """Rank 0 reads what was spent before, and tells all."""
-        self.config, self.world, self.device = config, mesh.world.size, mesh.device
-        spent = (
-            spent_in(Path(resolved(config.log.dir)))
-            if mesh.place.rank == 0 and config.checkpoint.resume != "never"
-            else 0.0
-        )
-        self.before = float(
-            all_reduce(torch.tensor([spent], dtype=torch.float64, device=mesh.device), mesh.world)
-        )
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        """Read what was spent before."""
+        self.config, self.mesh = config, mesh
+        self.world, self.device = mesh.world.size, mesh.device
+        if config.checkpoint.resume != "never":
+            self.before = spent_in(Path(resolved(config.log.dir)))
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Remembers whom to tell the sum."""
-        self.say = say
-
-    def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
+    def metrics(self, metrics: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
         """Device-hours so far, and money where there is a price."""
         hours, price = self.hours, self.config.log.price_per_device_hour
         return {HOURS: hours} | ({} if price is None else {MONEY: hours * price})
 
-    def close(self, *, quietly: bool = False) -> None:
-        """Says the sum on rank 0, where somebody pays: on GPUs, or where there is a price."""
-        say, price = self.say, self.config.log.price_per_device_hour
-        if say is None or quietly or (self.device.type == "cpu" and price is None):
+    def on_end(self) -> None:
+        """Print the sum on GPUs, or if there is a price."""
+        price = self.config.log.price_per_device_hour
+        if self.device.type == "cpu" and price is None:
             return
-        self.say = None
         planned = (
             planned_hours(self.config, torch.cuda.get_device_name(self.device))
             if self.device.type == "cuda"
@@ -88,7 +77,9 @@ class Cost(Monitor):
             else f"; the planner expects {priced(planned, price)} for all steps, without saves and "
             "validations"
         )
-        say(f"cost: {priced(self.hours, price)} on {self.world} device{'s' * (self.world > 1)}{beside}")
+        self.mesh.print(
+            f"cost: {priced(self.hours, price)} on {self.world} device{'s' * (self.world > 1)}{beside}"
+        )
 
     @property
     def hours(self) -> float:

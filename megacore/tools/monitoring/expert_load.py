@@ -19,7 +19,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.expert_parallel.router import Router
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 from megacore.train.step import TrainStep
 
 BLOCKS = "blocks."
@@ -35,30 +35,32 @@ class Rows(NamedTuple):
     usual: float
 
 
-class ExpertLoad(Monitor):
+class ExpertLoad(Callback):
     """Figures of a logged step: `expert_load_max/…`, `expert_load_min/…`, `expert_rank_load/…` (the
     fullest rank's), `expert_rank/…` (which that is along `parallel.expert`), `expert_entropy/…` (1:
     balanced), and `expert_load/…`, a list of all experts; with a capacity `expert_drops/…`, a part of all
     rows since the logged step before.
     """
 
-    def start(self, config: Config, mesh: Mesh) -> None:
+    on_error = "raise"  # ranks of all stages communicate at each logged step
+
+    def on_start(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.blocks = [f"{BLOCKS}{i}" for i in range(config.model.num_layers) if config.model.has_experts(i)]
         # the step that was measured last, and its rows by block, along `parallel.expert`
         self.step, self.rows = -1, torch.empty(0)
 
-    def built(self, step: TrainStep) -> None:
+    def on_built(self, step: TrainStep) -> None:
         """Asks all ranks which experts they hold. Collective."""
         own = torch.zeros(1 + len(self.blocks), dtype=torch.int64, device=self.mesh.device)
         own[0] = self.mesh.group("ep").rank
         own[[1 + at for at, _ in self._routers(step.stages)]] = 1
         self.held = all_gather(own[None], self.mesh.world).tolist()
 
-    def figures(
-        self, figures: Mapping[str, Any], stages: Sequence[nn.Module]
+    def metrics(
+        self, metrics: Mapping[str, Any], stages: Sequence[nn.Module]
     ) -> Mapping[str, float | list[float]]:
-        """See `Monitor`. A stage's ranks know the same, and stages tell each other."""
+        """See `Callback`. A stage's ranks know the same, and stages tell each other."""
         experts, capacity = resolved(self.config.model.num_experts), self.config.model.capacity_factor
         every = torch.zeros(len(self.blocks), experts, dtype=torch.float64, device=self.mesh.device)
         rows = every.new_zeros(len(self.blocks), 2)  # dropped, and all
@@ -69,7 +71,7 @@ class ExpertLoad(Monitor):
         found: dict[str, float | list[float]] = {}
         by_rank, fullest = self._of_ranks(every).max(1)
         kept = self._of_ranks(every.clamp(max=capacity or math.inf))
-        self.step, self.rows = figures["step"], (kept / kept.mean(1, keepdim=True)).cpu()
+        self.step, self.rows = metrics["step"], (kept / kept.mean(1, keepdim=True)).cpu()
         shares = every / experts
         entropy = torch.special.entr(shares).sum(1) / torch.log(shares.new_tensor(max(experts, 2)))
         kinds = {

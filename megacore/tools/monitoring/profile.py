@@ -8,32 +8,30 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.axes import place_text, told
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listener
 from megacore.tools.monitoring.step_parts import WaitedFor
 from megacore.tools.monitoring.step_shares import StepShares, draw, table
 from megacore.tools.monitoring.trace import Trace
 from megacore.tools.output_files import replaced
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 
 FOLDER = "profile"  # in the run's
 
 
-class Profile(Monitor, Listener):
+class Profile(Callback):
     """Waits for the first of the steps.
 
     From there on all ranks measure where their time goes, and the chosen ones are traced.
     """
 
-    def start(self, config: Config, mesh: Mesh) -> None:
-        """Begins to listen."""
-        self.mesh, self.settings, self.folder = (
-            mesh,
-            resolved(config.log.profile),
-            Path(resolved(config.log.dir)) / FOLDER,
-        )
+    on_error = "raise"  # all ranks measure together
+
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.settings = resolved(config.log.profile)
+        self.folder = Path(resolved(config.log.dir)) / FOLDER
         self.shares: StepShares | None = None  # while steps are profiled
         self.trace: Trace | None = None  # of a rank that is traced
-        mesh.listeners.append(self)
+        self.done = False
 
     def on_step_begin(self, step: int, logged: bool) -> None:
         """Begins with a step of the window.
@@ -41,8 +39,10 @@ class Profile(Monitor, Listener):
         Ends with one that is none, or that does not follow: a run may go back.
         """
         listeners = self.mesh.listeners
+        if self.done:
+            return
         if step > self.settings.steps[1] or (self.shares is not None and step != self.shares.step + 1):
-            listeners.remove(self)
+            self.done = True
             if self.shares is not None:
                 with listeners.pause("writing a profile"):
                     try:
@@ -66,7 +66,7 @@ class Profile(Monitor, Listener):
         for listener in (self.trace, self.shares):
             if listener is not None:
                 listener.on_step_begin(step, False)  # which it has missed
-                listeners.append(listener)
+                listeners.add(listener)
 
     def _write(self) -> None:
         """Writes what there is. If that fails, it says so, and training goes on."""
@@ -102,9 +102,9 @@ class Profile(Monitor, Listener):
         if rank == min(self.settings.ranks):
             print("\n".join(lines), flush=True)
 
-    def close(self, *, quietly: bool = False) -> None:
+    def on_end(self) -> None:
         """Writes what there is, if the run ends while steps are profiled."""
-        if self.shares is not None and not quietly:
+        if self.shares is not None:
             self._write()
 
 

@@ -1,7 +1,6 @@
 """Shows steps on a terminal, in a line that is drawn again with each."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from megacore.config import Config
+from megacore.distributed.mesh import Mesh
 from megacore.tools.records import in_brief
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 
 
 def has_terminal() -> bool:
@@ -21,7 +21,7 @@ def has_terminal() -> bool:
     return Console().is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
-class ProgressLine(Monitor):
+class ProgressLine(Callback):
     """The live line of rank 0. What is printed meanwhile stands above it."""
 
     shows_steps = True
@@ -29,8 +29,12 @@ class ProgressLine(Monitor):
     def __init__(self) -> None:
         self.progress: Progress | None = None
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Begins to draw."""
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        self.steps = config.train.steps
+
+    def on_records_open(self, folder: Path, first_step: int) -> None:
+        """Begin to draw."""
+        self.on_end()  # if the run's folder was deleted
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -41,15 +45,15 @@ class ProgressLine(Monitor):
             TextColumn("left"),
             console=Console(highlight=False, soft_wrap=True),
         )
-        self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
+        self.task = self.progress.add_task("", total=self.steps, completed=first_step - 1)
         self.progress.start()
 
-    def record(self, figures: dict[str, Any]) -> None:
-        """Draws a logged step."""
-        if self.progress is not None and "tokens_per_second" in figures:
-            self.progress.update(self.task, completed=figures["step"], description=in_brief(figures))
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Draw a logged step."""
+        if self.progress is not None and "tokens_per_second" in record:
+            self.progress.update(self.task, completed=record["step"], description=in_brief(record))
 
-    def close(self, *, quietly: bool = False) -> None:
+    def on_end(self) -> None:
         """Ends the line, and releases the terminal."""
         if self.progress is not None:
             self.progress.stop()

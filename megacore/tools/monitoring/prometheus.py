@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from megacore.config import Config
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Waits
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.monitoring.scrapes import ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
-from megacore.train.logs import Monitor, Report
+from megacore.train.callbacks import Callback, Report
 
 # What `train.metrics` logs, by its key in metrics.jsonl.
 RUN = {
@@ -77,7 +77,7 @@ def machine_ranks(mesh: Mesh) -> list[int]:
     )
 
 
-class Exporter(Monitor):
+class Exporter(Callback):
     """One rank's part. Only the first rank of a machine serves; on others every method does nothing."""
 
     def __init__(self, port: int, place: RankInfo, device: torch.device) -> None:
@@ -121,9 +121,9 @@ class Exporter(Monitor):
                 "log.prometheus_port", wrong, "a port that nobody uses on any machine of the run"
             ) from None
 
-    def start(self, config: Config, mesh: Mesh) -> None:
-        """Asks which ranks of the run are on this machine. Collective."""
-        self.step_parts = StepParts(config, mesh)
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        """Find the ranks of the run that are on this machine. Collective."""
+        self.parts = StepParts(config, mesh)
         self.watch(machine_ranks(mesh))
 
     def watch(self, ranks: Sequence[int]) -> None:
@@ -139,16 +139,16 @@ class Exporter(Monitor):
                 partial(gpu_utilisation, index)
             )
 
-    def parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
+    def step_parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
         """See `StepParts`; those of every rank, since this machine's first rank shows them for the others."""
-        return self.step_parts.of(computed, waits.by_group, steps, waits.device_by_group)
+        return self.parts.of(computed, waits.by_group, steps, waits.device_by_group)
 
-    def report(self, report: Report) -> None:
+    def on_log(self, report: Report) -> None:
         """Shows a logged step's figures: the run's, and those of this machine's ranks."""
         if not self.serving:
             return
-        for name in RUN.keys() & report.figures.keys():
-            self._set(name, report.figures[name])
+        for name in RUN.keys() & report.metrics.keys():
+            self._set(name, report.metrics[name])
         for name, values in report.by_rank.items():
             for rank in self.ranks:
                 self.gauges[name].labels(rank).set(values[rank])
@@ -163,14 +163,14 @@ class Exporter(Monitor):
             self._set("checkpoint_seconds", report.save_seconds)
             self._set("checkpoint_timestamp_seconds", now)
 
-    def validation(self, loss: float) -> None:
+    def on_validation(self, loss: float) -> None:
         """A validation's loss."""
         if self.serving:
             self._set("valid_loss", loss)
 
-    def close(self, *, quietly: bool = False) -> None:
+    def on_end(self) -> None:
         """Stops serving."""
-        if self.serving and not quietly:
+        if self.serving:
             self.serving = False
             self.server.close()
 

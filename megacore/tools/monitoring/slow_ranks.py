@@ -5,58 +5,49 @@ A rank whose rows are as many times the usual ones as its seconds are, or more, 
 rest of its work is that of others. Beyond that it is its device.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 
 import torch
 
 from megacore.config import Config
 from megacore.distributed.collectives import all_gather
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Slow
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import host_name
 from megacore.tools.monitoring.expert_load import ExpertLoad, Rows
-from megacore.train.logs import Monitor, Report
+from megacore.train.callbacks import Callback, Report
 
 NAME = 64  # bytes of a host's name
 SHOWN = 8  # blocks that a line names
 
 
-class SlowRanks(Monitor):
+class SlowRanks(Callback):
     """Prints a line for each, once as long as it lasts."""
 
     def __init__(self, loads: ExpertLoad | None = None) -> None:
         """`loads`: who knows the rows of experts, if the model has any."""
         self.loads = loads
         self.named: set[int] = set()
-        self.say: Callable[[str], None] | None = None  # on rank 0
 
-    def start(self, config: Config, mesh: Mesh) -> None:
-        """Asks for all hosts' names. Collective."""
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        """Gather the names of all hosts. Collective."""
+        self.mesh = mesh
         own = torch.frombuffer(bytearray(host_name().encode()[:NAME].ljust(NAME, b"\0")), dtype=torch.uint8)
         told = all_gather(own[None].to(mesh.device), mesh.world).tolist()
         self.computes = "host" if mesh.device.type == "cpu" else "device"  # whose seconds grow with the rows
         self.hosts = [bytes(name).rstrip(b"\0").decode(errors="replace") for name in told]
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Is told how to print."""
-        self.say = say
-
-    def report(self, report: Report) -> None:
+    def on_log(self, report: Report) -> None:
         """Names those who hold up the others since this step."""
-        step, seconds = report.figures["step"], report.figures["step_seconds"]
-        if self.say is not None:
-            for rank, slow in report.stragglers.items():
-                if rank in self.named:
-                    continue
-                rows = (
-                    self.loads.rows_of(rank, step)
-                    if self.loads is not None and slow.of == self.computes
-                    else None
-                )
-                took = f"busy for {slow.seconds:.2f} s of {seconds:.2f} s"
-                self.say(f"step {step}: {reason(f'host {self.hosts[rank]} rank {rank}', slow, rows)}, {took}")
+        step, seconds = report.metrics["step"], report.metrics["step_seconds"]
+        for rank, slow in report.stragglers.items():
+            if rank in self.named:
+                continue
+            rows = None
+            if self.loads is not None and slow.of == self.computes:
+                rows = self.loads.rows_of(rank, step)
+            why = reason(f"host {self.hosts[rank]} rank {rank}", slow, rows)
+            self.mesh.print(f"step {step}: {why}, busy for {slow.seconds:.2f} s of {seconds:.2f} s")
         self.named = set(report.stragglers)
 
 

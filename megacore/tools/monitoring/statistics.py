@@ -23,7 +23,6 @@ from megacore.context_parallel.sharding import AttentionPart, parts
 from megacore.context_parallel.whole import whole
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.events import Listener
 from megacore.distributed.shard import LogicalMatrix, TensorSlice, logical_name, overlap, relative, shard_of
 from megacore.engine.stepper import OptimizerStep
 from megacore.model.attention import CausalAttention
@@ -32,7 +31,7 @@ from megacore.model.context import Context
 from megacore.model.flow import Flow
 from megacore.model.stage import whole_model
 from megacore.pipeline.schedule import Action, Op
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
 from megacore.train.step import TrainStep
 
 TENSORS = ("weight", "gradient", "update")
@@ -110,16 +109,17 @@ class Named:
         return found | {f"{LOGIT}/{name}": largest[number] for name, number in self.attentions.items()}
 
 
-class Statistics(Monitor, Listener):
+class Statistics(Callback):
     """Measures every so many steps, and gives the figures to the record of the step."""
 
-    def start(self, config: Config, mesh: Mesh) -> None:
-        """Begins to listen."""
-        self.config, self.mesh = config, mesh
-        self.step, self.measuring, self.forward = 0, False, False
-        mesh.listeners.append(self)
+    on_error = "raise"  # it communicates in steps that it measures
 
-    def built(self, step: TrainStep) -> None:
+    def on_start(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.step = 0  # the last one that was measured
+        self.measuring = self.forward = False
+
+    def on_built(self, step: TrainStep) -> None:
         """Takes note of what is to be measured, and where it is on this rank."""
         assert isinstance(step.engine, OptimizerStep), "a deepspeed engine was refused"
         self.engine, self.stages, self.named = step.engine, step.stages, Named(self.config)
@@ -204,11 +204,11 @@ class Statistics(Monitor, Listener):
                     found = squares(tensor[relative(inside, box.offset)]).to(self.mesh.device)
                     self.sums[first + number] += found if scale is None else found / scale.double().square()
 
-    def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
+    def metrics(self, metrics: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
         """The step's, where it was measured. The host has waited for the device."""
         return (
             self.named.figures(self.sums.tolist(), self.largest.tolist())
-            if figures["step"] == self.step
+            if metrics["step"] == self.step
             else {}
         )
 

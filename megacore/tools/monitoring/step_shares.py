@@ -54,6 +54,8 @@ class StepShares(Listener):
     fastest of its kind.
     """
 
+    on_error = "raise"  # ranks compare their times after each step
+
     def __init__(self, device: torch.device, parts: Sequence[str], part_of: Callable[[str], str]) -> None:
         """`parts`: in order. `part_of`: the part of what goes over a group, by the group's name."""
         self.on_gpu, self.device, self.parts, self.part_of = device.type == "cuda", device, parts, part_of

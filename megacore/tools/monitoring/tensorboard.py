@@ -2,45 +2,51 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
 from megacore.tools.monitoring.tags import tagged, unmatched
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from megacore.distributed.mesh import Mesh
 
 
-class Board(Monitor):
+class Board(Callback):
     """Scalars for TensorBoard."""
 
     writer: Any = None
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Removes what was written of `first_step` and later steps.
-
-        `say` gets the one line about a failure.
-        """
-        self.say, self.patterns, self.seen = say, config.log.figures, set[str]()
+    def on_start(self, config: Config, mesh: "Mesh") -> None:
+        self.mesh = mesh
+        self.patterns = config.log.figures
+        self.seen = set[str]()  # names of metrics
         self.hook = threading.excepthook
-        threading.excepthook = self._hear
+
+    def on_records_open(self, folder: Path, first_step: int) -> None:
+        """Begin to write; TensorBoard hides what it has of `first_step` and later steps."""
+        if self.writer is not None:  # the folder was deleted with its files
+            with suppress(Exception):
+                self.writer.close()
+        threading.excepthook = self._hide_traceback
         self._try(lambda: self._open(folder / "tensorboard", first_step))
 
-    def record(self, figures: dict[str, Any]) -> None:
-        """Writes the numbers among a step's figures."""
-        self.seen |= {name for name, figure in figures.items() if not isinstance(figure, list)}
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Write the numbers of a step or a validation."""
+        self.seen |= {name for name, value in record.items() if not isinstance(value, list)}
         if self.writer is not None:
-            self._try(lambda: self._add(figures))
+            self._try(lambda: self._add(record))
 
-    def close(self, *, quietly: bool = False) -> None:
-        """Writes what is left and ends. With `quietly` a failure is not reported."""
+    def on_end(self) -> None:
+        """Write what is left."""
         writer, self.writer = self.writer, None
-        if quietly:
-            self.say = lambda line: None
         if writer is not None:
             self._try(writer.close)
             if self.seen and (unused := unmatched(self.seen, self.patterns)):
-                self.say(f"WARNING: log.figures: no figure of this run is named by {' '.join(unused)}")
-        if threading.excepthook == self._hear:
+                self.mesh.print(f"WARNING: log.figures: no figure of this run is named by {' '.join(unused)}")
+        if threading.excepthook == self._hide_traceback:
             threading.excepthook = self.hook
 
     def _open(self, folder: Path, first_step: int) -> None:
@@ -48,21 +54,21 @@ class Board(Monitor):
 
         self.writer = SummaryWriter(str(folder), purge_step=first_step)
 
-    def _add(self, figures: dict[str, Any]) -> None:
-        for tag, value in tagged(figures, self.patterns).items():
-            self.writer.add_scalar(tag, value, figures["step"])
+    def _add(self, record: dict[str, Any]) -> None:
+        for tag, value in tagged(record, self.patterns).items():
+            self.writer.add_scalar(tag, value, record["step"])
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # any error of the libraries below
             self.writer = None
-            self.say(
+            self.mesh.print(
                 f"WARNING: TensorBoard's files cannot be written ({type(error).__name__}: {error}); "
                 "training continues without them"
             )
 
-    def _hear(self, failure: threading.ExceptHookArgs) -> None:
-        """Hides tracebacks of TensorBoard's thread: the next `add_scalar` raises its error again."""
+    def _hide_traceback(self, failure: threading.ExceptHookArgs) -> None:
+        """Hide tracebacks of TensorBoard's thread: the next `add_scalar` raises its error again."""
         if not type(failure.thread).__module__.startswith("tensorboard."):
             self.hook(failure)

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megacore.distributed.axes import place_text
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.events import Listener, Operation
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.schedule import TRANSFERS, Action
 from megacore.tools.output_files import replaced
 

@@ -13,18 +13,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.metrics_file import as_json
 from megacore.tools.monitoring.tags import tagged
-from megacore.train.logs import Monitor
+from megacore.train.callbacks import Callback
+
+if TYPE_CHECKING:  # this file also runs as a process without torch
+    from megacore.distributed.mesh import Mesh
 
 GRACE = 20.0  # seconds that a run which has ended waits for what wandb has not sent yet
 COMMAND = [sys.executable, "-m", "megacore.tools.monitoring.wandb"]
@@ -36,27 +38,31 @@ def check_wandb(config: Config) -> None:
         raise ConfigError("log.wandb", "wandb is not installed", "pip install 'megacore[wandb]', or off")
 
 
-class Tracker(Monitor):
+class Tracker(Callback):
     """Passes figures on to the process.
 
-    No method waits for it but `close`, and that for `GRACE` seconds at most.
+    Only `on_end` waits for it, for `GRACE` seconds at most.
     """
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
-        self.failed = False  # and said so
+        self.failed = False  # which was reported
 
-    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """Starts the process. `say` gets the one line about a failure."""
-        if self.process is not None:  # the run's folder was deleted, and wandb's run goes on
+    def on_start(self, config: Config, mesh: "Mesh") -> None:
+        self.config, self.mesh = config, mesh
+        self.patterns = config.log.figures
+
+    def on_records_open(self, folder: Path, first_step: int) -> None:
+        """Start the process."""
+        if self.process is not None:  # the run's folder was deleted, and wandb's run continues
             return
-        self.say, self.log, self.patterns = say, folder / "wandb" / "process.log", config.log.figures
+        self.log = folder / "wandb" / "process.log"
         about = {
-            "mode": config.log.wandb,
+            "mode": self.config.log.wandb,
             "id": run_id(folder / "wandb", first_step),
             "name": folder.name,
             "dir": str(folder),
-            "config": config.model_dump(mode="json", by_alias=True),
+            "config": self.config.model_dump(mode="json", by_alias=True),
         }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self.log.open("w", encoding="utf-8") as log:
@@ -75,9 +81,9 @@ class Tracker(Monitor):
         self.thread = threading.Thread(target=self._pass_on, name="wandb", daemon=True)
         self.thread.start()
 
-    def record(self, figures: dict[str, Any]) -> None:
-        """Passes on the figures of a line of metrics.jsonl, by their tags."""
-        self.lines.put(as_json({"step": figures["step"], **tagged(figures, self.patterns)}))
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Pass on the metrics of a line of metrics.jsonl, by their tags."""
+        self.lines.put(as_json({"step": record["step"], **tagged(record, self.patterns)}))
 
     def _pass_on(self) -> None:
         """Writes lines to the process until there are no more. It may wait for ever: nobody waits for it."""
@@ -101,13 +107,13 @@ class Tracker(Monitor):
             if line.strip()
         ]
         why = f" ({said[-1].strip()[:200]})" if said else ""
-        self.say(
+        self.mesh.print(
             f"WARNING: wandb gets no more figures{why}; training continues, and metrics.jsonl has them all"
         )
 
-    def close(self, *, quietly: bool = False) -> None:
+    def on_end(self) -> None:
         """Lets the process send what is left. If that takes too long, ends it."""
-        if quietly or self.process is None:
+        if self.process is None:
             return
         self.lines.put(None)
         self.thread.join(GRACE)
@@ -119,7 +125,7 @@ class Tracker(Monitor):
             self.failed = True
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            self.say(
+            self.mesh.print(
                 f"WARNING: wandb has not sent all figures within {GRACE:g} s; metrics.jsonl has them all"
             )
 

@@ -52,7 +52,7 @@ Sizes = Mapping[Tensors, Sequence[Size]]  # of a step, in the order in which ten
 class Gauges(Listener):
     """Measures all that the modules of one process's stages give. It changes nothing."""
 
-    vital = True
+    on_error = "raise"
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.microbatch, self.listens = 0, False

@@ -98,7 +98,7 @@ class Replay:
         self.stream, self.mesh = inputs.stream, one_process(config)
         self.trainer: Trainer = trainer_of(config, self.mesh, inputs)
         self.gauges = Gauges(self.trainer.train_step.stages)
-        self.mesh.listeners.append(self.gauges)
+        self.mesh.listeners.add(self.gauges)
 
     def steps(
         self, last: int, before_update: Callable[[dict[Tensors, list[Size]], list[Microbatch]], None]
@@ -109,7 +109,7 @@ class Replay:
         """
         trainer = self.trainer
         for step in range(trainer.step + 1, last + 1):
-            trainer.step, trainer.ahead = step, self.attempt.ahead(step)
+            trainer.step, trainer.skipped_batches = step, self.attempt.ahead(step)
             batch = trainer.next_batch()
             self.gauges.begin([microbatch.targets for microbatch in batch])
             scale = getattr(trainer.engine, "loss_scale", None)
@@ -155,8 +155,7 @@ class Replay:
 
     def close(self) -> None:
         """Ends threads and closes files."""
-        self.trainer.loader.close()
-        self.trainer.monitors.close()
+        self.trainer.close()
         self.trainer.engine.close()
         self.mesh.close()
 

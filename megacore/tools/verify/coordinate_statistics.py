@@ -29,9 +29,9 @@ class Coordinates(Statistics):
     updates move what it computes.
     """
 
-    def built(self, step: TrainStep) -> None:
+    def on_built(self, step: TrainStep) -> None:
         """See `Statistics`."""
-        super().built(step)
+        super().on_built(step)
         self.shards = parameter_shards(self.config)
         self.logits = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
 
@@ -54,9 +54,9 @@ class Coordinates(Statistics):
         if ends:
             all_reduce(self.logits, self.mesh.world)
 
-    def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
+    def metrics(self, metrics: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
         """See `Statistics`."""
-        found = dict(super().figures(figures, stages))
+        found = dict(super().metrics(metrics, stages))
         found[f"{ACTIVATION}_rms/{LOGITS}"] = float(self.logits[0] / self.logits[1]) ** 0.5
         squared, counted = Counter[str](), Counter[str]()  # by layer
         for name, entries in self.named.matrices.items():
@@ -83,5 +83,6 @@ def run_measured(config_path: str, overrides: list[str], out: Path) -> None:
     place = place_from_environment()
     config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
     mesh = Mesh(config, place, pick_device(config, place))
-    trainer_of(config, mesh, Inputs(config, place.rank), [Coordinates()]).run(lambda: False)
+    mesh.listeners.add(Coordinates())
+    trainer_of(config, mesh, Inputs(config, place.rank)).run()
     mesh.close()

@@ -47,7 +47,7 @@ class Flight:
 class Flights(Listener):
     """Notes what this process begins, and where it waits for it."""
 
-    vital = True
+    on_error = "raise"
 
     def __init__(self) -> None:
         self.step, self.phase = 0, "starting"

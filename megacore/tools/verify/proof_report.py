@@ -175,7 +175,9 @@ def verdict(proof: Proof) -> str:
     what = f"{len(proof.names)} parameters, their gradients and moments, losses and norms"
     equal = f"{len(ran) - len(wrong)} of {len(ran)} layouts equal"
     if wrong and not all(result.equal or result.is_magnified for result in ran):
-        cause = f"; {proof.monitors}, which may only read, ran in the layouts alone" if proof.monitors else ""
+        cause = (
+            f"; {proof.callbacks}, which may only read, ran in the layouts alone" if proof.callbacks else ""
+        )
         failed = [result for result in ran if not result.equal]
         if proof.untouched and all(r.wrong_model is not None and r.wrong_model.is_only_cause for r in failed):
             cause = (
@@ -214,8 +216,8 @@ def verdict(proof: Proof) -> str:
         )
     if proof.untouched is not None and proof.untouched.not_compared:
         sentence += f"; not compared with the untouched module: {', '.join(proof.untouched.not_compared)}"
-    if proof.monitors:
-        sentence += f"; {proof.monitors} ran in each layout and changed nothing"
+    if proof.callbacks:
+        sentence += f"; {proof.callbacks} ran in each layout and changed nothing"
     if lacking := next((result.not_replayed for result in ran if result.not_replayed), ""):
         return f"NO DIFFERENCE FOUND from {sentence}; NOT PROVED, because not computed again: the {lacking}"
     return f"EQUAL to {sentence}"

@@ -30,14 +30,12 @@ from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.monitoring.attach import source_monitors
+from megacore.tools.monitoring.attach import source_callbacks
 from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.flight import Flights
 from megacore.tools.verify.routing import Choices
 from megacore.tools.verify.trace import GradientWatch, Trace
-from megacore.train.metrics import StepMetrics
-from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 
 SPREAD = 0.1  # size of the noise that is added to parameters that start constant
@@ -95,9 +93,10 @@ def run_layout(
     config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
     mesh = Mesh(config, place, pick_device(config, place))
     flights = Flights()
-    mesh.listeners += [flights, FlightRecorder()]  # the second as in a real run
+    mesh.listeners.add(flights, FlightRecorder())  # the second as in a real run
     # One process runs none of them: what they change in the model is a difference.
-    trainer = trainer_of(config, mesh, Inputs(config, place.rank), source_monitors(config))
+    mesh.listeners.add(*source_callbacks(config))
+    trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     record = ProofRecord(out, place.rank)
     record.tensors("drawn 0", drawn(trainer))
     record.tensors("parameter 0", spread(trainer))
@@ -114,7 +113,7 @@ def run_layout(
         evidence.write(record)
     record.close()
     trainer.engine.settle()
-    trainer.monitors.close()
+    trainer.close()
     trainer.engine.close()
     mesh.close()
 
@@ -185,7 +184,7 @@ def take_steps(
     traced_step: int | None,
 ) -> None:
     """Takes and records all steps, and traces one of them."""
-    has_monitors = bool(source_monitors(trainer.config))
+    has_callbacks = bool(source_callbacks(trainer.config))
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     trainer.reporter.start()
     for trainer.step in range(1, config.train.steps + 1):
@@ -208,13 +207,13 @@ def take_steps(
 
         folder = out if trainer.step == traced_step else None
         with Trace(trainer.train_step.stages, folder, mesh.place.rank, mesh.sample_group) as trace:
-            mesh.listeners.append(trace)
+            mesh.listeners.add(trace)
             batch = trainer.next_batch()
             figures = trainer.train_step(trainer.step, batch, before_update=before_update)
             mesh.listeners.remove(trace)
-        if has_monitors:
+        if has_callbacks:
             trainer.reporter.count(batch)
-            trainer.report(metrics_of(trainer.step, figures), figures.lr)
+            trainer.log(figures.unpack(figures.pack()))
         constants.check()
         record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
         record.tensors(f"{ROUTING} {trainer.step}", choices.differences())
@@ -224,15 +223,6 @@ def take_steps(
                 continue
             kind, _, logical = name.partition("/")
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
-
-
-def metrics_of(step: int, result: StepResult) -> StepMetrics:
-    """A step's figures as monitors are given them. Waits for the device."""
-    losses = {name: loss.item() for name, loss in result.losses.items()}
-    loss, grad_norm, skipped = result.loss.item(), result.grad_norm.item(), result.skipped.item()
-    return StepMetrics(
-        step, loss, stops=0.0, failures=0.0, grad_norm=grad_norm, skipped=skipped, losses=losses
-    )
 
 
 class Constants:

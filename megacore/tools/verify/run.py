@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megacore.config import Config
 from megacore.config.implied import has_masks
-from megacore.config.source import MONITORS, source_of
+from megacore.config.source import CALLBACKS, source_of
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.settings.load import load
@@ -116,8 +116,8 @@ class Proof:
     # parameters whose updates' directions are not compared, by their rules
     undirected: dict[str, int] = field(default_factory=dict)
     bounds: Bounds | None = None
-    # the file of the model's source and its monitors, which the layouts run and one process does not
-    monitors: str = ""
+    # the file of the model's source and its callbacks, which the layouts run and one process does not
+    callbacks: str = ""
     # the untouched module that computed the reference; None if megacore's own layers did
     untouched: Comparison | None = None
 
@@ -218,9 +218,9 @@ def prove(
                 untouched=prover.untouched,
             )
             source = source_of(user)
-            if source is not None and source.monitors:
-                names = ", ".join(getattr(monitor, "__name__", "?") for monitor in source.monitors)
-                proof.monitors = f"{MONITORS} of {source.path} ({names})"
+            if source is not None and source.callbacks:
+                names = ", ".join(getattr(callback, "__name__", "?") for callback in source.callbacks)
+                proof.callbacks = f"{CALLBACKS} of {source.path} ({names})"
             for layout in layouts:
                 reason = reasons[layout.name]
                 result = Result(layout, impossible=reason) if reason else prover.examine(layout)

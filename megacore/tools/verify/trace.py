@@ -105,7 +105,7 @@ class Trace(Listener):
     as "weight" (then its gradient is recorded).
     """
 
-    vital = True
+    on_error = "raise"
 
     def __init__(
         self, stages: Sequence[Stage], folder: Path | None, rank: int = 0, samples: Group = SOLO

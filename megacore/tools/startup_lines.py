@@ -1,4 +1,4 @@
-"""What a run says before its first step."""
+"""The lines that a run prints before its first step."""
 
 import json
 import os
@@ -29,8 +29,8 @@ HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was f
 SHOWN = 4  # hosts named one by one
 
 
-def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
-    """What is about to run, in a few lines. `choices`: how open settings were settled.
+def startup_lines(trainer: Trainer, inputs: Inputs) -> Iterator[str]:
+    """Yield what is about to run, in a few lines.
 
     Collective: every rank must take all lines.
     """
@@ -56,17 +56,22 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
             f"model: {model.hf}, whose config.json has the SHA-256 {model.hf_digest}, by transformers "
             f"{model.hf_version}"
         )
-    if choices:
-        yield choices
+    if trainer.decided:
+        yield trainer.decided
     yield from decayed_twice(config)
-    if trainer.apart:
-        yield f"WARNING: {trainer.apart}: this run can save no checkpoint, not even when it is asked to stop"
+    if trainer.folder_not_shared:
+        yield (
+            f"WARNING: {trainer.folder_not_shared}: this run can save no checkpoint, not even when it is "
+            "asked to stop"
+        )
     if trainer.step == train.steps:
         yield f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)"
     elif trainer.step:
         yield f"resumed after step {trainer.step} of {train.steps}"
-        yield from [*changes(config, trainer.recorded), *trainer.residuals]
-    elif origin := trainer.origin or config.checkpoint.weights:  # a checkpoint, or a folder of transformers
+        yield from [*changes(config, trainer.recorded_config), *trainer.restore_notes]
+    elif (
+        origin := trainer.weights_from or config.checkpoint.weights
+    ):  # a checkpoint, or a folder of transformers
         yield f"starting from the weights of {origin}"
 
 
