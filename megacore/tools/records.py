@@ -21,7 +21,7 @@ CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
 
 class Records:
-    """The files of a run's folder (see `megacore.train.trainer.Records`).
+    """The files of a run's folder (see `megacore.train.records.Records`).
 
     If they are deleted during the run, they begin anew.
     """

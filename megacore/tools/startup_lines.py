@@ -68,9 +68,9 @@ def startup_lines(trainer: Trainer, inputs: Inputs) -> Iterator[str]:
         yield f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)"
     elif trainer.step:
         yield f"resumed after step {trainer.step} of {train.steps}"
-        yield from [*changes(config, trainer.recorded_config), *trainer.restore_notes]
+        yield from [*changes(config, trainer.origin.config), *trainer.origin.notes]
     elif (
-        origin := trainer.weights_from or config.checkpoint.weights
+        origin := trainer.origin.weights or config.checkpoint.weights
     ):  # a checkpoint, or a folder of transformers
         yield f"starting from the weights of {origin}"
 

@@ -1,5 +1,5 @@
-"""One training step, the loop around it, and what a run keeps on disk.
+"""One training step, the loop around it, and the checkpoints of a run.
 
 In: a config, a mesh and opened inputs. Out: a trained model's checkpoints, and a line of metrics for each
-logged step.
+logged step. Start reading at `trainer.Trainer.run`, then `step.TrainStep.__call__`.
 """

@@ -2,7 +2,7 @@
 
 Everything that watches a run is a callback: the console, TensorBoard, Prometheus, the profiler, a metric in a
 custom model's file. `launch/pretrain.py` lists those of a run. Records (metrics.jsonl) are not a callback,
-because a run must not continue without them: see `trainer.Records`.
+because a run must not continue without them: see `records`.
 """
 
 from collections.abc import Mapping, Sequence

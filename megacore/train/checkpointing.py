@@ -5,7 +5,8 @@ To resume, rank 0 looks for the checkpoint, and all ranks together check its dig
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megacore.checkpoint import Ranks, Reader, Saved, Saver
 from megacore.checkpoint.disk import size_text
-from megacore.checkpoint.weights import AVERAGES, WEIGHTS, is_new, weights_of
+from megacore.checkpoint.weights import AVERAGES, WEIGHTS, is_new, recorded_sections, weights_of
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.data.samples import EvalSamples
@@ -203,7 +204,18 @@ def first_error(ranks: Ranks, check: Callable[[], None]) -> CheckpointError | No
     return CheckpointError(*json.loads(first)) if first else None
 
 
-def read_weights(reader: Reader, train_step: TrainStep, mesh: Mesh) -> None:
+@dataclass(frozen=True)
+class Origin:
+    """What a run began with, or went back to."""
+
+    step: int = 0  # the run continues after it
+    checkpoint: Path | None = None  # that was resumed
+    config: Mapping[str, Any] = field(default_factory=dict)  # the sections that it was written with
+    notes: Sequence[str] = ()  # lines about what could not be restored as it was
+    weights: Path | None = None  # the checkpoint that gave the first weights
+
+
+def read_weights(reader: Reader, train_step: TrainStep, mesh: Mesh) -> Origin:
     """Start from a checkpoint's weights: weights that it lacks are drawn, and optimizer state is new."""
     tensors = train_step.engine.tensors()
     new = {key: piece for key, piece in tensors.items() if is_new(reader, logical_name(key))}
@@ -218,10 +230,11 @@ def read_weights(reader: Reader, train_step: TrainStep, mesh: Mesh) -> None:
         reader.read_into(name, tensor_slice, tensor)
     # This also rounds the masters just read into the parameters that compute.
     train_step.engine.load_state(train_step.engine.state(), tensors)
+    return Origin(weights=reader.path)
 
 
-def read_training_state(reader: Reader, train_step: TrainStep, mesh: Mesh) -> list[str]:
-    """Restore everything that training needs. Return lines about what could not be restored as it was."""
+def read_training_state(reader: Reader, train_step: TrainStep, mesh: Mesh) -> Origin:
+    """Resume a checkpoint: restore weights, buffers, optimizer state and what compression keeps."""
     tensors = train_step.engine.tensors()
     for key, (tensor, tensor_slice) in tensors.items():
         if key.startswith(STATE):  # of compression, which depends on the layout: see below
@@ -232,7 +245,12 @@ def read_training_state(reader: Reader, train_step: TrainStep, mesh: Mesh) -> li
             name = weights_of(reader, name.partition("/")[2])
         reader.read_into(name, tensor_slice, tensor)
     train_step.engine.load_state(reader.state["engine"], tensors)
-    return [*read_residuals(reader, tensors), *read_bases(reader, tensors)]
+    return Origin(
+        step=reader.step,
+        checkpoint=reader.path,
+        config=recorded_sections(reader),
+        notes=[*read_residuals(reader, tensors), *read_bases(reader, tensors)],
+    )
 
 
 def read_residuals(reader: Reader, tensors: Pieces) -> list[str]:

@@ -21,7 +21,7 @@ from megacore.train.loader import validation_batches
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over all targets. Every token of a corpus but the first is a target, if it is learned."""
+    """Sums over all targets: every token of a corpus but the first, if it is learned."""
 
     nats: float
     targets: int
@@ -29,7 +29,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """The mean negative log likelihood, in nats a token; NaN if nothing that was read is learned."""
+        """The mean negative log likelihood in nats a token; NaN if nothing that was read is learned."""
         return self.nats / self.targets if self.targets else math.nan
 
 
@@ -42,12 +42,11 @@ def evaluate(
     token_bytes: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Runs the model forward over `samples`, or over `train.eval_batches` batches of them.
+    """Run the model forward over `samples`, or over `train.eval_batches` batches of them.
 
-    Collective; all ranks get the same result.
-
-    `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for. Without
-    it no bytes are counted. `between` is called after every batch; an exception in it ends the evaluation.
+    Collective; all ranks return the same. `token_bytes` ``[vocab]``, int64 on the device, is the number of
+    bytes of text that each token stands for; without it no bytes are counted. `between` is called after every
+    batch, and an exception in it ends the evaluation.
     """
     plan = forward_only(placement_of(config), config.num_microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # losses, targets, bytes
@@ -56,16 +55,19 @@ def evaluate(
     for batch in validation_batches(config, mesh, samples):
         sums[0] += runtime.run(plan, batch).get(CROSS_ENTROPY.name, 0.0)
         for microbatch in batch:
-            counted = microbatch["targets"] != IGNORED
-            sums[1] += counted.sum()
+            is_learned = microbatch["targets"] != IGNORED
+            sums[1] += is_learned.sum()
             if token_bytes is not None:
-                sums[2] += (token_bytes[microbatch["targets"].masked_fill(~counted, 0)] * counted).sum()
+                targets = microbatch["targets"].masked_fill(~is_learned, 0)
+                sums[2] += (token_bytes[targets] * is_learned).sum()
         between()
     for stage in runtime.stages:
         stage.train()
-    # Sums over ranks with different samples. Of ranks with the same samples only one counts: it has the last
-    # stage and `is_loss_rank`.
-    if not any(stage.last for stage in runtime.stages) or not mesh.is_loss_rank:
+
+    # Ranks with different samples add up. Of ranks with the same samples one counts: the `is_loss_rank` of
+    # the last stage.
+    has_loss = any(stage.last for stage in runtime.stages)
+    if not has_loss or not mesh.is_loss_rank:
         sums.zero_()
     nats, targets, text_bytes = all_reduce(sums, mesh.world).tolist()
     return Evaluation(nats, int(targets), int(text_bytes))

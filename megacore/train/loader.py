@@ -1,4 +1,4 @@
-"""Reads the samples of each rank's microbatches, one step ahead."""
+"""Reads the samples of each rank's microbatches, one step ahead of training."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +30,14 @@ class SampleSource(Protocol):
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
 
     def learned(self, indices: np.ndarray) -> np.ndarray | None:
-        """Global sample indices ``[n]`` → which tokens of each are learned, bool
-        ``[n, seq_len + 1]``; None: all.
-        """
+        """Global sample indices ``[n]`` → which tokens are learned, bool ``[n, seq_len + 1]``; None: all."""
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:
-        """Global sample indices ``[n]`` → the documents in the tokens of each sample."""
+        """Global sample indices ``[n]`` → the bounds of the documents in each sample."""
 
 
 class Loader:
-    """Makes the microbatches of a step, as a function of the step alone.
+    """Makes this rank's microbatches of a step, which depend on the step alone.
 
     `dealt` says which samples this data rank reads. Every tensor and pipeline rank reads its own copy from
     the memory-mapped file, which is cheaper than a broadcast and needs no collective.
@@ -49,26 +47,25 @@ class Loader:
         self.config, self.mesh, self.stream = config, mesh, stream
         self.sources = fields_of(layers_of(config))
         self.executor = ThreadPoolExecutor(
-            1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,)
+            max_workers=1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,)
         )
-        self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
-        self.thread: int | None = None  # the one that reads ahead
+        self.next_step: tuple[int, Future[list[Microbatch]]] | None = None  # that is being read
+        self.thread: int | None = None  # the one that reads it
 
     def step(self, step: int) -> list[Microbatch]:
-        """Returns the microbatches of `step` (from 1), and begins to read those of the next step."""
-        if self.ahead is not None and self.ahead[0] == step:
-            batch = self._wait(self.ahead[1])
+        """Return the microbatches of `step` (from 1), and begin to read those of the next step."""
+        if self.next_step is not None and self.next_step[0] == step:
+            batch = self._wait_for(self.next_step[1])
         else:
             batch = self._read(step)
-        self.ahead = step + 1, self.executor.submit(self._read_ahead, step + 1)
+        self.next_step = step + 1, self.executor.submit(self._read_ahead, step + 1)
         return batch
 
     def close(self) -> None:
-        """Ends the thread that reads ahead."""
+        """End the thread that reads ahead."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
-    def _wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
-        """Waits for the microbatches that are read ahead."""
+    def _wait_for(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
         listeners = self.mesh.listeners
         listeners.notify(Listener.on_host_wait_begin, "data", self.thread)
         batch = reading.result()
@@ -80,16 +77,20 @@ class Loader:
         return self._read(step)
 
     def _read(self, step: int) -> list[Microbatch]:
-        train = self.config.train
+        train, group = self.config.train, self.mesh.sample_group
+        first_sample = train.samples_through(step - 1)
         microbatches = []
-        for indices in dealt(range(step, step + 1), self.mesh.sample_group.size, train)[
-            0, self.mesh.sample_group.rank
-        ]:
-            tokens, learned = self.stream.samples(indices), self.stream.learned(indices)
-            targets = tokens[:, 1:] if learned is None else np.where(learned[:, 1:], tokens[:, 1:], IGNORED)
+        for indices in dealt(range(step, step + 1), group.size, train)[0, group.rank]:
+            tokens = self.stream.samples(indices)
+            learned = self.stream.learned(indices)
+            targets = tokens[:, 1:]
+            if learned is not None:
+                targets = np.where(learned[:, 1:], targets, IGNORED)
             bounds = self.stream.documents(indices) if self.config.data.document_mask else None
-            position = (int(indices[0]) - train.samples_through(step - 1)) // train.micro_batch_size
-            # by its position in the global batch, which is the same in every layout
+
+            # Random numbers, such as dropout's, follow from the microbatch's position in the global batch,
+            # which is the same in every layout.
+            position = (int(indices[0]) - first_sample) // train.micro_batch_size
             key = key_of(train.seed, step, position)
             microbatches.append(microbatch_on(tokens[:, :-1], targets, self.mesh, key, bounds, self.sources))
         return microbatches
@@ -103,56 +104,60 @@ def microbatch_on(
     bounds: Sequence[Bounds] | None = None,
     sources: Mapping[str, FieldSource] | None = None,
 ) -> Microbatch:
-    """Makes the batch's fields from whole samples ``[batch, seq]``, and copies this context rank's tokens of
-    each to the device, without waiting for it.
+    """Make a microbatch from whole samples ``[batch, seq]``, on the device of this rank.
 
-    With `bounds` of the documents, attention stays within them, and no target is in another document than its
-    input. `sources`: of the fields that the model's layers declare.
+    A context rank keeps its own tokens of each sample. The copy to a GPU is asynchronous. `key`: for the
+    microbatch's random numbers. `bounds`: of the documents, within which attention then stays; a target in
+    another document than its input is ignored. `sources`: of further fields that the model's layers declare.
     """
-    documents, cp = None, mesh.cp
+    documents = None
     if bounds is not None:
-        documents, targets = tuple(map(of_inputs, bounds)), targets.copy()
-        for row, sample in zip(targets, bounds, strict=True):
-            ignore_across(row, sample)
+        documents = tuple(map(of_inputs, bounds))
+        targets = targets.copy()
+        for row, sample_bounds in zip(targets, bounds, strict=True):
+            ignore_across(row, sample_bounds)
+
     samples = Samples(tokens, targets, documents)
-    arrays = {"tokens": tokens, "targets": targets} | {
-        name: source(samples) for name, source in (sources or {}).items()
-    }
+    arrays = {"tokens": tokens, "targets": targets}
+    for name, source in (sources or {}).items():
+        arrays[name] = source(samples)
     if documents is not None:
-        arrays["positions"] = np.stack([document_positions(own) for own in documents])
+        arrays["positions"] = np.stack([document_positions(sample) for sample in documents])
+
+    cp, seq_len = mesh.cp, tokens.shape[1]
     if cp.size > 1:
-        own = positions_of(runs_of(tokens.shape[1], cp.size, cp.rank, documents))
-        arrays = {
-            name: array[:, own] if array.shape[1] == tokens.shape[1] else array
-            for name, array in arrays.items()
-        }
+        local = positions_of(runs_of(seq_len, cp.size, cp.rank, documents))
+        for name, array in arrays.items():
+            if array.shape[1] == seq_len:  # a field may have another shape, which is not divided
+                arrays[name] = array[:, local]
+
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     if mesh.device.type == "cuda":
-        tensors = {name: t.pin_memory().to(mesh.device, non_blocking=True) for name, t in tensors.items()}
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.pin_memory().to(mesh.device, non_blocking=True)
     usual = (tensors.pop("tokens"), tensors.pop("targets"), key, documents, tensors.pop("positions", None))
     return Microbatch(*usual, tensors)
 
 
 def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iterator[list[Microbatch]]:
-    """This data rank's microbatches of every validation batch.
+    """Yield this data rank's microbatches of every validation batch.
 
     They hold all samples in order, or `eval_batches` batches spread evenly, because the beginning of a corpus
     may be unlike the rest. The last batch is padded, so that all ranks run equally many microbatches.
     """
-    train, sources = config.train.model_copy(update={"batch_ramp": ()}), fields_of(layers_of(config))
-    batches = -(-len(samples) // train.global_batch_size)
+    train = config.train.model_copy(update={"batch_ramp": ()})
+    group, sources = mesh.sample_group, fields_of(layers_of(config))
     count = len(samples)
+    batches = -(-count // train.global_batch_size)
     if train.eval_batches and train.eval_batches < batches:
         batches = train.eval_batches
         count = batches * train.global_batch_size
+
     for batch in range(batches):
         microbatches = []
-        for positions in dealt(range(batch + 1, batch + 2), mesh.sample_group.size, train)[
-            0, mesh.sample_group.rank
-        ]:
+        for positions in dealt(range(batch + 1, batch + 2), group.size, train)[0, group.rank]:
             indices = positions * len(samples) // count  # a position past the end stays past the end
+            tokens, targets = samples.samples(indices)
             bounds = samples.documents(indices) if config.data.document_mask else None
-            microbatches.append(
-                microbatch_on(*samples.samples(indices), mesh, bounds=bounds, sources=sources)
-            )
+            microbatches.append(microbatch_on(tokens, targets, mesh, bounds=bounds, sources=sources))
         yield microbatches

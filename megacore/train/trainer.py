@@ -7,12 +7,12 @@ a checkpoint and stop after the same step.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.weights import SPECIAL_TOKENS, recorded_sections
+from megacore.checkpoint import Ranks
+from megacore.checkpoint.weights import SPECIAL_TOKENS
 from megacore.config import Config
 from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
@@ -26,6 +26,7 @@ from megacore.model.batch import Microbatch
 from megacore.train.callbacks import Callback
 from megacore.train.checkpointing import (
     Inputs,
+    Origin,
     Saving,
     choose_checkpoint,
     read_training_state,
@@ -34,33 +35,12 @@ from megacore.train.checkpointing import (
 from megacore.train.evaluation import evaluate
 from megacore.train.loader import Loader
 from megacore.train.metrics import PendingResults, Reporter, Utilisation, unknown_utilisation
+from megacore.train.records import Records, RecordWriter
 from megacore.train.recovery import Skips, StopAgreed, TooManySkips
 from megacore.train.step import StepResult, TrainStep
 
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
 SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
-
-
-class Records(Protocol):
-    """The files of a run's folder that rank 0 writes. A run that cannot write them saves and ends.
-
-    Every method raises `LogError` if it cannot write.
-    """
-
-    def open(self, config: Config, mesh: Mesh, first_step: int) -> None:
-        """Make the folder and open the files; records from `first_step` on are dropped."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
-
-    def write_skipped(self, record: dict[str, Any]) -> None:
-        """Add a line to skipped.jsonl."""
-
-    def rewind(self, first_step: int) -> None:
-        """Drop the records from `first_step` on."""
-
-    def close(self) -> None:
-        """Close the files."""
 
 
 class Trainer:
@@ -93,8 +73,7 @@ class Trainer:
         self.folder_not_shared = folder_not_shared
         self.decided = decided
         self.stop_requested: Callable[[], bool] = lambda: False  # whether this rank is asked to stop
-        self.records = records
-        self.records_error = ""  # why records cannot be written any more: the run then saves and ends
+        self.records = RecordWriter(records, mesh)
 
         self.notify(Callback.on_start, config, mesh)
         self.train_step = TrainStep(config, mesh, draw=False, engines=engines)
@@ -103,22 +82,17 @@ class Trainer:
 
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
         self.skipped_batches = 0  # that rollbacks have passed over: step i trains on batch i + this number
-        self.resumed: Path | None = None  # the checkpoint that this run resumed, and its step
-        self.resumed_step = 0
-        self.recorded_config = dict[str, Any]()  # sections of the config that it was written with
-        self.restore_notes = list[str]()  # what could not be restored as it was
-        self.weights_from: Path | None = None  # the checkpoint that gave the first weights
         # Entries of a checkpoint's state that training does not use: from the checkpoint that the run began
         # with, and from the script that trains.
         self.extra_state = dict[str, Any]()
-        self.step = self.started = self.restore()
+        self.origin = self.restore()
+        self.step = self.steps_before = self.origin.step  # steps done now, and before this process
         self.notify(Callback.on_built, self.train_step)
 
         self.results = PendingResults(mesh.device, mesh.listeners)
         self.saving = Saving(config, mesh, self.engine, prune)
         self.reporter = Reporter(config, mesh, self.saving, utilisation)
-        if self.records is not None:
-            self.records.open(config, mesh, self.step + 1)
+        self.records.open(config, self.step + 1)
         if self.is_writer:
             self.notify(Callback.on_records_open, Path(resolved(config.log.dir)), self.step + 1)
 
@@ -140,7 +114,8 @@ class Trainer:
 
                 # A GPU's results arrive two steps later, so that the host need not wait for the device.
                 results = self.arrived_results(result)
-                if self.is_due(self.config.log.every) or self.is_last:
+                self.saving.poll(failed=any(result.flags["save_failed"] for result in results))
+                if self.is_logged:
                     self.log(results[-1])
                 if self.must_roll_back(results):
                     self.roll_back()
@@ -169,6 +144,11 @@ class Trainer:
         """Whether the current step is the run's last."""
         return self.step == self.config.train.steps
 
+    @property
+    def is_logged(self) -> bool:
+        """Whether the current step is logged, for which the host waits for the device."""
+        return self.is_due(self.config.log.every) or self.is_last
+
     def is_due(self, every: int | None) -> bool:
         """Return whether the current step is a multiple of `every`; never for 0 or None."""
         return every is not None and every > 0 and self.step % every == 0
@@ -184,16 +164,14 @@ class Trainer:
         return {"stop": self.must_stop, "save_failed": self.saving.saver.failed}
 
     def arrived_results(self, result: StepResult[torch.Tensor]) -> list[StepResult[float]]:
-        """Return the results that are on the host by now, the one just launched included on a CPU.
+        """Return the results that are on the host by now; on a CPU this is the one just computed.
 
         Waits for the device only in steps that are logged.
         """
         self.results.post(result)
-        is_logged = self.is_due(self.config.log.every) or self.is_last
-        results = self.results.take(all_of_them=is_logged)
+        results = self.results.take(all_of_them=self.is_logged)
         for arrived in results:
             self.notify(Callback.on_step, arrived)
-        self.saving.poll(failed=any(arrived.flags["save_failed"] for arrived in results))
         return results
 
     # Logs and validation
@@ -217,22 +195,9 @@ class Trainer:
 
     def record(self, record: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl."""
-        if self.records is not None:
-            self.write_records(self.records.write, record)
+        self.records.write(record)
         if self.is_writer:
             self.notify(Callback.on_record, record)
-
-    def write_records(self, write: Callable[[Any], None], argument: Any) -> None:
-        """Call a method of `records`. If it cannot write, all ranks save and end (`must_stop`)."""
-        try:
-            write(argument)
-        except LogError as error:
-            if not self.records_error:
-                self.records_error = error.wrong
-                self.mesh.print(
-                    f"ERROR: the run's records cannot be written any more ({error.wrong}): it saves a "
-                    "checkpoint and ends"
-                )
 
     def validate(self) -> float | None:
         """Return the mean loss over the validation set (or `eval_batches` batches of it), in nats a token.
@@ -257,7 +222,7 @@ class Trainer:
 
         loss = evaluation.loss
         self.notify(Callback.on_validation, loss)
-        if self.step > self.started:  # otherwise it is recorded already
+        if self.step > self.steps_before:  # otherwise it is recorded already
             self.record({"step": self.step, "valid_loss": loss})
         self.mesh.print(f"step {self.step}: validation loss {loss:.4f}")
         return loss
@@ -267,12 +232,12 @@ class Trainer:
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint that this run has saved or resumed."""
-        return self.saving.latest or self.resumed
+        return self.saving.latest or self.origin.checkpoint
 
     @property
     def saved_step(self) -> int:
         """The step of the newest checkpoint that this run has saved or resumed; 0 without one."""
-        return max(self.saving.latest_step, self.resumed_step)
+        return max(self.saving.latest_step, self.origin.step)
 
     def save(self) -> None:
         """Save a checkpoint of the current step.
@@ -295,35 +260,25 @@ class Trainer:
         with self.reporter.timer.pause(), self.mesh.listeners.pause("saving"):
             self.saving.save(self.step, progress | self.extra_state)
 
-    def restore(self) -> int:
-        """Resume a checkpoint, or start from another one's weights, or draw weights, as `checkpoint` says.
-
-        Return the step that the run continues after.
-        """
-        step = 0
+    def restore(self) -> Origin:
+        """Resume a checkpoint, or start from another one's weights, or draw weights, as `checkpoint` says."""
         checkpoint = choose_checkpoint(self.inputs, self.mesh)
         if checkpoint is None:
             self.train_step.draw()
+            origin = Origin()
         else:
             reader, weights_only = checkpoint
             if SPECIAL_TOKENS in reader.state:
                 self.extra_state[SPECIAL_TOKENS] = reader.state[SPECIAL_TOKENS]
             if weights_only:
-                read_weights(reader, self.train_step, self.mesh)
-                self.weights_from = reader.path
+                origin = read_weights(reader, self.train_step, self.mesh)
             else:
-                self.resume(reader)
-                step = reader.step
-        self.train_step.begin(step)  # if no step is left, a validation still depends on the last one
-        return step
-
-    def resume(self, reader: Reader) -> None:
-        """Restore the state of a run at a checkpoint."""
-        self.restore_notes = read_training_state(reader, self.train_step, self.mesh)
-        self.resumed, self.resumed_step = reader.path, reader.step
-        self.recorded_config = recorded_sections(reader)
-        self.skips.restore(reader.state["engine"]["skipped"], reader.state["rollbacks"])
-        self.skipped_batches = self.config.train.batches_in(reader.state["samples"]) - reader.step
+                origin = read_training_state(reader, self.train_step, self.mesh)
+                self.skips.restore(reader.state["engine"]["skipped"], reader.state["rollbacks"])
+                batches = self.config.train.batches_in(reader.state["samples"])
+                self.skipped_batches = batches - origin.step
+        self.train_step.begin(origin.step)  # if no step is left, a validation still depends on the last one
+        return origin
 
     # Recovery from bad batches
 
@@ -346,16 +301,16 @@ class Trainer:
             )
         step, batch = self.step, self.step + self.skipped_batches
         if self.is_writer:
-            self.inputs.look_again(self.resumed, self.resumed_step)
-        self.step = self.restore()
+            self.inputs.look_again(self.origin.checkpoint, self.origin.step)
+        self.origin = self.restore()
+        self.step = self.origin.step
         self.skipped_batches = batch - self.step
 
-        if self.records is not None:
-            self.write_records(self.records.rewind, self.step + 1)
+        self.records.rewind(self.step + 1)
         if self.is_writer:
             self.notify(Callback.on_rewind, self.step + 1)
         sample = self.config.train.samples_through(batch)
-        self.mesh.print(f"after step {step} back to {self.resumed}, and on with sample {sample}")
+        self.mesh.print(f"after step {step} back to {self.origin.checkpoint}, and on with sample {sample}")
 
     def report_skipped(self, result: StepResult[float]) -> None:
         """Record a skipped step and the numbers of its samples."""
@@ -368,8 +323,7 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
         }
-        if self.records is not None:
-            self.write_records(self.records.write_skipped, record)
+        self.records.write_skipped(record)
         if self.is_writer:
             self.notify(Callback.on_skipped, record)
 
@@ -378,7 +332,7 @@ class Trainer:
     @property
     def must_stop(self) -> bool:
         """Whether this rank is asked to stop, or can no longer write what the run does."""
-        return self.stop_requested() or bool(self.records_error)
+        return self.stop_requested() or bool(self.records.error)
 
     def check_stop(self) -> None:
         """Raise `StopAgreed` on all ranks if any rank must stop. Waits for the device."""
@@ -426,7 +380,7 @@ class Trainer:
 
     def check_records(self) -> None:
         """If records could not be written, save a checkpoint and raise `LogError` on all ranks."""
-        reason = Ranks(self.mesh).first(self.records_error)
+        reason = Ranks(self.mesh).first(self.records.error)
         if reason:
             self.save_before_exit()
             right = f"make room, or see to its folder; the same command resumes from step {self.step}"
@@ -435,6 +389,5 @@ class Trainer:
     def close(self) -> None:
         """End threads, close files, and release the terminal, so that a failure's reason is printed last."""
         self.loader.close()
-        if self.records is not None:
-            self.records.close()
+        self.records.close()
         self.notify(Callback.on_end)
