@@ -142,7 +142,7 @@ class Training:
     def batch_of(self, step: int) -> list[Microbatch]:
         """The microbatches of a step."""
         self.mesh.listeners.phase("data")
-        return self.batch if self.loader is None else self.loader.step(step)
+        return self.batch if self.loader is None else self.loader.read(step)
 
 
 class LoneStage:

@@ -37,10 +37,10 @@ class Drift(Callback):
 
     on_error = "raise"
 
-    def on_built(self, step: TrainStep) -> None:
+    def on_built(self, train_step: TrainStep) -> None:
         """Find this rank's parameters that all tensor ranks hold alike."""
-        mesh = self.mesh = step.mesh
-        named = (named for stage in step.stages for named in stage.named_parameters())
+        mesh = self.mesh = train_step.mesh
+        named = (named for stage in train_step.stages for named in stage.named_parameters())
         self.alike = {
             name: parameter for name, parameter in named if mesh.tp.name not in shard_of(parameter).split_over
         }

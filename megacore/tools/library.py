@@ -56,7 +56,7 @@ def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tupl
     try:
         for step in range(first_step, config.train.steps + 1):
             mesh.listeners.notify(Listener.on_step_begin, step, True)
-            yield step, loader.step(step)
+            yield step, loader.read(step)
     finally:
         loader.close()
 

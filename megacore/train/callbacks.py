@@ -23,19 +23,20 @@ if TYPE_CHECKING:  # the process that talks to wandb needs no torch
 
 @dataclass(frozen=True)
 class Report:
-    """A logged step, the same on every rank but for metrics of callbacks."""
+    """A logged step. Numbers are the same on every rank, except where a callback answers differently."""
 
     metrics: dict[str, Any]  # its line of metrics.jsonl
     by_rank: Mapping[str, Sequence[float]]  # measured by each rank, by the name of the metric
     # seconds of each rank's step, by what it spent them on (`Callback.step_parts`); NaN where unknown
     by_part: Mapping[str, Sequence[float]]
     stragglers: Mapping[int, "Slow"]  # ranks that hold up the others
-    saved_step: int  # of the newest checkpoint
-    save_seconds: float  # that its save took
+    checkpoint_step: int  # step of the newest checkpoint
+    checkpoint_seconds: float  # from the beginning of its save until it was on disk, as this rank knows it
 
 
 class Callback(Listener):
-    """Is told what a run does. Override the methods that you need.
+    """Is told what a run does. Override the methods that you need, of this class or of `Listener`, such as
+    `on_step_begin`, `on_phase` and `on_end`.
 
     An exception in a method is reported and, by default, ends this callback but not the run: see
     `Listener.on_error`. A callback that communicates with other ranks after `on_start` sets
@@ -47,7 +48,7 @@ class Callback(Listener):
     def on_start(self, config: Config, mesh: "Mesh") -> None:
         """Every rank, before the model is built. `config` has no `auto` left that the run decides."""
 
-    def on_built(self, step: "TrainStep") -> None:
+    def on_built(self, train_step: "TrainStep") -> None:
         """Every rank, when the model has its weights: drawn, read from a checkpoint, or resumed."""
 
     def on_records_open(self, folder: Path, first_step: int) -> None:
@@ -60,10 +61,13 @@ class Callback(Listener):
         """Rank 0: the run went back to a checkpoint, and repeats the steps from `first_step` on."""
 
     def on_step(self, result: "StepResult[float]") -> None:
-        """Every rank: the results of a step have arrived on the host, on a GPU two steps later."""
+        """Every rank: the results of a step have arrived on the host, on a GPU up to two steps later."""
 
     def on_skipped(self, record: dict[str, Any]) -> None:
-        """Rank 0: an update was skipped. `record` has the step, its loss and its samples' numbers."""
+        """Rank 0: an update was skipped, or undone because the run goes back.
+
+        `record` has the step, its loss and gradient norm, and the numbers of its first and last sample.
+        """
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Rank 0: a line was written to metrics.jsonl, of a logged step or a validation."""
@@ -87,10 +91,10 @@ class Callback(Listener):
         """
         return {}
 
-    def step_parts(self, computed: float, waits: "Waits", steps: int) -> Mapping[str, float]:
+    def step_parts(self, busy_seconds: float, waits: "Waits", steps: int) -> Mapping[str, float]:
         """Every rank, before each report: return seconds of this rank's step by what it spent them on.
 
-        Return the same names on all ranks; names that rank 0 does not have are left out. `computed`: seconds
-        a step that this rank worked itself. `waits`: its waits in the last `steps` steps.
+        Return the same names on all ranks; names that rank 0 does not have are left out. `busy_seconds`: of a
+        step, without waits for other ranks. `waits`: this rank's waits in the last `steps` steps.
         """
         return {}

@@ -59,7 +59,7 @@ class Inputs(Protocol):
 
 
 class Saving:
-    """Saves an engine's tensors in the run's folder. All methods but `read_seconds` are collective."""
+    """Saves an engine's tensors in the run's folder. `save` and `finish` are collective."""
 
     def __init__(
         self, config: Config, mesh: Mesh, engine: Engine, prune: Callable[[Path], None] = lambda newest: None
@@ -74,8 +74,8 @@ class Saving:
         self.latest: Path | None = None  # the newest checkpoint that was saved
         self.latest_step = 0
         self.reported: Path | None = None
-        self.took = 0.0  # seconds from a save's beginning until it was on disk
-        self.seconds = 0.0  # that training has waited since the last reading
+        self.took = 0.0  # seconds from the beginning of the newest save until it was on disk
+        self.seconds = 0.0  # spent waiting for saves since the last reading
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Save the step just done, with the trainer's `progress`.
@@ -118,7 +118,10 @@ class Saving:
         self.seconds += time.perf_counter() - started
 
     def poll(self, *, failed: bool) -> None:
-        """Report a save that is done. `failed`: ranks have agreed that it failed on one of them."""
+        """Report a save that is done; called between steps.
+
+        `failed`: the ranks have agreed that it failed on one of them. Then all finish it, and see why.
+        """
         if failed:
             self.finish()
         elif saved := self.saver.committed:

@@ -37,7 +37,7 @@ class SampleSource(Protocol):
 
 
 class Loader:
-    """Makes this rank's microbatches of a step, which depend on the step alone.
+    """Makes this rank's microbatches of a batch, which depend on the batch's number alone.
 
     `dealt` says which samples this data rank reads. Every tensor and pipeline rank reads its own copy from
     the memory-mapped file, which is cheaper than a broadcast and needs no collective.
@@ -49,16 +49,16 @@ class Loader:
         self.executor = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,)
         )
-        self.next_step: tuple[int, Future[list[Microbatch]]] | None = None  # that is being read
-        self.thread: int | None = None  # the one that reads it
+        self.reading_ahead: tuple[int, Future[list[Microbatch]]] | None = None  # a batch's number, and it
+        self.thread: int | None = None  # reads ahead
 
-    def step(self, step: int) -> list[Microbatch]:
-        """Return the microbatches of `step` (from 1), and begin to read those of the next step."""
-        if self.next_step is not None and self.next_step[0] == step:
-            batch = self._wait_for(self.next_step[1])
+    def read(self, number: int) -> list[Microbatch]:
+        """Return this rank's microbatches of batch `number` (from 1), and begin to read the next batch."""
+        if self.reading_ahead is not None and self.reading_ahead[0] == number:
+            batch = self._wait_for(self.reading_ahead[1])
         else:
-            batch = self._read(step)
-        self.next_step = step + 1, self.executor.submit(self._read_ahead, step + 1)
+            batch = self._read(number)
+        self.reading_ahead = number + 1, self.executor.submit(self._read_ahead, number + 1)
         return batch
 
     def close(self) -> None:
@@ -72,15 +72,16 @@ class Loader:
         listeners.notify(Listener.on_host_wait_end, "data")
         return batch
 
-    def _read_ahead(self, step: int) -> list[Microbatch]:
+    def _read_ahead(self, number: int) -> list[Microbatch]:
         self.thread = threading.get_ident()
-        return self._read(step)
+        return self._read(number)
 
-    def _read(self, step: int) -> list[Microbatch]:
+    def _read(self, number: int) -> list[Microbatch]:
         train, group = self.config.train, self.mesh.sample_group
-        first_sample = train.samples_through(step - 1)
+        first_sample = train.samples_through(number - 1)
         microbatches = []
-        for indices in dealt(range(step, step + 1), group.size, train)[0, group.rank]:
+        # `dealt` returns sample indices [batch, data rank, microbatch, sample].
+        for indices in dealt(range(number, number + 1), group.size, train)[0, group.rank]:
             tokens = self.stream.samples(indices)
             learned = self.stream.learned(indices)
             targets = tokens[:, 1:]
@@ -91,7 +92,7 @@ class Loader:
             # Random numbers, such as dropout's, follow from the microbatch's position in the global batch,
             # which is the same in every layout.
             position = (int(indices[0]) - first_sample) // train.micro_batch_size
-            key = key_of(train.seed, step, position)
+            key = key_of(train.seed, number, position)
             microbatches.append(microbatch_on(tokens[:, :-1], targets, self.mesh, key, bounds, self.sources))
         return microbatches
 
@@ -106,9 +107,12 @@ def microbatch_on(
 ) -> Microbatch:
     """Make a microbatch from whole samples ``[batch, seq]``, on the device of this rank.
 
-    A context rank keeps its own tokens of each sample. The copy to a GPU is asynchronous. `key`: for the
-    microbatch's random numbers. `bounds`: of the documents, within which attention then stays; a target in
-    another document than its input is ignored. `sources`: of further fields that the model's layers declare.
+    A context rank keeps its own tokens of each sample. The copy to a GPU is asynchronous, on the default
+    stream, so kernels that are launched later see it.
+
+    `key`: for the microbatch's random numbers. `bounds`: of the documents; attention then stays within them,
+    and a target in another document than its input is ignored. `sources`: of further fields that the model's
+    layers declare.
     """
     documents = None
     if bounds is not None:
@@ -156,7 +160,8 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
     for batch in range(batches):
         microbatches = []
         for positions in dealt(range(batch + 1, batch + 2), group.size, train)[0, group.rank]:
-            indices = positions * len(samples) // count  # a position past the end stays past the end
+            # Spread evenly. Positions past the last sample, which pad the last batch, stay past it.
+            indices = positions * len(samples) // count
             tokens, targets = samples.samples(indices)
             bounds = samples.documents(indices) if config.data.document_mask else None
             microbatches.append(microbatch_on(tokens, targets, mesh, bounds=bounds, sources=sources))

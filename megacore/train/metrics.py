@@ -29,14 +29,15 @@ from megacore.train.step import StepResult
 # From tokens per second, and the fraction of all pairs of tokens that attend (`AttendedPairs`): MFU, and MFU
 # with half of attention, as causal attention computes it. None where the device's peak is unknown.
 Utilisation = Callable[[float, float], tuple[float | None, float | None]]
-LAG = 2  # steps after which a GPU's results are read: by then they have long arrived
+LAG = 2  # steps after which a GPU's results are read
 
 
 class PendingResults:
     """Copies step results to the host, and hands them out in order when they are due.
 
-    On a CPU a result is due at once. On a GPU it is due `LAG` steps later, and the host never runs further
-    ahead. Which results are due depends on the step alone, so all ranks take the same ones.
+    On a CPU a result is due at once. On a GPU it is due `LAG` steps later: the host waits for it then, so it
+    never runs further ahead, and the device always has the next step to do. Which results are due depends on
+    the step alone, so all ranks take the same ones.
     """
 
     def __init__(self, device: torch.device, listeners: Listeners) -> None:
@@ -77,7 +78,7 @@ class PendingResults:
         return due
 
     def _wait(self, copied: torch.cuda.Event) -> None:
-        """Wait for a copy, which is long done unless the host runs ahead of the device."""
+        """Wait until the device has done a step and copied its result."""
         self.listeners.notify(Listener.on_host_wait_begin, "device")
         copied.synchronize()
         self.listeners.notify(Listener.on_host_wait_end, "device")
@@ -98,7 +99,10 @@ class StepTimer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Return a context whose time does not count. Waits for the device, whose work so far counts."""
+        """Return a context whose time does not count.
+
+        Waits for the device before and after it, so that launched work counts where it belongs.
+        """
         began = self._time_when_done()
         yield
         self.paused_seconds += self._time_when_done() - began
@@ -111,7 +115,10 @@ class StepTimer:
         return mean
 
     def _time_when_done(self) -> float:
-        """Wait for the compute stream, and return the time. A checkpoint may still be copied to the host."""
+        """Wait for the compute stream, and return the time.
+
+        Not for the whole device: another stream may still copy a checkpoint to the host.
+        """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
@@ -186,19 +193,20 @@ class Reporter:
         self.tokens += len(batch) * self.config.data_size * train.micro_batch_size * train.seq_len
         self.pairs.add(batch)
 
-    def report(self, result: StepResult[float], saved_step: int) -> Report:
+    def report(self, result: StepResult[float], checkpoint_step: int, stages: Sequence[nn.Module]) -> Report:
         """Return the report of a step that the device has finished.
 
-        Collective over the world: one all-gather, which is all that the host waits for here.
+        Collective over the world. The host waits for one all-gather, and in the first report for the names
+        of step parts. `stages`: this rank's part of the model, for callbacks.
         """
         device = self.mesh.device
         steps = self.timer.steps
-        step_seconds = self.timer.read()
+        local_seconds = self.timer.read()
         waits = self.mesh.listeners.step_waits()
-        busy_seconds = step_seconds - waits.for_ranks / steps
-        device_seconds = waits.device_worked / steps
+        busy_seconds = local_seconds - waits.for_ranks / steps
+        device_seconds = waits.device_worked / steps  # 0 on a CPU
         measured = {
-            "step_seconds": step_seconds,
+            "step_seconds": local_seconds,
             "busy_seconds": busy_seconds,
             "device_seconds": device_seconds,
             "save_seconds": self.saving.read_seconds(),
@@ -231,11 +239,14 @@ class Reporter:
             "save_seconds": max(by_rank["save_seconds"]),
             "memory_bytes": int(max(by_rank["memory_bytes"])),
             "memory_reserved_bytes": int(max(by_rank["memory_reserved_bytes"])),
-            "skipped": int(result.skipped),
+            "skipped": int(result.skipped_so_far),
         }
+        self.add_metrics(metrics, stages)
         stragglers = self.mesh.listeners.stragglers(
             by_rank["busy_seconds"], by_rank["device_seconds"], step_seconds
         )
+        if stragglers:
+            metrics["stragglers"] = list(stragglers)
         times = zip(by_rank["step_seconds"], by_rank["busy_seconds"], strict=True)
         return Report(
             metrics=metrics,
@@ -248,11 +259,11 @@ class Reporter:
             },
             by_part=dict(zip(parts, rows[len(measured) :], strict=True)),
             stragglers=stragglers,
-            saved_step=saved_step,
-            save_seconds=self.saving.took,
+            checkpoint_step=checkpoint_step,
+            checkpoint_seconds=self.saving.took,
         )
 
-    def read_step_parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
+    def read_step_parts(self, busy_seconds: float, waits: Waits, steps: int) -> dict[str, float]:
         """Return the seconds of this rank's step by what callbacks say it spent them on.
 
         All ranks return the names that rank 0 had at the first report, in its order, so that the all-gather
@@ -260,7 +271,7 @@ class Reporter:
         """
         parts: dict[str, float] = {}
         listeners = self.mesh.listeners
-        for callback, answer in listeners.notify(Callback.step_parts, computed, waits, steps):
+        for callback, answer in listeners.notify(Callback.step_parts, busy_seconds, waits, steps):
             try:
                 parts.update({name: float(seconds) for name, seconds in answer.items()})
             except (TypeError, ValueError, AttributeError) as error:

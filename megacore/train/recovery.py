@@ -34,19 +34,22 @@ class Skips:
 
     def count(self, result: StepResult[float]) -> bool:
         """Count a step, and return whether it was skipped."""
-        is_skipped = result.skipped > self.skipped
-        self.skipped = result.skipped
+        is_skipped = result.skipped_so_far > self.skipped
+        self.skipped = result.skipped_so_far
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         return is_skipped
 
-    def must_roll_back(self) -> bool:
-        """Return whether the run must go back now, and count that it does.
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the run must go back to a checkpoint."""
+        return self.in_a_row >= self.limit
+
+    def count_rollback(self) -> None:
+        """Count that the run goes back.
 
         Raises:
             TooManySkips: if it has gone back too often.
         """
-        if self.in_a_row < self.limit:
-            return False
         if self.rollbacks >= self.max_rollbacks:
             raise TooManySkips(
                 f"{self.in_a_row} steps in a row were skipped: their loss or gradient was not finite, or a "
@@ -54,4 +57,3 @@ class Skips:
             )
         self.rollbacks += 1
         self.in_a_row = 0
-        return True

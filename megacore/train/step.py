@@ -40,25 +40,31 @@ class StepResult(Generic[Number]):
     lr: float  # learning rate of this step's update
     loss: Number  # mean over the global batch, before the update; of several losses the sum
     grad_norm: Number  # of the whole model, before clipping
-    skipped: Number  # updates skipped so far, because loss or gradient was not finite, or a spike
+    skipped_so_far: Number  # updates of the run; their loss or gradient was not finite, or a spike
     flags: Mapping[str, Number]  # by name, the number of ranks that raised the flag in this step
     losses: Mapping[str, Number]  # by name, each times its coefficient; empty if the model has one loss
 
     def pack(self: "StepResult[Tensor]") -> Tensor:
         """Return all numbers in one fp64 tensor."""
-        numbers = [self.loss, self.grad_norm, self.skipped, *self.flags.values(), *self.losses.values()]
+        numbers = [
+            self.loss,
+            self.grad_norm,
+            self.skipped_so_far,
+            *self.flags.values(),
+            *self.losses.values(),
+        ]
         return torch.stack(numbers)
 
     def unpack(self, packed: Tensor) -> "StepResult[float]":
         """Return this result with the numbers of `pack`, which have arrived on the host."""
-        loss, grad_norm, skipped, *others = packed.tolist()
+        loss, grad_norm, skipped_so_far, *others = packed.tolist()
         flags, losses = others[: len(self.flags)], others[len(self.flags) :]
         return StepResult(
             step=self.step,
             lr=self.lr,
             loss=loss,
             grad_norm=grad_norm,
-            skipped=skipped,
+            skipped_so_far=skipped_so_far,
             flags=dict(zip(self.flags, flags, strict=True)),
             losses=dict(zip(self.losses, losses, strict=True)),
         )
@@ -118,6 +124,7 @@ class TrainStep:
         }
         train = self.config.train
         threads = own_cores(self.mesh.place.local_world_size)
+        # Called now and then, because drawing a large model may take longer than a hang.
         sign_of_life = partial(self.mesh.listeners.phase, "drawing weights")
         initialise(weights, shards, train.seed, DTYPES[train.precision], threads, sign_of_life)
 
@@ -156,7 +163,8 @@ class TrainStep:
 
         local_losses = {}
         for name, loss in self.losses.items():
-            # Tensor ranks compute the same loss, unless they divide its tokens: then each counts its own.
+            # Ranks that compute the same loss count once. Tensor ranks do, unless sequence parallelism
+            # divides the loss's tokens among them (`sp`).
             divided_by = (self.mesh.tp.name,) if loss.sp and self.config.parallel.sequence else ()
             is_counted = self.mesh.counts(*divided_by)
             value = loss_sums[loss.name] * weights[loss.name]
@@ -234,7 +242,7 @@ class TrainStep:
             lr=lr,
             loss=total,
             grad_norm=statistics.grad_norm,
-            skipped=statistics.skipped,
+            skipped_so_far=statistics.skipped,
             flags=flag_counts,
             losses=losses if len(losses) > 1 else {},
         )

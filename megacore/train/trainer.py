@@ -40,11 +40,16 @@ from megacore.train.recovery import Skips, StopAgreed, TooManySkips
 from megacore.train.step import StepResult, TrainStep
 
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
-SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
+SHARED_FOLDER = (
+    "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
+)
 
 
 class Trainer:
-    """One rank's part in a run. Construction and public methods are collective over all ranks."""
+    """One rank's part in a run.
+
+    Construction and what trains, logs, validates, saves or restores are collective over all ranks.
+    """
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class Trainer:
         """
         check_settled(config)
         if folder_not_shared and (config.checkpoint.every or config.checkpoint.last):
-            raise ConfigError("log.dir", folder_not_shared, SHARED)
+            raise ConfigError("log.dir", folder_not_shared, SHARED_FOLDER)
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.folder_not_shared = folder_not_shared
         self.decided = decided
@@ -81,15 +86,15 @@ class Trainer:
         self.loader = Loader(config, mesh, inputs.stream)
 
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
-        self.skipped_batches = 0  # that rollbacks have passed over: step i trains on batch i + this number
+        self.batch_offset = 0  # batches that rollbacks have passed over: step i trains on batch i + offset
         # Entries of a checkpoint's state that training does not use: from the checkpoint that the run began
         # with, and from the script that trains.
         self.extra_state = dict[str, Any]()
         self.origin = self.restore()
-        self.step = self.steps_before = self.origin.step  # steps done now, and before this process
+        self.step = self.origin.step  # the current step, or the last one that is done
         self.notify(Callback.on_built, self.train_step)
 
-        self.results = PendingResults(mesh.device, mesh.listeners)
+        self.pending = PendingResults(mesh.device, mesh.listeners)
         self.saving = Saving(config, mesh, self.engine, prune)
         self.reporter = Reporter(config, mesh, self.saving, utilisation)
         self.records.open(config, self.step + 1)
@@ -109,18 +114,21 @@ class Trainer:
             while self.step < train.steps:
                 self.step += 1
                 batch = self.next_batch()
-                result = self.train_step(self.step, batch, self.flags, self.saving.saver.hold_update)
+                # An update must not change tensors that a save in the background still copies.
+                hold_update = self.saving.saver.hold_update
+                result = self.train_step(self.step, batch, self.flags, before_update=hold_update)
                 self.reporter.count(batch)
 
-                # A GPU's results arrive two steps later, so that the host need not wait for the device.
-                results = self.arrived_results(result)
-                self.saving.poll(failed=any(result.flags["save_failed"] for result in results))
+                # Results of earlier steps on a GPU, so that the host can launch the next step meanwhile.
+                arrived = self.arrived_results(result)
+                self.saving.poll(failed=any(earlier.flags["save_failed"] for earlier in arrived))
                 if self.is_logged:
-                    self.log(results[-1])
-                if self.must_roll_back(results):
+                    self.log(arrived[-1])
+                self.count_skips(arrived)
+                if self.skips.are_too_many:
                     self.roll_back()
                     continue
-                if any(result.flags["stop"] for result in results) and not self.is_last:
+                if any(earlier.flags["stop"] for earlier in arrived) and not self.is_last:
                     raise StopAgreed
 
                 validates = self.is_due(train.eval_every) and not self.is_last
@@ -130,7 +138,7 @@ class Trainer:
                 if saves:
                     self.save()
                 if (validates or saves) and not self.is_last:
-                    self.check_stop()
+                    self.check_stop()  # they take long, and have waited for the device anyway
             return self.finish()
         except StopAgreed:
             return self.stop()
@@ -155,24 +163,25 @@ class Trainer:
 
     def next_batch(self) -> list[Microbatch]:
         """Return this rank's microbatches of the current step, which begins."""
-        self.notify(Listener.on_step_begin, self.step, self.is_due(self.config.log.every))
+        self.notify(Listener.on_step_begin, self.step, self.is_logged)
         self.mesh.listeners.phase("data")
-        return self.loader.step(self.step + self.skipped_batches)
+        return self.loader.read(self.step + self.batch_offset)
 
     def flags(self) -> dict[str, bool]:
         """Return what ranks decide together in a step: each flag counts if any rank raises it."""
         return {"stop": self.must_stop, "save_failed": self.saving.saver.failed}
 
     def arrived_results(self, result: StepResult[torch.Tensor]) -> list[StepResult[float]]:
-        """Return the results that are on the host by now; on a CPU this is the one just computed.
+        """Return the results that are due on the host: on a CPU that of this step, on a GPU an older one.
 
-        Waits for the device only in steps that are logged.
+        So a GPU's host waits until the step before the last one is done. If this step is logged, it waits for
+        this step, and returns the results of all.
         """
-        self.results.post(result)
-        results = self.results.take(all_of_them=self.is_logged)
-        for arrived in results:
-            self.notify(Callback.on_step, arrived)
-        return results
+        self.pending.post(result)
+        arrived = self.pending.take(all_of_them=self.is_logged)
+        for earlier in arrived:
+            self.notify(Callback.on_step, earlier)
+        return arrived
 
     # Logs and validation
 
@@ -187,10 +196,8 @@ class Trainer:
 
     def log(self, result: StepResult[float]) -> None:
         """Log a step that the device has finished."""
-        report = self.reporter.report(result, self.saved_step)
-        self.reporter.add_metrics(report.metrics, self.train_step.stages)
-        stragglers = {"stragglers": list(report.stragglers)} if report.stragglers else {}
-        self.record(report.metrics | stragglers)
+        report = self.reporter.report(result, self.saved_step, self.train_step.stages)
+        self.record(report.metrics)
         self.notify(Callback.on_log, report)
 
     def record(self, record: dict[str, Any]) -> None:
@@ -222,7 +229,7 @@ class Trainer:
 
         loss = evaluation.loss
         self.notify(Callback.on_validation, loss)
-        if self.step > self.steps_before:  # otherwise it is recorded already
+        if self.step > self.origin.step:  # a run that had no step left has recorded it before
             self.record({"step": self.step, "valid_loss": loss})
         self.mesh.print(f"step {self.step}: validation loss {loss:.4f}")
         return loss
@@ -248,14 +255,14 @@ class Trainer:
         """
         if self.folder_not_shared:
             folder = resolved(self.config.log.dir)
-            raise CheckpointError(folder, f"nothing was saved: {self.folder_not_shared}", SHARED)
+            raise CheckpointError(folder, f"nothing was saved: {self.folder_not_shared}", SHARED_FOLDER)
         for stage in self.train_step.stages:
             if unsaved := unsaved_state(stage):
                 wrong = f"nothing was saved: the model has got {unsaved[0]}, which no checkpoint saves"
                 right = f"in the layer's constructor {SAVED_STATE}"
                 raise CheckpointError(resolved(self.config.log.dir), wrong, right)
 
-        samples = self.config.train.samples_through(self.step + self.skipped_batches)
+        samples = self.config.train.samples_through(self.step + self.batch_offset)
         progress = {"samples": samples, "rollbacks": self.skips.rollbacks}
         with self.reporter.timer.pause(), self.mesh.listeners.pause("saving"):
             self.saving.save(self.step, progress | self.extra_state)
@@ -276,50 +283,51 @@ class Trainer:
                 origin = read_training_state(reader, self.train_step, self.mesh)
                 self.skips.restore(reader.state["engine"]["skipped"], reader.state["rollbacks"])
                 batches = self.config.train.batches_in(reader.state["samples"])
-                self.skipped_batches = batches - origin.step
+                self.batch_offset = batches - origin.step
         self.train_step.begin(origin.step)  # if no step is left, a validation still depends on the last one
         return origin
 
     # Recovery from bad batches
 
-    def must_roll_back(self, results: list[StepResult[float]]) -> bool:
-        """Report the samples of skipped steps. Return whether too many steps in a row were skipped."""
+    def count_skips(self, results: list[StepResult[float]]) -> None:
+        """Count skipped steps, and report their samples."""
         for result in results:
             if self.skips.count(result):
                 self.report_skipped(result)
-        return self.skips.must_roll_back()
 
     def roll_back(self) -> None:
         """Go back to the last checkpoint, and continue from there with samples that were not read yet."""
+        self.skips.count_rollback()
         # Steps that were launched meanwhile are undone too, and their samples are passed over.
-        for result in self.results.take(all_of_them=True):
+        for result in self.pending.take(all_of_them=True):
             self.report_skipped(result)
         self.saving.finish()
         if self.saved_step == 0:
             raise TooManySkips(
                 f"{self.skips.limit} steps in a row were skipped, and there is no checkpoint to go back to"
             )
-        step, batch = self.step, self.step + self.skipped_batches
+        step, batch_number = self.step, self.step + self.batch_offset
         if self.is_writer:
             self.inputs.look_again(self.origin.checkpoint, self.origin.step)
-        self.origin = self.restore()
+        with self.reporter.timer.pause(), self.mesh.listeners.pause("going back to a checkpoint"):
+            self.origin = self.restore()
         self.step = self.origin.step
-        self.skipped_batches = batch - self.step
+        self.batch_offset = batch_number - self.step
 
         self.records.rewind(self.step + 1)
         if self.is_writer:
             self.notify(Callback.on_rewind, self.step + 1)
-        sample = self.config.train.samples_through(batch)
+        sample = self.config.train.samples_through(batch_number)
         self.mesh.print(f"after step {step} back to {self.origin.checkpoint}, and on with sample {sample}")
 
     def report_skipped(self, result: StepResult[float]) -> None:
-        """Record a skipped step and the numbers of its samples."""
+        """Record a step that was skipped, or undone by a rollback, and the numbers of its samples."""
         train = self.config.train
-        batch = result.step + self.skipped_batches
+        batch_number = result.step + self.batch_offset
         record = {
             "step": result.step,
-            "first_sample": train.samples_through(batch - 1),
-            "last_sample": train.samples_through(batch) - 1,
+            "first_sample": train.samples_through(batch_number - 1),
+            "last_sample": train.samples_through(batch_number) - 1,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
         }
@@ -342,7 +350,7 @@ class Trainer:
 
     def finish(self) -> int:
         """End a run whose steps are all done: save, validate, and print where everything is."""
-        with self.mesh.listeners.pause("saving"):  # callbacks that judge before a save do so at the end too
+        with self.mesh.listeners.pause("saving"):  # so `tools.drift` checks the last weights too
             self.saving.finish(last=True)
         loss = self.validate()
         if loss is not None:

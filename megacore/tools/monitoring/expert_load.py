@@ -50,11 +50,11 @@ class ExpertLoad(Callback):
         # the step that was measured last, and its rows by block, along `parallel.expert`
         self.step, self.rows = -1, torch.empty(0)
 
-    def on_built(self, step: TrainStep) -> None:
+    def on_built(self, train_step: TrainStep) -> None:
         """Asks all ranks which experts they hold. Collective."""
         own = torch.zeros(1 + len(self.blocks), dtype=torch.int64, device=self.mesh.device)
         own[0] = self.mesh.group("ep").rank
-        own[[1 + at for at, _ in self._routers(step.stages)]] = 1
+        own[[1 + at for at, _ in self._routers(train_step.stages)]] = 1
         self.held = all_gather(own[None], self.mesh.world).tolist()
 
     def metrics(

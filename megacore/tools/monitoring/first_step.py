@@ -21,11 +21,11 @@ class FirstStep(Callback):
     It waits for no device: a GPU may not have done yet what was launched.
     """
 
-    def on_built(self, step: TrainStep) -> None:
+    def on_built(self, train_step: TrainStep) -> None:
         """Count the backwards of this rank's part of a step."""
-        self.backwards = step.config.num_microbatches * len(step.stages)
+        self.backwards = train_step.config.num_microbatches * len(train_step.stages)
         self.done = 0
-        self.what = "done" if step.mesh.device.type == "cpu" else "launched"
+        self.what = "done" if train_step.mesh.device.type == "cpu" else "launched"
         self.step: int | None = None
         self.last_line = 0.0
 

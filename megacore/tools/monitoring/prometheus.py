@@ -139,9 +139,9 @@ class Exporter(Callback):
                 partial(gpu_utilisation, index)
             )
 
-    def step_parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
+    def step_parts(self, busy_seconds: float, waits: Waits, steps: int) -> dict[str, float]:
         """See `StepParts`; those of every rank, since this machine's first rank shows them for the others."""
-        return self.parts.of(computed, waits.by_group, steps, waits.device_by_group)
+        return self.parts.of(busy_seconds, waits.by_group, steps, waits.device_by_group)
 
     def on_log(self, report: Report) -> None:
         """Shows a logged step's figures: the run's, and those of this machine's ranks."""
@@ -157,10 +157,10 @@ class Exporter(Callback):
                 self.gauges["rank_part_seconds"].labels(rank, part).set(values[rank])
         now = time.time()
         self._set("logged_timestamp_seconds", now)
-        if report.saved_step != self.saved_step:
-            self.saved_step = report.saved_step
-            self._set("checkpoint_step", report.saved_step)
-            self._set("checkpoint_seconds", report.save_seconds)
+        if report.checkpoint_step != self.saved_step:
+            self.saved_step = report.checkpoint_step
+            self._set("checkpoint_step", report.checkpoint_step)
+            self._set("checkpoint_seconds", report.checkpoint_seconds)
             self._set("checkpoint_timestamp_seconds", now)
 
     def on_validation(self, loss: float) -> None:

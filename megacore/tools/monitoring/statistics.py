@@ -119,11 +119,11 @@ class Statistics(Callback):
         self.step = 0  # the last one that was measured
         self.measuring = self.forward = False
 
-    def on_built(self, step: TrainStep) -> None:
+    def on_built(self, train_step: TrainStep) -> None:
         """Takes note of what is to be measured, and where it is on this rank."""
-        assert isinstance(step.engine, OptimizerStep), "a deepspeed engine was refused"
-        self.engine, self.stages, self.named = step.engine, step.stages, Named(self.config)
-        self.names = {module: name for stage in step.stages for name, module in stage.named_modules()}
+        assert isinstance(train_step.engine, OptimizerStep), "a deepspeed engine was refused"
+        self.engine, self.stages, self.named = train_step.engine, train_step.stages, Named(self.config)
+        self.names = {module: name for stage in train_step.stages for name, module in stage.named_modules()}
         tensors, flows = len(self.named.every), len(self.named.flows)
         self.sums = torch.zeros(3 * tensors + 2 * flows, dtype=torch.float64, device=self.mesh.device)
         self.activations = self.sums[3 * tensors :].view(2, flows)

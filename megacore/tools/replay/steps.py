@@ -109,7 +109,7 @@ class Replay:
         """
         trainer = self.trainer
         for step in range(trainer.step + 1, last + 1):
-            trainer.step, trainer.skipped_batches = step, self.attempt.ahead(step)
+            trainer.step, trainer.batch_offset = step, self.attempt.ahead(step)
             batch = trainer.next_batch()
             self.gauges.begin([microbatch.targets for microbatch in batch])
             scale = getattr(trainer.engine, "loss_scale", None)

@@ -29,9 +29,9 @@ class Coordinates(Statistics):
     updates move what it computes.
     """
 
-    def on_built(self, step: TrainStep) -> None:
+    def on_built(self, train_step: TrainStep) -> None:
         """See `Statistics`."""
-        super().on_built(step)
+        super().on_built(train_step)
         self.shards = parameter_shards(self.config)
         self.logits = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
 
