@@ -82,7 +82,7 @@ class CausalAttention(nn.Module):
         documents, or to the tokens that a cache holds.
         """
         if context.watch is not None:
-            context.watch.attends(self, q, k, context)
+            context.watch.on_attention(self, q, k, context)
         if context.cache is not None:
             return context.cache.attend(self, q, k, v)
         if context.sequences is not None:

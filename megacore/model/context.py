@@ -47,13 +47,13 @@ class Watch(Protocol):
     It must change nothing.
     """
 
-    def gave(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
+    def on_layer_output(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
         """A layer has run; what it wrote is in `flow`.
 
         It is not told when a backward runs the layer again.
         """
 
-    def attends(self, attention: nn.Module, q: Tensor, k: Tensor, context: "Context") -> None:
+    def on_attention(self, attention: nn.Module, q: Tensor, k: Tensor, context: "Context") -> None:
         """Attention begins, of these queries and keys ``[batch, heads, tokens, head]``.
 
         It is told when a backward does so again.

@@ -132,7 +132,7 @@ class LatentAttention(CausalAttention):
         kernels that keep no scores ask for.
         """
         if context.watch is not None:
-            context.watch.attends(self, q, k, context)
+            context.watch.on_attention(self, q, k, context)
         size, value = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         if context.sequences is not None or self.kind(q) == "sdpa":
             q, k, v = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))

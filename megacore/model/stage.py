@@ -333,7 +333,7 @@ def run(
     for loss, value in zip(layer.losses, outputs[len(layer.writes) :], strict=True):
         losses[loss.name] = losses[loss.name] + value if loss.name in losses else value
     if watch is not None:
-        watch.gave(layer, flow)
+        watch.on_layer_output(layer, flow)
 
 
 def share_by_name(stages: Iterable[Stage]) -> None:

@@ -228,7 +228,7 @@ def rank_with(config: str, overrides: list[str], folder: str, fault: str) -> int
         "padding counted": mock.patch.object(
             statistics, "prod", lambda sizes: -(-torch.Size(sizes).numel() // 64) * 64
         ),
-        "weighted by rank": mock.patch.object(Statistics, "gave", of_ranks),
+        "weighted by rank": mock.patch.object(Statistics, "on_layer_output", of_ranks),
         "keys of one rank": mock.patch.object(
             statistics, "whole", lambda k, sequences: k.repeat(1, 1, sequences.group.size, 1)
         ),

@@ -142,7 +142,7 @@ class Statistics(Callback):
         self.forward = action.op is Op.FORWARD
 
     @torch.no_grad()
-    def gave(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
+    def on_layer_output(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
         """Adds up the squares of what a layer wrote for this rank's tokens,
         unless another rank counts the same.
         """
@@ -160,7 +160,7 @@ class Statistics(Callback):
         return self.mesh.counts(*divided) and (flow.cp or self.mesh.cp.rank == 0)
 
     @torch.no_grad()
-    def attends(self, attention: nn.Module, q: Tensor, k: Tensor, context: Context) -> None:
+    def on_attention(self, attention: nn.Module, q: Tensor, k: Tensor, context: Context) -> None:
         """Takes the largest logit of this rank's queries.
 
         Collective over context ranks, which give their keys.

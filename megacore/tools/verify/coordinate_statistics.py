@@ -40,9 +40,9 @@ class Coordinates(Statistics):
         self.logits.zero_()
 
     @torch.no_grad()
-    def gave(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
+    def on_layer_output(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
         """See `Statistics`."""
-        super().gave(layer, flow)
+        super().on_layer_output(layer, flow)
         if hasattr(layer, "logits"):
             logits = layer.logits(flow["hidden"])  # type: ignore[operator]
             if self.mesh.counts(self.mesh.tp.name):
