@@ -30,15 +30,15 @@ def poisoned_rank(
     read = []
 
     def noted(self: Trainer) -> list[Microbatch]:
-        read.append(self.step + self.ahead)
+        read.append(self.step + self.skipped_batches)
         return next_batch(self)
 
-    def poisoned(self: TrainStep, batch: list[Microbatch]) -> torch.Tensor:
-        share = forward_backward(self, batch)
+    def poisoned(self: TrainStep, batch: list[Microbatch]) -> dict[str, torch.Tensor]:
+        local_losses = forward_backward(self, batch)
         if read[-1] in batches and self.mesh.place.rank == self.mesh.place.world_size - 1:
             for piece, _ in self.engine.gradients().values():
                 piece.mul_(value)
-        return share
+        return local_losses
 
     with (
         mock.patch.object(Trainer, "next_batch", noted),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megacore import checkpoint
-from megacore.train.stopping import TooManySkips
+from megacore.train.recovery import TooManySkips
 from tests import training
 from tests.checkpoints import find_latest
 from tests.rollback import poisoned_rank

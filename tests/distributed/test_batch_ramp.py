@@ -88,7 +88,7 @@ def always_the_last_size() -> Any:
     from megacore.train.step import TrainStep
 
     full = lambda self, batch, field: 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)  # noqa: E731
-    return mock.patch.object(TrainStep, "mean_weight", full)
+    return mock.patch.object(TrainStep, "one_over_count", full)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from megacore.checkpoint import Reader
 from megacore.checkpoint.manifest import MANIFEST
 from megacore.distributed.shard import TensorSlice
 from megacore.errors import CheckpointError
-from megacore.train.checkpointing import proved
+from megacore.train.checkpointing import open_verified
 from tests import training
 from tests.checkpoints import save
 from tests.pieces import piece
@@ -66,7 +66,7 @@ def saved_by_four(folder: Path) -> Path:
 
 
 def rank_resumes(path: Path, opened: Reader, ranks: ThreadRanks) -> Reader:
-    return proved(path, ranks, opened if ranks.rank == 0 else None, lambda: None)
+    return open_verified(path, ranks, opened if ranks.rank == 0 else None, lambda: None)
 
 
 def test_what_one_rank_has_read_and_looked_at_the_others_are_told(tmp_path: Path) -> None:

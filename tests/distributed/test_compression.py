@@ -17,8 +17,8 @@ from megacore.distributed.shard import TensorSlice, logical_name
 from megacore.engine.compression import RESIDUAL, STATE
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.planner.memory import rank_memory
-from megacore.train import trainer
-from megacore.train.residuals import read_residuals
+from megacore.train import checkpointing
+from megacore.train.checkpointing import read_residuals
 from megacore.train.step import TrainStep
 from tests import training
 from tests.compressed_sums import INT8, LOW_RANK, check_sums, started, sums_on_a_rank, write_config
@@ -141,7 +141,7 @@ def test_what_a_sum_lacks_comes_later(pool: Any, config_path: str, name: str) ->
 def run_on_hosts(config_path: str, overrides: list[str], log_dir: str, forgets: bool = False) -> None:
     """A run; ranks take turns on two hosts. `forgets`: the planted fault, it resumes without residuals."""
     os.environ["MEGACORE_HOST"] = "ab"[place_from_environment().rank % 2]
-    with mock.patch.object(trainer, "read_residuals", (lambda *_: []) if forgets else trainer.read_residuals):
+    with mock.patch.object(checkpointing, "read_residuals", (lambda *_: []) if forgets else read_residuals):
         training.run_rank(config_path, overrides, log_dir)
 
 

@@ -245,7 +245,7 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     names = {parameter: name for name, parameter in stage.named_parameters()}
     held = {names[parameter] for parameter, storage in gathered.items() if not storage.expired()}
     loss.backward()
-    trainer.monitors.close()
+    trainer.close()
     trainer.engine.close()
     return set(map(names.get, gathered)), held
 
@@ -277,7 +277,7 @@ def gradients_rank(config_path: str, overrides: list[str], log_dir: str) -> dict
     trainer.step = 1
     trainer.train_step.forward_backward(trainer.next_batch())
     found = {name: gradient.clone() for name, (gradient, _) in trainer.engine.gradients().items()}
-    trainer.monitors.close()
+    trainer.close()
     trainer.engine.close()
     mesh.close()
     return found

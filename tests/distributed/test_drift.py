@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megacore.distributed.mesh import Mesh
 from megacore.engine.native import NativeEngine
 from megacore.tools import drift
-from megacore.train.trainer import Trainer
 from tests import training
 
 
@@ -42,7 +42,7 @@ def compared_rank(
         mock.patch.object(drift, "EVERY", 2),
         plant,
         elsewhere,
-        mock.patch.object(Trainer, "say", lambda self, text: said.append(text)),
+        mock.patch.object(Mesh, "print", lambda self, text: said.append(text)),
     ):
         status = training.run_rank(config_path, overrides, log_dir)
     return (

@@ -31,7 +31,7 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine import cpu
 from megacore.tools.machine.device import take_device
-from megacore.tools.monitoring.attach import monitors_of
+from megacore.tools.monitoring.attach import callbacks_of
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import flatten, load
 from tests.pool import Pool
@@ -391,8 +391,8 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
             inputs, device = Inputs(config, place.rank), take_device(config, place)
             guard = Guard(config, place, device)
             with joined(config, place, device, guard) as mesh:
-                mesh.listeners.add(told)
-                trainer_of(config, mesh, inputs, monitors_of(config, place, device)).run()
+                mesh.listeners.add(told, *callbacks_of(config, place, device))
+                trainer_of(config, mesh, inputs).run()
                 seen["process"] = [*process(), guard.seconds, str(mesh.timeout), mesh.describe()]
         except Exception as error:
             seen["refused"] = f"{type(error).__name__} {error}"

@@ -273,12 +273,12 @@ def test_missing_hostfile_is_refused(config: str, tmp_path: Path) -> None:
 FAILING = """
 import runpy
 from megacore.train.trainer import Trainer
-report = Trainer.report
-def fail_on_rank_1(self, *args):
+log = Trainer.log
+def fail_on_rank_1(self, result):
     if self.step == 2 and self.mesh.place.rank == 1:
         raise ValueError("the disk of this rank is on fire")
-    return report(self, *args)
-Trainer.report = fail_on_rank_1
+    log(self, result)
+Trainer.log = fail_on_rank_1
 runpy.run_path({pretrain!r}, run_name="__main__")
 """
 

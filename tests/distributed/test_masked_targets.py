@@ -28,9 +28,9 @@ TOLERANCE = 1e-9  # fp64 rounds sums of some thousand terms to 1e-13, and three 
 SEQ = 16
 
 
-def mean_by_rank(self: TrainStep, batch: Any) -> Any:
+def mean_by_rank(self: TrainStep, batch: Any, field: str) -> Any:
     """The planted fault: each rank's mean over its own targets, averaged over ranks."""
-    count = torch.stack([(microbatch.targets != IGNORED).sum() for microbatch in batch]).sum().double()
+    count = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum().double()
     return 1.0 / (count.clamp(min=1.0) * self.mesh.sample_group.size)
 
 
@@ -46,7 +46,7 @@ def train(
     step, stream = TrainStep(config, mesh), training_stream(config)
     loader, figures, learned = Loader(config, mesh, stream), [], []
     plain = plain_loss(step, loader) if place.world_size == 1 else 0.0
-    with mock.patch.object(TrainStep, "target_weight", mean_by_rank) if fault else contextlib.nullcontext():
+    with mock.patch.object(TrainStep, "one_over_count", mean_by_rank) if fault else contextlib.nullcontext():
         for number in (1, 2, 3):
             batch = loader.step(number)
             learned.append(sum(int((microbatch.targets != IGNORED).sum()) for microbatch in batch))

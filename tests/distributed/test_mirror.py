@@ -120,13 +120,13 @@ def test_a_copy_that_fails_ends_no_run(
     # the planted fault
     monkeypatch.setattr(mirror, "blocks", lambda *args: [bytes(len(part)) for part in blocks(*args)])
     with one(config, tmp_path / "second") as second:
-        second.copy(older)
+        second.on_checkpoint(older)
         second.thread.submit(lambda: None).result()
         assert (
             "step_00000002 has no second copy" in capsys.readouterr().out and names(tmp_path / "second") == []
         )
         monkeypatch.setattr(mirror, "blocks", blocks)
-        second.copy(newer)
+        second.on_checkpoint(newer)
     assert [path.name for path in (tmp_path / "second").iterdir()] == ["step_00000004"], (
         "and nothing is left of the one that failed"
     )
@@ -140,8 +140,8 @@ def test_saves_that_come_faster_than_copies(pool: Any, config: str, tmp_path: Pa
         folder, saved = tmp_path / f"second{keep_every}", Event()
         with one(config, folder, "checkpoint.keep=1", f"checkpoint.keep_every={keep_every}") as second:
             second.thread.submit(saved.wait)
-            second.copy(older)
-            second.copy(newer)
+            second.on_checkpoint(older)
+            second.on_checkpoint(newer)
             saved.set()
         assert names(folder) == [path.name for path in copies]
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from megacore.distributed.mesh import Mesh
-from megacore.tools import opening
+from megacore.tools import startup_lines
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
@@ -22,8 +22,8 @@ def warning_of_rank(config_path: str, layout: list[str], machines: str) -> str:
     config = load(config_path, layout, place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
     name = machines[place.rank]
-    with mock.patch.multiple(opening, machine=lambda: f"{name}/boot", host_name=lambda: f"node-{name}"):
-        return opening.tensor_warning(mesh)
+    with mock.patch.multiple(startup_lines, machine=lambda: f"{name}/boot", host_name=lambda: f"node-{name}"):
+        return startup_lines.tensor_warning(mesh)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_tensor_ranks_on_several_hosts_are_reported(
 def test_thousands_of_tensor_groups_are_one_line() -> None:
     """4,096 ranks that are dealt to 512 hosts in turn."""
     machines = [rank % 512 for rank in range(4096)]
-    groups, right = opening.split_groups(machines, "tp", {"pp": 4, "dp": 128, "cp": 1, "tp": 8})
+    groups, right = startup_lines.split_groups(machines, "tp", {"pp": 4, "dp": 128, "cp": 1, "tp": 8})
     assert len(groups) == 512 and groups[0] == tuple(range(8)) and right == IN_TURN
-    assert opening.split_groups(sorted(machines), "tp", {"pp": 4, "dp": 128, "cp": 1, "tp": 8})[0] == []
+    assert startup_lines.split_groups(sorted(machines), "tp", {"pp": 4, "dp": 128, "cp": 1, "tp": 8})[0] == []

@@ -25,6 +25,7 @@ from megacore import checkpoint
 from megacore.config.schema import resolved
 from megacore.errors import LogError
 from megacore.tools.records import Records
+from megacore.train.step import StepResult
 from megacore.train.trainer import FINISHED, STOPPED, Trainer
 from tests import training
 from tests.checkpoints import find_latest
@@ -160,15 +161,15 @@ def disturbed_rank(
     config_path: str, overrides: list[str], log_dir: str, disturb: Callable[[Trainer], None]
 ) -> tuple[int, str, str]:
     """A run that `disturb` happens to on rank 0, behind step 2; its status, and what it said."""
-    report = Trainer.report
+    log = Trainer.log
 
-    def reported(self: Trainer, *rest: Any) -> None:
-        report(self, *rest)
+    def logged(self: Trainer, result: StepResult[float]) -> None:
+        log(self, result)
         if self.step == 2 and self.is_writer:
             disturb(self)
 
     with (
-        mock.patch.object(Trainer, "report", reported),
+        mock.patch.object(Trainer, "log", logged),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
@@ -191,7 +192,8 @@ def refuse_events(trainer: Trainer) -> None:
 
 def refuse_records(trainer: Trainer) -> None:
     """What the next record is written to is full."""
-    records = next(monitor for monitor in trainer.monitors if isinstance(monitor, Records))
+    records = trainer.records
+    assert isinstance(records, Records)
     file: Any = records.metrics
 
     class Full:

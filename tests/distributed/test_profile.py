@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.communicator import Group
-from megacore.distributed.events import Operation
+from megacore.distributed.events import Listener, Operation
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring import step_shares
-from megacore.tools.monitoring.attach import monitors_of
+from megacore.tools.monitoring.attach import callbacks_of
 from megacore.tools.monitoring.step_shares import StepShares
 from megacore.tools.settings.load import load
+from megacore.train.callbacks import Callback
 from megacore.train.trainer import Trainer
 from tests import training
 
@@ -95,12 +96,19 @@ def test_chosen_ranks_trace_every_action_and_collective(pool: Any, tmp_path: Pat
         assert sum(map(float, rows.values())) == pytest.approx(total, abs=0.01 * len(rows))
 
 
+def failing_flags(trainer: Trainer, flags: Any = Trainer.flags) -> dict[str, bool]:
+    """Raise an error in step 3, before the update."""
+    if trainer.step == 3:
+        raise ZeroDivisionError
+    return dict(flags(trainer))
+
+
 def ending_rank(config: str, overrides: list[str], folder: str, how: str) -> int:
     """A run that is asked to stop in step 3, or fails there."""
     if how == "stop":
-        patch = mock.patch.object(Trainer, "must_end", property(lambda trainer: trainer.step >= 3))
+        patch = mock.patch.object(Trainer, "must_stop", property(lambda trainer: trainer.step >= 3))
     else:
-        patch = mock.patch.object(Trainer, "votes", lambda trainer: (0.0, 0.0) if trainer.step < 3 else 1 / 0)
+        patch = mock.patch.object(Trainer, "flags", failing_flags)
     with patch:
         return training.run_rank(config, overrides, folder)
 
@@ -126,14 +134,16 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(pool: Any, tmp_pat
 
 
 def test_nobody_listens_where_nothing_is_profiled(tmp_path: Path) -> None:
-    """Not even for the first step of a window: an listener more is asked at every action and collective."""
+    """Another listener would be called for every action and collective of a run that profiles nothing."""
     config = load(
         training.write_config(tmp_path, training.write_corpus(tmp_path)), [f"log.dir={tmp_path / 'run'}"]
     ).config
     mesh = Mesh(config, RankInfo(), CPU)
-    for monitor in monitors_of(config, RankInfo(), CPU):
-        monitor.start(config, mesh)
-    assert mesh.listeners == []
+    mesh.listeners.add(*callbacks_of(config, RankInfo(), CPU))
+    mesh.listeners.notify(Callback.on_start, config, mesh)
+    assert mesh.listeners.overriding(Callback.on_log), "the callbacks of a run are there"
+    for event in (Listener.on_action_begin, Listener.on_action_end, Listener.on_collective):
+        assert mesh.listeners.overriding(event) == ()
 
 
 @pytest.fixture

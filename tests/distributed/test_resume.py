@@ -17,6 +17,7 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.tools.verify.checkpoint_diff import compare
+from megacore.train.step import StepResult
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
 from tests.manifests import aged, edit_manifest
@@ -51,18 +52,18 @@ def figures(folder: Path) -> dict[int, tuple[float, float]]:
 
 def interrupted_rank(config_path: str, overrides: list[str], log_dir: str, step: int, number: int) -> int:
     """A run in which the last rank alone receives a signal while `step` is under way."""
-    run = Trainer.report
+    log = Trainer.log
 
-    def report(self: Trainer, *args: Any) -> bool:
+    def log_and_interrupt(self: Trainer, result: StepResult[float]) -> None:
         if self.step == step - 1 and self.mesh.place.rank == self.mesh.place.world_size - 1:
-            os.kill(os.getpid(), number)  # arrives before the next step's report
-        return run(self, *args)
+            os.kill(os.getpid(), number)  # arrives before the next step's log
+        log(self, result)
 
-    Trainer.report = report  # type: ignore[method-assign]
+    Trainer.log = log_and_interrupt  # type: ignore[method-assign]
     try:
         return training.run_rank(config_path, overrides, log_dir)
     finally:
-        Trainer.report = run  # type: ignore[method-assign]
+        Trainer.log = log  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def weighted_by_local_counts() -> Any:
         count = sum((microbatch[field] != IGNORED).sum() for microbatch in batch)
         return 1.0 / (count.double() * self.mesh.gradient_group.size)
 
-    return mock.patch.object(TrainStep, "mean_weight", own)
+    return mock.patch.object(TrainStep, "one_over_count", own)
 
 
 FAULTS = {"dropped": gradient_dropped, "local": weighted_by_local_counts}

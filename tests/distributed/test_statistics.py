@@ -101,7 +101,7 @@ def expected(config: Config) -> dict[str, float]:
         layer.register_forward_hook(seen(name))
     with mock.patch.object(Attention, "attend", masked), mock.patch.object(Attention, "attend_parts", masked):
         total = sum((model({}, microbatch)[1]["cross_entropy"] for microbatch in batch), torch.zeros(()))
-    (step.target_weight(batch) * total).backward()
+    (step.one_over_count(batch, "targets") * total).backward()
     step(1, batch)
     after = {
         name: parameter.detach() for stage in step.stages for name, parameter in stage.named_parameters()

@@ -460,8 +460,8 @@ def test_a_device_times_what_is_asked_for() -> None:
     device.end("backward", device.begin())
     assert device.done == 3 and device.take_seconds() == 2.0 and device.take_seconds() == 0.0
     for device.samples, name in ((False, "tp"), (True, "tp"), (True, "dp"), (True, "tp")):
-        device.on_wait_begin()
-        device.on_wait_end(name)
+        device.wait_begins()
+        device.wait_ends(name)
     assert device.take_waits() == {"tp": 2.0, "dp": 1.0} and device.take_waits() == {}
 
 

@@ -10,7 +10,7 @@ from megacore.distributed.collectives import Done
 from megacore.engine import low_rank
 from megacore.engine.compression import Blocks, GradientCompression
 from megacore.engine.low_rank import LowRankBucket
-from megacore.train import residuals, trainer
+from megacore.train import checkpointing
 from tests.compressed_sums import INT8, LOW_RANK
 from tests.faults import fault
 
@@ -67,7 +67,7 @@ def _swapped(self: GradientCompression, skip: Tensor, keep: Any = GradientCompre
     check="resume",
 )
 def residual_not_restored() -> Any:
-    return patch(trainer, "read_residuals", lambda *_: [])
+    return patch(checkpointing, "read_residuals", lambda *_: [])
 
 
 @fault(
@@ -78,7 +78,7 @@ def residual_not_restored() -> Any:
     check="resume",
 )
 def basis_not_restored() -> Any:
-    return patch(residuals, "BASIS", "none/")
+    return patch(checkpointing, "BASIS", "none/")
 
 
 @fault("the compression error keeps the loss scale, with low rank", "dp2", LOST, LOW_RANK, check="sums")

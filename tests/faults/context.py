@@ -95,8 +95,10 @@ def targets_shifted_in_pieces() -> Any:
     RING,
 )
 def loss_times_context() -> Any:
-    right = step.TrainStep.target_weight
-    return patch(step.TrainStep, "target_weight", lambda self, batch: right(self, batch) * self.mesh.cp.size)
+    right = step.TrainStep.one_over_count
+    return patch(
+        step.TrainStep, "one_over_count", lambda self, *arguments: right(self, *arguments) * self.mesh.cp.size
+    )
 
 
 @fault("context ranks drop out with one another's masks", "cp2", FIRST, RING, "model.dropout=0.1")
@@ -112,11 +114,11 @@ def masks_of_the_first_rank() -> Any:
     DOCUMENTS,
 )
 def mean_by_rank() -> Any:
-    def own(self: Any, batch: Any) -> Any:
-        count = torch.stack([(microbatch.targets != step.IGNORED).sum() for microbatch in batch]).sum()
+    def own(self: Any, batch: Any, field: str) -> Any:
+        count = torch.stack([(microbatch[field] != step.IGNORED).sum() for microbatch in batch]).sum()
         return 1.0 / (count.double() * self.mesh.sample_group.size)
 
-    return patch(step.TrainStep, "target_weight", own)
+    return patch(step.TrainStep, "one_over_count", own)
 
 
 @fault(
@@ -127,14 +129,15 @@ def mean_by_rank() -> Any:
     "model.z_loss=0.1",
 )
 def z_loss_by_local_counts() -> Any:
-    right = step.TrainStep.weights
+    right = step.TrainStep.loss_weights
 
     def own(self: Any, batch: Any) -> Any:
         count = torch.stack([(microbatch.targets != step.IGNORED).sum() for microbatch in batch]).sum()
         return right(self, batch) | {"z_loss": 0.1 / (count.double() * self.mesh.sample_group.size)}
 
     return both(
-        patch(step.TrainStep, "weights", own), patch(cross_entropy, "check_ratio", lambda *arguments: None)
+        patch(step.TrainStep, "loss_weights", own),
+        patch(cross_entropy, "check_ratio", lambda *arguments: None),
     )
 
 

@@ -284,16 +284,16 @@ def padding_counted() -> Any:
     check="resume",
 )
 def resume_repeats_a_step() -> Any:
-    resume = trainer.Trainer.resume
-    return patch(trainer.Trainer, "resume", lambda self: max(0, resume(self) - 1))
+    restore = trainer.Trainer.restore
+    return patch(trainer.Trainer, "restore", lambda self: max(0, restore(self) - 1))
 
 
 @fault("a resumed run begins one sample early", "one", "another loss in step 3", check="resume")
 def resume_repeats_a_sample() -> Any:
     init = trainer.Trainer.__init__
 
-    def early(self: Any, *rest: Any) -> None:
-        init(self, *rest)
+    def early(self: Any, *rest: Any, **options: Any) -> None:
+        init(self, *rest, **options)
         if self.step:
             samples = self.loader.stream.samples
             self.loader.stream.samples = lambda indices: samples(indices - 1)

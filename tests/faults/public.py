@@ -31,11 +31,11 @@ PACKED = "data.packing=best_fit"
     MASKED,
 )
 def division_by_no_targets() -> Any:
-    def own(self: Any, batch: Any) -> Any:
-        count = torch.stack([(microbatch.targets != step.IGNORED).sum() for microbatch in batch]).sum()
+    def own(self: Any, batch: Any, field: str) -> Any:
+        count = torch.stack([(microbatch[field] != step.IGNORED).sum() for microbatch in batch]).sum()
         return 1.0 / (count.double() * self.mesh.sample_group.size)
 
-    return patch(step.TrainStep, "target_weight", own)
+    return patch(step.TrainStep, "one_over_count", own)
 
 
 @fault("a corpus's mask of learned tokens is not read", "one", "the loss, microbatch 0, forward", MASKED)

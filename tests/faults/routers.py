@@ -242,10 +242,10 @@ def bias_by_microbatches() -> Any:
     *BALANCED,
 )
 def balance_by_microbatches() -> Any:
-    weights = TrainStep.weights
+    loss_weights = TrainStep.loss_weights
 
     def undivided(self: TrainStep, batch: Any) -> dict[str, float | Tensor]:
-        found = weights(self, batch)
+        found = loss_weights(self, batch)
         return found | {router.BALANCE: len(batch) * found[router.BALANCE]}
 
-    return patch(TrainStep, "weights", undivided)
+    return patch(TrainStep, "loss_weights", undivided)

@@ -29,9 +29,9 @@ def remembered_mesh() -> Any:
     """Keeps the trainer's mesh for a fault that needs another group of it."""
     init = trainer.Trainer.__init__
 
-    def remember(self: Any, config: Any, mesh: Any, *more: Any) -> None:
+    def remember(self: Any, config: Any, mesh: Any, *more: Any, **options: Any) -> None:
         RANK.mesh = mesh
-        init(self, config, mesh, *more)
+        init(self, config, mesh, *more, **options)
 
     return patch(trainer.Trainer, "__init__", remember)
 

@@ -1,5 +1,6 @@
 """Mistakes of the training loop around the step, which a proof of the step alone does not see."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,15 +19,16 @@ patch = mock.patch.object
     check="trained",
 )
 def rate_of_the_step_before() -> Any:
-    report = trainer.Trainer.report
+    log = trainer.Trainer.log
 
-    def right(self: Any, figures: Any, lr: float) -> None:
-        report(self, figures, learning_rate(self.config.optim, self.step, self.config.train.steps))
+    def right(self: Any, result: Any) -> None:
+        lr = learning_rate(self.config.optim, result.step, self.config.train.steps)
+        log(self, replace(result, lr=lr))
 
     late = patch(
         step, "learning_rate", lambda optim, number, steps: learning_rate(optim, max(1, number - 1), steps)
     )
-    return both(late, patch(trainer.Trainer, "report", right))
+    return both(late, patch(trainer.Trainer, "log", right))
 
 
 @fault(
@@ -36,17 +38,17 @@ def rate_of_the_step_before() -> Any:
     check="trained",
 )
 def warmup_begins_again() -> Any:
-    loop = trainer.Trainer.loop
+    run = trainer.Trainer.run
 
-    def from_the_start(self: Any, *arguments: Any) -> None:
+    def from_the_start(self: Any, *arguments: Any) -> int:
         with patch(
             step,
             "learning_rate",
             lambda optim, number, steps: learning_rate(optim, number - self.started, steps),
         ):
-            loop(self, *arguments)
+            return run(self, *arguments)
 
-    return patch(trainer.Trainer, "loop", from_the_start)
+    return patch(trainer.Trainer, "run", from_the_start)
 
 
 @fault(
@@ -72,7 +74,7 @@ def rate_computed_ahead() -> Any:
     check="rollback",
 )
 def moments_kept_behind_a_rollback() -> Any:
-    resume = trainer.Trainer.resume
+    restore = trainer.Trainer.restore
 
     def kept(self: Any) -> int:
         moments = {
@@ -80,13 +82,13 @@ def moments_kept_behind_a_rollback() -> Any:
             for key, (tensor, _) in self.engine.tensors().items()
             if not key.startswith("model/")
         }
-        step = resume(self)
+        step = restore(self)
         for key, (tensor, _) in self.engine.tensors().items():
             if key in moments and moments[key].any():
                 tensor.copy_(moments[key])
         return step
 
-    return patch(trainer.Trainer, "resume", kept)
+    return patch(trainer.Trainer, "restore", kept)
 
 
 @fault(

@@ -11,9 +11,9 @@ from megacore.engine.averages import WeightAverages
 from megacore.optimizers.ademamix import AdEMAMix, AdEMAMixSettings
 from megacore.optimizers.rule import ParameterShard
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.opening import decayed_twice
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
+from megacore.tools.startup_lines import decayed_twice
 from tests.one_rank import Configure, backward_of, configuring, engine_of
 from tests.training import write_config
 

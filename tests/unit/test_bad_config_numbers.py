@@ -86,7 +86,7 @@ def test_a_number_at_its_extremes(
     infinities from its first step on.
     """
     monkeypatch.setattr(Trainer, "save", lambda trainer: None)
-    monkeypatch.setattr(Trainer, "must_end", property(lambda trainer: trainer.step > 0))
+    monkeypatch.setattr(Trainer, "must_stop", property(lambda trainer: trainer.step > 0))
     # which would end this process
     monkeypatch.setattr("megacore.tools.diagnosis.guardians.fail", lambda error, *rest: None)
     monkeypatch.setattr(StopRequest, "__enter__", lambda request: request)

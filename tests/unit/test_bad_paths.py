@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -286,10 +287,7 @@ def test_a_disk_that_fills_while_records_begin_is_one_line(
         match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$",
     ):
         Records().open(
-            load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config,
-            folder,
-            2,
-            print,
+            load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, Mock(), 2
         )
     assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == [
         "config.json",

@@ -7,8 +7,8 @@ import torch
 from megacore.distributed.events import Slow
 from megacore.engine.spike_detector import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
 from megacore.tools.diagnosis.stragglers import Stragglers, outliers
-from megacore.train.metrics import StepMetrics
-from megacore.train.stopping import Skips, TooManySkips
+from megacore.train.recovery import Skips, TooManySkips
+from megacore.train.step import StepResult
 
 CPU = torch.device("cpu")
 
@@ -84,15 +84,15 @@ def test_equal_norms_make_no_spike_of_the_next() -> None:
     assert found[40:] == [False, False, True]
 
 
-def figures(step: int, skipped: float) -> StepMetrics:
-    return StepMetrics(step, 1.0, 0.0, 0.0, 1.0, skipped)
+def result(step: int, skipped: float) -> StepResult[float]:
+    return StepResult(step, lr=0.0, loss=1.0, grad_norm=1.0, skipped=skipped, flags={}, losses={})
 
 
 def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
     skips = Skips(limit=3, max_rollbacks=1)
     skips.restore(skipped=5.0, rollbacks=0)
     assert [
-        skips.saw(figures(step, count)) for step, count in [(1, 5), (2, 6), (3, 7), (4, 7), (5, 8), (6, 9)]
+        skips.count(result(step, count)) for step, count in [(1, 5), (2, 6), (3, 7), (4, 7), (5, 8), (6, 9)]
     ] == [
         False,
         True,
@@ -101,14 +101,14 @@ def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
         True,
         True,
     ]
-    assert not skips.too_many(), "never three in a row"
-    skips.saw(figures(7, 10))
-    assert skips.too_many()
+    assert not skips.must_roll_back(), "never three in a row"
+    skips.count(result(7, 10))
+    assert skips.must_roll_back()
     for count in (11, 12, 13):
-        assert not skips.too_many(), "it counts anew"
-        skips.saw(figures(8, count))
+        assert not skips.must_roll_back(), "it counts anew"
+        skips.count(result(8, count))
     with pytest.raises(TooManySkips, match="3 steps in a row"):
-        skips.too_many()
+        skips.must_roll_back()
 
 
 def test_stragglers_stand_out_from_the_median() -> None:

@@ -237,6 +237,6 @@ def test_checkpoints_are_set_aside_before_records_are_cut(
     )
     config = load(path, ["checkpoint.resume=never"], 1).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
-    trainer_of(config, mesh, Inputs(config, 0)).monitors.close()
+    trainer_of(config, mesh, Inputs(config, 0)).close()
     mesh.close()
     assert seen == ["step_00000004.aside1"]

@@ -69,19 +69,16 @@ def test_the_end_says_both(
     """All ranks are paid for, whoever counts; on a GPU that the planner knows, its figure stands beside."""
     config = h100(f"log.dir={tmp_path}", *([] if price is None else [f"log.price_per_device_hour={price}"]))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    monitor, said = Cost(), list[str]()
+    cost, said = Cost(), list[str]()
     mesh: Any = SimpleNamespace(
         world=SimpleNamespace(size=8, communicator=None),
-        place=SimpleNamespace(rank=0),
-        device=torch.device("cpu"),
+        device=torch.device("cuda"),
+        print=said.append,
     )
-    monitor.start(config, mesh)
-    monitor.device = torch.device("cuda")
-    monitor.open(config, tmp_path, 1, said.append)
+    cost.on_start(config, mesh)
     for _ in range(11):
-        monitor.figures({}, [])
-    monitor.close()
-    monitor.close()
+        cost.metrics({}, [])
+    cost.on_end()
     (line,) = said
     assert line.startswith(f"cost: {beside}") and f"{planned_hours(config, 'h100'):,.4g} device-hours" in line
 

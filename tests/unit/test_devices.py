@@ -275,11 +275,13 @@ def test_garbage_is_collected_behind_the_same_steps_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(gc, "collect", lambda: collected.append(garbage.steps))
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(garbage.steps))
     monkeypatch.setattr(gc, "unfreeze", frozen.clear)
-    with garbage:
+    try:
         for step in range(2 * EVERY + 10):
             garbage.on_step_begin(step + 1, False)
             assert not gc.isenabled() and frozen
         assert frozen == [0, 1], "what a collection behind a hundred steps finds may go"
+    finally:
+        garbage.on_end()
     assert collected == [0, 1, EVERY, 2 * EVERY]
     assert gc.isenabled() == was_on and not frozen
 

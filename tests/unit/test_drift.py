@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from megacore.tools.choices.run import trainer_of
 from megacore.tools.drift import MODULUS, Drift, Drifted
 from megacore.tools.inputs import Inputs
 from megacore.tools.settings.load import load
+from megacore.train.step import TrainStep
 from tests import training
 from tests.unit.test_synchronisation import META, refusing
 
@@ -26,7 +27,14 @@ from tests.unit.test_synchronisation import META, refusing
 def drift_of(device: torch.device, folder: Path, rank: int, dtype: str = "fp32") -> Drift:
     config = load(training.write_config(folder, "nothing"), [f"train.precision={dtype}"], 1).config
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), rank), device=device)
-    return Drift([Stage(config, range(3), alone(config), device)], mesh)
+    return comparing([Stage(config, range(3), alone(config), device)], mesh)
+
+
+def comparing(stages: list[Stage], mesh: Mesh) -> Drift:
+    """The callback of a rank that has these stages."""
+    compared, step = Drift(), SimpleNamespace(stages=stages, mesh=mesh)
+    compared.on_built(cast(TrainStep, step))
+    return compared
 
 
 def test_a_comparison_does_not_wait_for_its_device(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None
     config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
     stages = [Stage(config, own, alone(config), cpu) for own in (range(2), range(2, 3))]
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), 0), device=cpu)
-    compared = Drift(stages, mesh)
+    compared = comparing(stages, mesh)
     held = [
         (name, parameter.detach().view(-1))
         for stage in stages
@@ -123,9 +131,12 @@ def test_only_sums_of_three_over_nccl_may_differ(backend: str, summing: int, fau
     follow each group's own places.
     """
     mesh: Any = SimpleNamespace(
-        backend=backend, gradient_group=SimpleNamespace(size=summing), device=torch.device("cpu")
+        backend=backend,
+        gradient_group=SimpleNamespace(size=summing),
+        device=torch.device("cpu"),
+        tp=Group("tp", (0, 1), 0),
     )
-    assert Drift([], mesh).is_fault is fault
+    assert comparing([], mesh).is_fault is fault
 
 
 def test_a_run_that_went_back_is_not_judged_by_what_it_left(tmp_path: Path) -> None:
@@ -153,7 +164,7 @@ def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
     config = load(path, ["checkpoint.every=0", "checkpoint.last=false", "train.eval_every=0"], 1).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     trainer = trainer_of(config, mesh, Inputs(config, 0))
-    late = Drift(trainer.train_step.stages, mesh)
+    late = comparing(trainer.train_step.stages, mesh)
     late.found, late.last = (0, torch.ones((), dtype=torch.float64), None), torch.zeros(1)
     mesh.listeners.add(late)
     with pytest.raises(Drifted, match="seen in step 0"):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
-from megacore.engine.choose import ATTACHED, build_engine
+from megacore.engine.choose import build_engine
 from megacore.engine.flat_buffer import fill_buffers
 from megacore.engine.reduce import GradientReducer
 from megacore.model.stage import Stage, whole_model
@@ -305,14 +304,12 @@ def test_parameters_of_one_buffer_have_versions_of_their_own(device: str) -> Non
     assert parameter._version == before and bool((parameter == 1.0).all())
 
 
-def test_an_engine_is_attached_or_its_place_is_named() -> None:
+def test_an_engine_of_another_package_is_built_or_the_missing_one_is_named() -> None:
     """A run would silently step with another engine than its config names."""
     config: Any = SimpleNamespace(engine=SimpleNamespace(kind="deepspeed"), token_ranks=1)
     mesh: Any = None
-    with mock.patch.dict(ATTACHED, {"deepspeed": lambda *given: given}):
-        assert build_engine(config, [], mesh) == (config, [], mesh)
-    with (
-        mock.patch.dict(ATTACHED, clear=True),
-        pytest.raises(RuntimeError, match="imports megacore.tools.deepspeed.engine"),
-    ):
-        build_engine(config, [], mesh)
+    engines: Any = {"deepspeed": lambda *arguments: arguments}
+    assert build_engine(config, [], mesh, engines) == (config, [], mesh)
+    for others in (None, {}, {"another": engines["deepspeed"]}):
+        with pytest.raises(RuntimeError, match=r"pass engines=\{'deepspeed': \.\.\.\}"):
+            build_engine(config, [], mesh, others)

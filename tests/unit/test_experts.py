@@ -502,9 +502,9 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO)
     stage.blocks["1"].feed_forward.router.note_drops(torch.tensor([[True, False], [True, True]]))  # type: ignore[union-attr, index]
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 4.0, 0, 0, 1, 1, 1, 1]))  # type: ignore[union-attr, index]
-    monitor = ExpertLoad()
-    monitor.start(config, mesh)  # type: ignore[arg-type]
-    found = monitor.figures({"step": 1}, [stage])
+    expert_load = ExpertLoad()
+    expert_load.on_start(config, mesh)  # type: ignore[arg-type]
+    found = expert_load.metrics({"step": 1}, [stage])
     assert (
         found["expert_load_max/blocks.1"],
         found["expert_load_min/blocks.1"],
@@ -515,10 +515,10 @@ def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     ] == pytest.approx(2 / 3)
     assert (
         found["expert_drops/blocks.1"] == 0.25
-        and monitor.figures({"step": 2}, [stage])["expert_drops/blocks.1"] == 0
+        and expert_load.metrics({"step": 2}, [stage])["expert_drops/blocks.1"] == 0
     )
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 2.0, 0, 0, 1, 1, 2, 2]))  # type: ignore[union-attr, index]
-    later = monitor.figures({"step": 2}, [stage])
+    later = expert_load.metrics({"step": 2}, [stage])
     # the second of the two holds the last four
     assert (later["expert_rank_load/blocks.1"], later["expert_rank/blocks.1"]) == (1.5, 1)
 
@@ -535,15 +535,15 @@ def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Con
     )
     for block, loads in ("1", [0.0, 4.0, 0, 0, 1, 1, 1, 1]), ("2", [0.0, 0.0, 0, 0, 2, 2, 2, 2]):
         stage.blocks[block].feed_forward.router.load.value.copy_(torch.tensor(loads))  # type: ignore[union-attr, index]
-    monitor = ExpertLoad()
-    monitor.start(config, mesh)  # type: ignore[arg-type]
-    monitor.built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
-    monitor.held += [[0, 0, 1], [1, 0, 0]]  # as two other ranks say
-    monitor.figures({"step": 3}, [stage])
-    assert monitor.rows_of(0, 3) == Rows({1: 1.6, 2: 2.0}, 1.0) and monitor.rows_of(1, 3) == Rows(
+    expert_load = ExpertLoad()
+    expert_load.on_start(config, mesh)  # type: ignore[arg-type]
+    expert_load.on_built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
+    expert_load.held += [[0, 0, 1], [1, 0, 0]]  # as two other ranks say
+    expert_load.metrics({"step": 3}, [stage])
+    assert expert_load.rows_of(0, 3) == Rows({1: 1.6, 2: 2.0}, 1.0) and expert_load.rows_of(1, 3) == Rows(
         {2: 0.0}, 1.0
     )
-    assert monitor.rows_of(2, 3) is None and monitor.rows_of(0, 4) is None
+    assert expert_load.rows_of(2, 3) is None and expert_load.rows_of(0, 4) is None
 
 
 def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: Configure) -> None:
@@ -556,10 +556,10 @@ def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: C
         SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: SOLO),
     )
     stage.blocks["1"].add_module("router", Router(config, alone(config), torch.float32, torch.device("cpu")))  # type: ignore[union-attr, index]
-    monitor = ExpertLoad()
-    monitor.start(config, mesh)  # type: ignore[arg-type]
-    monitor.built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
-    assert {name for name in monitor.figures({"step": 1}, [stage]) if "_max/" in name} == {
+    expert_load = ExpertLoad()
+    expert_load.on_start(config, mesh)  # type: ignore[arg-type]
+    expert_load.on_built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]
+    assert {name for name in expert_load.metrics({"step": 1}, [stage]) if "_max/" in name} == {
         "expert_load_max/blocks.2"
     }
 

@@ -54,7 +54,7 @@ ROOMS = [
     ["megacore.tools.schedules.", "megacore.tools.deepspeed.", "megacore.tools.machine."],
     ["megacore.tools.corpora"],
     ["megacore.tools.drift", "megacore.tools.retention", "megacore.tools.inputs"],
-    ["megacore.tools.opening"],
+    ["megacore.tools.startup_lines"],
     ["megacore.tools.choices."],
     ["megacore.tools.planner.", "megacore.tools.text."],
     ["megacore.tools.monitoring.", "megacore.tools.prepare.", "megacore.tools.interchange."],

@@ -455,7 +455,8 @@ def test_a_recorder_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPat
     now[0] += 8.0
     recorder.on_host_wait_end("data")
     assert (
-        recorder.waits() == Waits(3.0, {"world": 1.0, "dp": 2.0, "data": 8.0}) and recorder.waits() == Waits()
+        recorder.step_waits() == Waits(3.0, {"world": 1.0, "dp": 2.0, "data": 8.0})
+        and recorder.step_waits() == Waits()
     )
 
 

@@ -12,8 +12,8 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.model.plain import folder as hf_folder
 from megacore.model.plain.folder import SIZES, read_config, transformers_config
 from megacore.tools.inputs import Inputs
-from megacore.tools.opening import changes
 from megacore.tools.settings.load import Resolved, load
+from megacore.tools.startup_lines import changes
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from tests.commands import ROOT

@@ -95,8 +95,8 @@ def test_what_a_listener_raises_keeps_nothing_from_the_others(
     assert losses(tmp_path, [Broken(), recorder := FlightRecorder(), Witness()]) == losses(tmp_path, [])
     said = capfd.readouterr().err
     assert (
-        said.count("WARNING: Broken failed, and may see less") == 1
-        and "RuntimeError: a mistake in a tool" in said
+        said.count("WARNING: rank 0: Broken failed in on_phase and is left out") == 1
+        and said.count("RuntimeError: a mistake in a tool") == 2  # of the traceback, and of the warning
     )
     assert recorder.phase[0] == "between steps" and recorder.events >= 2 * (4 + 8)
 
@@ -141,7 +141,7 @@ def test_an_operation_is_heard_of_when_it_begins_and_when_it_is_waited_for() -> 
     assert witness.heard == ["reduce_scatter of [(4,), (2,)], -1", "reduce_scatter begun"]
     work.wait()
     assert witness.heard[2:] == ["reduce_scatter waits", "reduce_scatter done"]
-    assert recorder.channel(group.ranks).begun == 1 and list(recorder.waits().by_group) == ["dp"]
+    assert recorder.channel(group.ranks).begun == 1 and list(recorder.step_waits().by_group) == ["dp"]
     link.failing = True
     with pytest.raises(RuntimeError, match="reset"):
         link.start_reduce_scatter(torch.zeros(4), torch.zeros(2)).wait()
@@ -164,15 +164,15 @@ def test_who_knows_nothing_is_passed_over() -> None:
     """Of several, the first who knows how long the rank has waited answers; of none, nobody has waited."""
 
     class Knowing(Listener):
-        def waits(self) -> Waits:
+        def step_waits(self) -> Waits:
             return Waits(2.0)
 
         def stragglers(self, *_: Any) -> dict[int, Slow]:
             return {3: Slow(1.5, 1.0)}
 
     both = Listeners([Witness(), Knowing()])
-    assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: Slow(1.5, 1.0)}
-    assert Listeners().waits() == Waits() and Listeners().stragglers([1.0], [0.0], 1.0) == {}
+    assert both.step_waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: Slow(1.5, 1.0)}
+    assert Listeners().step_waits() == Waits() and Listeners().stragglers([1.0], [0.0], 1.0) == {}
 
 
 PATCHES = "megacore.tools.choices.torch_patches"  # the one module that may replace what is another library's

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 from megacore.config import Config
 from megacore.config.schema import LogConfig
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.events import Slow
-from megacore.distributed.rank_info import host_name
+from megacore.distributed.events import Listeners, Slow
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.pipeline.schedule import Action, Op
 from megacore.records import FIGURES
 from megacore.tools.diagnosis.stragglers import REPORTS, Stragglers
@@ -27,6 +29,7 @@ from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
 from megacore.tools.settings.load import load
 from megacore.train.callbacks import Callback, Report
+from megacore.train.metrics import Reporter, unknown_utilisation
 from tests.training import run_rank, write_config, write_corpus
 
 
@@ -48,7 +51,7 @@ def test_a_line_says_what_people_look_for(config: Config, capsys: pytest.Capture
     """
     for mfu, said in ((0.4126, "  MFU 41.3%"), (None, "")):
         logs = console(config, 1)
-        logs.report(report(1, {}, mfu))
+        logs.on_log(report(1, {}, mfu))
         line = f"step 1/200  loss 2.0000  lr 0.0006  norm 0.25  1,000 tokens/s{said}  1.5 GiB  0 s left\n"
         assert capsys.readouterr().out == line
 
@@ -68,9 +71,16 @@ def test_figures_are_arranged_by_theme_and_chosen_by_pattern() -> None:
 
 
 def console(config: Config, first_step: int) -> Console:
+    """The console of a run on one process that begins with `first_step`."""
     opened = Console()
-    opened.open(config, Path("unused"), first_step, print)
+    opened.on_start(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    opened.on_records_open(Path("unused"), first_step)
     return opened
+
+
+def mesh_of_one() -> Any:
+    """What `SlowRanks` needs of a mesh."""
+    return SimpleNamespace(device=torch.device("cpu"), world=SOLO, print=print)
 
 
 def report(step: int, stragglers: dict[int, Slow], mfu: float | None = None) -> Report:
@@ -87,7 +97,7 @@ def test_the_time_left_is_that_of_the_steps_since_the_start(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     logs = console(config, 101)
     now[0] += 20.0
-    logs.report(report(110, {}))
+    logs.on_log(report(110, {}))
     assert capsys.readouterr().out.strip().endswith(" 180 s left")
 
 
@@ -101,10 +111,10 @@ def test_the_time_left_behind_a_rollback_to_before_the_start(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     logs = console(config, 101)
     now[0] = 2000.0  # behind steps that do not count any more
-    logs.reopen(91)
+    logs.on_rewind(91)
     for step in (91, 100, 101):
         now[0] = 2000.0 + 10.0 * (step - 90)
-        logs.report(report(step, {}))
+        logs.on_log(report(step, {}))
     assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["1090", "1000", "990"]
 
 
@@ -115,7 +125,13 @@ def test_a_long_first_step_says_how_far_it_is(
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     for device in ("cpu", "cuda"):
-        first = FirstStep(16, device)
+        first = FirstStep()
+        built: Any = SimpleNamespace(
+            config=SimpleNamespace(num_microbatches=8),
+            stages=[None, None],
+            mesh=SimpleNamespace(device=torch.device(device)),
+        )
+        first.on_built(built)
         for step in (1, 2):  # of which the second says nothing
             first.on_step_begin(step, True)
             for _ in range(16):
@@ -134,11 +150,10 @@ def test_who_holds_up_the_others_again_is_said_again(
     be named on the first alone.
     """
     logs = SlowRanks()
-    logs.start(config, SimpleNamespace(device=torch.device("cpu"), world=SOLO))  # type: ignore[arg-type]
+    logs.on_start(config, mesh_of_one())
     logs.hosts *= 4
-    logs.open(config, Path("unused"), 1, print)
     for step, slow in enumerate(([3], [3], [], [3, 2], [2]), 1):
-        logs.report(report(step, dict.fromkeys(slow, Slow(0.9, 0.3))))
+        logs.on_log(report(step, dict.fromkeys(slow, Slow(0.9, 0.3))))
     said = [line.split(f": slow host: host {host_name()} ") for line in capsys.readouterr().out.splitlines()]
     behind = "holds up the others, busy for 0.90 s of 1.00 s"
     assert said == [[f"step {step}", f"rank {rank} {behind}"] for step, rank in ((1, 3), (4, 3), (4, 2))]
@@ -179,26 +194,32 @@ def test_on_gpus_rows_explain_devices_alone(config: Config, capsys: pytest.Captu
         found = stragglers.named([0.1, 0.1, 0.9, 0.1], [0.5, 0.5, 0.5, 0.9], 1.0)
     assert {rank: slow.of for rank, slow in found.items()} == {2: "host", 3: "device"}
     logs = SlowRanks(SimpleNamespace(rows_of=lambda rank, step: Rows({1: 9.0}, 1.0)))  # type: ignore[arg-type]
-    logs.start(config, SimpleNamespace(device=torch.device("cpu"), world=SOLO))  # type: ignore[arg-type]
+    logs.on_start(config, mesh_of_one())
     logs.hosts, logs.computes = ["a"] * 4, "device"
-    logs.open(config, Path("unused"), 1, print)
-    logs.report(report(1, found))
+    logs.on_log(report(1, found))
     assert [line.split(":")[1] for line in capsys.readouterr().out.splitlines()] == [
         " slow host",
         " slow by routing",
     ]
 
 
-def test_a_list_of_figures_is_of_numbers(tmp_path: Path) -> None:
-    """Else the run's records would end at what JSON does not have, and their own file be
-    blamed for a monitor of the user's.
+class NoNumbers(Callback):
+    """A user's callback that returns something else than numbers."""
+
+    def metrics(self, metrics: Any, stages: Any) -> Any:
+        return {"own/x": [object()]}
+
+
+def test_a_list_of_metrics_is_of_numbers(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise metrics.jsonl, which has no JSON for an object, would be blamed for a mistake in a user's
+    callback, and end the run.
     """
-    said: list[str] = []
-    monitor = Callback()
-    figures: dict[str, Any] = {"step": 1}
-    monitor.figures = lambda *_: {"own/x": [object()]}  # type: ignore[method-assign, assignment, return-value]
-    Monitors([monitor], said.append).add_figures(figures, [])
-    assert figures == {"step": 1} and "Callback failed" in said[0]
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"), listeners=Listeners([NoNumbers()]))
+    reporter = Reporter(config, mesh, saving=Mock(), utilisation=unknown_utilisation)
+    metrics: dict[str, Any] = {"step": 1}
+    reporter.add_metrics(metrics, [])
+    assert metrics == {"step": 1}
+    assert "WARNING: rank 0: NoNumbers failed in metrics and is left out" in capsys.readouterr().err
     assert as_json({"own/x": [1.0, math.nan]}) == '{"own/x": [1.0, null]}'
 
 
@@ -207,12 +228,14 @@ def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said: list[str] = []
+    mesh: Any = SimpleNamespace(print=said.append)
     for first, last, loss in ((1, 5, 3.0), (4, 6, 2.0)):
         board = Board()
-        board.open(Config(log=LogConfig(figures=("train/*", "sped/*"))), tmp_path, first, said.append)
+        board.on_start(Config(log=LogConfig(figures=("train/*", "sped/*"))), mesh)
+        board.on_records_open(tmp_path, first)
         for step in range(first, last + 1):
-            board.record({"step": step, "loss": loss, "mfu": 0.5})
-        board.close()
+            board.on_record({"step": step, "loss": loss, "mfu": 0.5})
+        board.on_end()
     shown = EventAccumulator(str(tmp_path / "tensorboard"))
     shown.Reload()
     assert [(event.step, event.value) for event in shown.Scalars("train/loss")] == [

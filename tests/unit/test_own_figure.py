@@ -1,5 +1,5 @@
-"""Another figure of a logged step: a monitor in a file of the user's own, and the
-records and TensorBoard have it.
+"""Another metric of a logged step: a callback in a custom model's file adds it, and metrics.jsonl and
+TensorBoard have it.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from megacore.train.callbacks import Callback
 
 class Halved(Callback):
     def metrics(self, metrics, stages):
-        return {NAME: figures["loss"] / 2, "parameters": float(sum(p.numel() for stage in stages for p in stage.parameters()))}
+        return {NAME: metrics["loss"] / 2, "parameters": float(sum(p.numel() for stage in stages for p in stage.parameters()))}
 
 CALLBACKS = [Halved]
 """  # noqa: E501
@@ -37,7 +37,7 @@ class Fragile(Callback):
             raise RuntimeError("there is nothing to write to")
 
     def on_record(self, record):
-        if figures["step"] > 1:
+        if record["step"] > 1:
             raise RuntimeError("there is still nothing")
 
     def on_log(self, report):
@@ -45,6 +45,11 @@ class Fragile(Callback):
 
 CALLBACKS = [Fragile]
 """
+
+
+def left_out(name: str, method: str, reason: str) -> str:
+    """What is printed of a callback that failed."""
+    return f"WARNING: rank 0: {name} failed in {method} and is left out; training continues: {reason}\n"
 
 
 def run(tmp_path: Path, source: str, steps: int = 2) -> Path:
@@ -77,35 +82,29 @@ def test_a_figure_that_cannot_be_is_left_out(tmp_path: Path, capsys: pytest.Capt
     before its checkpoint, for a figure.
     """
     folder = run(tmp_path, SOURCE.replace("NAME", "'loss'"))
-    assert (
-        "Halved failed, and the run continues without it: ValueError: loss is another figure's name"
-        in capsys.readouterr().out
-    )
+    reason = "ValueError: loss is another metric's name"
+    assert left_out("Halved", "metrics", reason) in capsys.readouterr().err
     assert len(training.metrics(folder)) == 2 and "parameters" not in training.metrics(folder)[0]
     assert (folder / "checkpoints/step_00000002").is_dir()
 
 
-def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(
+def test_a_callback_that_cannot_begin_anew_takes_nothing_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run would go on without its records, or without a line about its steps, for
     what another's file does wrong.
     """
     folder = run(tmp_path, FRAGILE, steps=3)
-    said = capsys.readouterr().out
-    assert said.count("failed, and the run continues without it") == 1
-    assert (
-        "Fragile failed, and the run continues without it: RuntimeError: there is nothing to write to" in said
-    )
+    said, warned = capsys.readouterr()
+    assert warned.count("is left out; training continues") == 1
+    assert left_out("Fragile", "on_records_open", "RuntimeError: there is nothing to write to") in warned
     assert [figures["step"] for figures in training.metrics(folder)] == [2, 3]
     assert "step 3/3" in said and "step 1/3" not in said, "lines begin where nobody draws the steps any more"
 
 
-def test_a_monitor_that_cannot_begin_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_callback_that_cannot_begin_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A figure that cannot be written, on a disk that is not there, is no reason to train nothing."""
     folder = run(tmp_path, FRAGILE.replace("first_step > 1", "True").replace("RuntimeError(", "OSError("))
-    assert (
-        "Fragile failed, and the run continues without it: OSError: there is nothing to write to"
-        in capsys.readouterr().out
-    )
+    reason = "OSError: there is nothing to write to"
+    assert left_out("Fragile", "on_records_open", reason) in capsys.readouterr().err
     assert len(training.metrics(folder)) == 2

@@ -39,7 +39,7 @@ from megacore.tools.planner.memory import RankMemory, besides, communicators_of,
 from megacore.tools.planner.parameters import parameters, rank_parameters, stage_parameters
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.settings.load import load, resolve
-from megacore.train.metrics import PairsSeen
+from megacore.train.metrics import AttendedPairs
 from tests import forks
 from tests.commands import run_script
 
@@ -193,7 +193,7 @@ def test_flops_of_documents_are_what_attention_multiplies(monkeypatch: pytest.Mo
     pairs = sum((stop - start) ** 2 for bounds in documents for start, stop in pairwise(bounds))
     scores_again = 2 * config.model.num_layers * config.model.hidden_size * pairs
     counted = (counter.get_total_flops() - scores_again) / tokens.numel()
-    meter = PairsSeen()
+    meter = AttendedPairs()
     meter.add([Microbatch(tokens, tokens, documents=documents)])
     part = meter.read()
     assert part == pairs / (2 * 32**2) and meter.read() == 1.0

@@ -71,15 +71,15 @@ def test_a_machine_serves_its_ranks() -> None:
         )
         figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
         by_rank = [1.0, 2.0, 3.0, 4.0]
-        exporter.report(
+        exporter.on_log(
             Report(
                 figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, {}, saved_step=20, save_seconds=7.0
             )
         )
-        exporter.validation(3.5)
+        exporter.on_validation(3.5)
         found = scrape(port)
     finally:
-        exporter.close()
+        exporter.on_end()
     assert (
         found["megacore_step"] == 30 and found["megacore_mfu"] == 0.4 and found["megacore_valid_loss"] == 3.5
     )
@@ -107,11 +107,13 @@ def served_by_rank(config_path: str, log_dir: str, hosts: list[str]) -> list[str
     port = free_port()  # here all hosts are one machine
     config = load(config_path, [f"log.dir={log_dir}", f"log.prometheus_port={port}"], place.world_size).config
     exporter = Exporter(port, place, CPU)
-    trainer = trainer_of(config, Mesh(config, place, CPU), Inputs(config, place.rank), [exporter])
+    mesh = Mesh(config, place, CPU)
+    mesh.listeners.add(exporter)
+    trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     served: list[str] = []
-    close = exporter.close
+    end = exporter.on_end
     with mock.patch.object(
-        exporter, "close", lambda **_: (served.extend(scrape(port) if exporter.serving else []), close())
+        exporter, "on_end", lambda: (served.extend(scrape(port) if exporter.serving else []), end())
     ):
         trainer.run()
     trainer.mesh.close()
@@ -134,7 +136,7 @@ def test_ranks_of_a_machine_need_not_be_neighbours(
 def test_only_the_first_rank_of_a_machine_serves() -> None:
     """Ranks of one machine would fight for the port."""
     port = free_port()
-    Exporter(port, RankInfo(1, 2, 1, 2), CPU).report(Report({}, {}, {}, {}, 0, 0.0))
+    Exporter(port, RankInfo(1, 2, 1, 2), CPU).on_log(Report({}, {}, {}, {}, 0, 0.0))
     with pytest.raises(OSError):
         scrape(port)
 
@@ -198,7 +200,7 @@ def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out(monkeypatch: 
     finally:
         stranger.kill()
         stranger.wait()
-        exporter.close()
+        exporter.on_end()
 
 
 def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,13 +431,13 @@ def test_gpus_are_asked_when_somebody_scrapes(monkeypatch: pytest.MonkeyPatch) -
         answers.clear()
         assert math.isnan(scrape(port)['megacore_rank_gpu_utilisation{rank="3"}'])
     finally:
-        exporter.close()
+        exporter.on_end()
     exporter = Exporter(port := free_port(), RankInfo(), torch.device("cuda"))
     exporter.watch([0])  # NVML does not answer from the start
     try:
         assert not any("gpu" in name for name in scrape(port))
     finally:
-        exporter.close()
+        exporter.on_end()
 
 
 def test_parts_of_a_step() -> None:

@@ -22,8 +22,8 @@ from megacore.optimizers.rule import ReferenceStep, Rule, State, register, unreg
 from megacore.optimizers.sgd import SGDSettings
 from megacore.tools.choices.resolve_auto import resolved_auto
 from megacore.tools.inputs import Inputs, recorded_rule
-from megacore.tools.opening import HOW, UNHEARD, changes
 from megacore.tools.settings.load import flatten, load
+from megacore.tools.startup_lines import HOW, UNHEARD, changes
 from tests.checkpoints import save
 from tests.manifests import edit_text
 from tests.pieces import piece

@@ -3,9 +3,12 @@
 import os
 import signal
 import time
+from unittest.mock import Mock
 
 import pytest
 
+from megacore.config import Config
+from megacore.config.schema import TrainConfig
 from megacore.tools.monitoring.first_step import StartUp
 from megacore.tools.stop_request import StopRequest
 
@@ -61,7 +64,8 @@ def test_only_a_second_ctrl_c_ends_a_run_that_saves(
 def test_when_there_is_something_to_save(compiles: bool, events: list[str], begun: bool) -> None:
     """A signal would wait for a compilation, or end a run that could have saved its step."""
     request = StopRequest()
-    listener = StartUp(request, compiles)
+    listener = StartUp(request)
+    listener.on_start(Config(train=TrainConfig(compile=compiles)), mesh=Mock())
     for event in events:
         if event == "step":
             listener.on_step_begin(1, True)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.distributed.communicator import SOLO
+from megacore.distributed.events import Listeners
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
@@ -30,8 +31,7 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.tools.settings.load import load
-from megacore.train.metrics import StepMetrics
-from megacore.train.step import TrainStep
+from megacore.train.step import StepResult, TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
 from tests.unit.test_prometheus import scrape
@@ -128,7 +128,9 @@ def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     with refusing():
         for number in (1, 2):
-            figures = step(number, [Microbatch(tokens, tokens, key) for key in range(4)], lambda: (1.0, 0.0))
+            figures = step(
+                number, [Microbatch(tokens, tokens, key) for key in range(4)], lambda: {"stop": True}
+            )
     assert figures.loss.device == figures.grad_norm.device == figures.skipped.device == META
 
 
@@ -151,33 +153,34 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     config = load(path, overrides, 1).config
     exporter = Exporter(port, RankInfo(), META)
     with (
-        mock.patch.object(Trainer, "resume", lambda self: 0),
+        mock.patch.object(Trainer, "restore", lambda self: 0),
         mock.patch.object(Mesh, "hosts", lambda self: [(0, 0)]),
     ):
-        trainer = trainer_of(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
+        mesh = Mesh(config, RankInfo(), META, listeners=Listeners([exporter]))
+        trainer = trainer_of(config, mesh, Inputs(config, 0))
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.object(
         trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)]
     )
-    told = mock.patch.object(
-        trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T
-    )
-    arrived = mock.patch.object(
-        trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0)]
-    )
-    try:
-        with read, told, arrived, refusing():
-            trainer.loop()
-        found = scrape(port)
-    finally:
-        trainer.loader.close()
-        exporter.close()
-        trainer.monitors.close()
+    gathered = mock.patch.object(trainer.reporter, "gather", lambda numbers: [[number] for number in numbers])
+    arrived = mock.patch.object(trainer.results, "take", lambda **_: [logged_result(trainer.step)])
+    asked = mock.patch.object(trainer, "check_stop")  # before the first step, where it may wait
+    scraped: list[dict[str, float]] = []
+    ended = mock.patch.object(trainer, "finish", lambda: scraped.append(scrape(port)))
+    with read, gathered, arrived, asked, ended, refusing():
+        trainer.run()
+    (found,) = scraped
     assert (
         found["megacore_step"] == 2
         and found["megacore_loss"] == 2.0
         and [line["loss"] for line in training.metrics(tmp_path / "run")] == [2.0, 2.0]
     )
+
+
+def logged_result(step: int) -> StepResult[float]:
+    """The results of a step that the device has done."""
+    flags = {"stop": 0.0, "save_failed": 0.0}
+    return StepResult(step, lr=0.1, loss=2.0, grad_norm=1.0, skipped=0.0, flags=flags, losses={})
 
 
 def test_deepspeed_is_handed_its_gradient_without_waiting() -> None:

@@ -84,7 +84,7 @@ def test_no_target_is_a_token_of_an_image(tmp_path: Path, fault: tuple[str, str]
     learned = batch["targets"][:, 3:-1]
     assert (learned == batch.tokens[:, 4:]).all()  # the last patch says the first token
     step = TrainStep(config, Mesh(config, RankInfo(), torch.device("cpu")))
-    mean = float(step.weights([batch])["cross_entropy"])
+    mean = float(step.loss_weights([batch])["cross_entropy"])
     assert (mean == 1 / learned.numel() and int((batch["targets"] != IGNORED).sum()) == learned.numel()) == (
         fault is None
     )

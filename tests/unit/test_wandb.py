@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -126,11 +127,13 @@ def test_wandb_never_ends_or_stalls_a_run(
     ).config
     lines: list[str] = []
     tracker = tracking.Tracker()
-    tracker.open(config, tmp_path / "run", 1, lines.append)
+    mesh: Any = SimpleNamespace(print=lines.append)
+    tracker.on_start(config, mesh)
+    tracker.on_records_open(tmp_path / "run", 1)
     process = tracker.process
     for step in range(300):  # more than a pipe holds
-        tracker.record({"step": step, "loss": 1.0, "padding": "x" * 500})
-    tracker.close()
+        tracker.on_record({"step": step, "loss": 1.0, "padding": "x" * 500})
+    tracker.on_end()
     assert len(lines) == 1 and lines[0].startswith(said), lines
     assert process is not None and process.returncode not in (None, 0)
 
@@ -142,9 +145,9 @@ def config_told(path: str, folder: str) -> Any:
     """What wandb's process is told of a run's config."""
     config, told = load(path, [f"log.dir={folder}"]).config, Path(folder) / "told"
     with mock.patch.object(tracking, "COMMAND", [sys.executable, "-c", ECHO.format(told)]):
-        trainer = trainer_of(
-            config, Mesh(config, RankInfo(), torch.device("cpu")), Inputs(config, 0), [tracking.Tracker()]
-        )
+        mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+        mesh.listeners.add(tracking.Tracker())
+        trainer = trainer_of(config, mesh, Inputs(config, 0))
         trainer.run()
     trainer.mesh.close()
     return json.loads(told.read_text())["config"]
