@@ -1,6 +1,6 @@
 """What a rank sends in a step, by group and operation, and where it waits for it.
 
-What this project sends, it hears of as an listener. For libraries that bring their own collectives (FSDP2),
+What this project sends, it hears of as a listener. For libraries that bring their own collectives (FSDP2),
 torch.distributed's functions are replaced while a `Wire` is entered.
 """
 

@@ -1,8 +1,8 @@
 """All that this project replaces in PyTorch, and in Triton: functions that refuse tensors on
 `meta`, or do there what no GPU does.
 
-Only dry runs do so, each within a context. Everything else that watches a run is an listener
-(`distributed/listener.py`).
+Only dry runs do so, each within a context. Everything else that watches a run is a listener
+(`distributed/events.py`).
 """
 
 import sys

@@ -36,7 +36,7 @@ Seconds = dict[str, float]  # by part
 
 
 class Heard(NamedTuple):
-    """What an listener is given back of an operation: over which group, its name, the other
+    """What a listener is given back of an operation: over which group, its name, the other
     rank, and the shape of its tensor.
     """
 
