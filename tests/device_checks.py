@@ -191,7 +191,10 @@ def check_fsdp(device: str, precision: str = "bf16") -> None:
     mesh = join(configs[0], RankInfo())
     with (
         one_rank_group("nccl" if device == "cuda" else "gloo") as alone,
-        mock.patch("megacore.train.step.build_engine", FSDPEngine),
+        mock.patch(
+            "megacore.train.step.build_engine",
+            lambda config, stages, mesh, engines: FSDPEngine(config, stages, mesh),
+        ),
     ):
         mesh.groups[("shard",)] = Group("shard", (0,), 0, Communicator(alone, 1))
         divided, got, weights = steps_of(configs[0], mesh)

@@ -16,6 +16,7 @@ from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
 from megacore.model.layers import Layers, fields_of
 from megacore.tools.choices.settle import settled_alone
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.settings.load import load
 from megacore.train.loader import microbatch_on
 from megacore.train.step import TrainStep
@@ -55,7 +56,7 @@ def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
 
 def train(config: Config, mesh: Mesh, layers: Layers | None = None, steps: int = STEPS) -> Found:
     """Some steps, without a trainer around them. `layers`: of another model than the config's."""
-    step, figures = TrainStep(settled_alone(config), mesh, layers=layers), []
+    step, figures = TrainStep(settled_alone(config), mesh, layers=layers, engines=ENGINES), []
     sources = fields_of(layers_of(config) if layers is None else layers)
     for number in range(1, steps + 1):
         whole = batch_of(config, number, mesh.sample_group)

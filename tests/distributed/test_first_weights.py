@@ -23,6 +23,7 @@ from megacore.model.stage import whole_model
 from megacore.rng import RUN
 from megacore.tools.checkpoint_weights import load_weights
 from megacore.tools.choices.settle import settled_alone
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
@@ -66,7 +67,7 @@ def build(config_path: str, overrides: list[str]) -> Built:
     with Allocated() as before:
         build_stages(config, mesh)
     with mock.patch("megacore.train.step.own_cores", lambda ranks: 1), Allocated() as allocated:
-        step = TrainStep(config, mesh)
+        step = TrainStep(config, mesh, engines=ENGINES)
     step.engine.settle()
     held = step.engine.tensors()
     weights = [

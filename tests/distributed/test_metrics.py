@@ -5,7 +5,7 @@ import io
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -39,7 +39,8 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     def running(self: Runtime, *args: Any) -> Any:
         training_now = self.stages[0].training
         now[0] += STEP if training_now else ASIDE
-        (recorder,) = cast(list[FlightRecorder], self.listeners)
+        assert self.listeners is not None
+        (recorder,) = [each for each in self.listeners if isinstance(each, FlightRecorder)]
         recorder.waited += WAITED[rank] if training_now else 0.0
         return run(self, *args)
 

@@ -215,7 +215,7 @@ def watched(folder: Path, changes: dict[str, str]) -> Path:
     return folder / "watched.py"
 
 
-def test_monitors_that_read_are_named_and_change_nothing(tmp_path: Path, workers: ProofWorkers) -> None:
+def test_callbacks_that_read_are_named_and_change_nothing(tmp_path: Path, workers: ProofWorkers) -> None:
     """They run as in training; a proof that left them out could not be one of the run."""
     path = watched(tmp_path, {})
     proof = of_source(path, workers, "pp2")
@@ -245,7 +245,7 @@ def test_the_readmes_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> N
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_monitor_that_changes_the_model_is_a_difference(
+def test_a_callback_that_changes_the_model_is_a_difference(
     case: str, tmp_path: Path, workers: ProofWorkers
 ) -> None:
     """What it changes in a run nothing else would tell."""

@@ -241,7 +241,7 @@ def methods_of(files: list[Source]) -> set[str]:
 
 
 def test_nobody_replaces_a_method() -> None:
-    """A reader of the loop would not know what runs: who wants to see it is an listener."""
+    """A reader of the loop would not know what runs: who wants to see it is a listener."""
     files = [source for source in sources() if source.name.startswith("megacore.")]
     methods = methods_of(files)
     found = {source.name: lines for source in files if (lines := list(replacing(source, methods)))}

@@ -96,7 +96,7 @@ class Block(Usual):
 
 
 def test_a_metric_that_every_pass_overwrites_raises_no_alarm(tmp_path):
-    """A layer may note something for a monitor: training never reads what an evaluation has left there."""
+    """A layer may note something for a callback: training never reads what an evaluation has left there."""
     source = tmp_path / "noting.py"
     source.write_text(NOTING)
     findings = findings_of(tmp_path, TINY, f"model.source={json.dumps(str(source))}")
