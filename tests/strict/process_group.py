@@ -26,7 +26,7 @@ BETWEEN = (
     "strict/process_group.py",
     "distributed/communicator.py",
     "distributed/collectives.py",
-    "distributed/listener.py",
+    "distributed/events.py",
 )  # from a call to here
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.events import Listeners
+from megacore.distributed.events import Listeners, Waits
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
@@ -158,6 +158,8 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     ):
         mesh = Mesh(config, RankInfo(), META, listeners=Listeners([exporter]))
         trainer = trainer_of(config, mesh, Inputs(config, 0))
+    # Ranks agree on these at the first report, once, and wait for that.
+    trainer.reporter.part_names = list(exporter.step_parts(0.0, Waits(), 1))
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.object(
         trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)]
