@@ -30,7 +30,7 @@ def poisoned_rank(
     read = []
 
     def noted(self: Trainer) -> list[Microbatch]:
-        read.append(self.step + self.skipped_batches)
+        read.append(self.step + self.batch_offset)
         return next_batch(self)
 
     def poisoned(self: TrainStep, batch: list[Microbatch]) -> dict[str, torch.Tensor]:

@@ -240,7 +240,7 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     (stage,) = trainer.train_step.stages
     for module in stage.modules():
         module.register_forward_pre_hook(note)
-    (batch, *_) = trainer.loader.step(1)
+    (batch, *_) = trainer.loader.read(1)
     loss = trainer.train_step.runtime.modules[0]({}, batch)[1]["cross_entropy"]
     names = {parameter: name for name, parameter in stage.named_parameters()}
     held = {names[parameter] for parameter, storage in gathered.items() if not storage.expired()}

@@ -48,7 +48,7 @@ def train(
     plain = plain_loss(step, loader) if place.world_size == 1 else 0.0
     with mock.patch.object(TrainStep, "one_over_count", mean_by_rank) if fault else contextlib.nullcontext():
         for number in (1, 2, 3):
-            batch = loader.step(number)
+            batch = loader.read(number)
             learned.append(sum(int((microbatch.targets != IGNORED).sum()) for microbatch in batch))
             done = step(number, batch)
             figures.append((done.loss.item(), done.grad_norm.item()))
@@ -66,7 +66,7 @@ def train(
 def plain_loss(step: TrainStep, loader: Loader) -> float:
     """The mean over the first batch's learned targets, by PyTorch's own cross entropy."""
     (model,), losses = step.stages, []
-    for batch in loader.step(1):
+    for batch in loader.read(1):
         logits, targets = model.logits(model.hidden(batch.tokens, batch.key)), batch.targets.flatten()
         losses.append(
             F.cross_entropy(logits.reshape(len(targets), -1), targets, reduction="none")[targets != IGNORED]

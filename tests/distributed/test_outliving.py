@@ -192,7 +192,7 @@ def refuse_events(trainer: Trainer) -> None:
 
 def refuse_records(trainer: Trainer) -> None:
     """What the next record is written to is full."""
-    records = trainer.records
+    records = trainer.records.records
     assert isinstance(records, Records)
     file: Any = records.metrics
 

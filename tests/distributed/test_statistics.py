@@ -76,7 +76,7 @@ def rms(*tensors: Tensor) -> float:
 def expected(config: Config) -> dict[str, float]:
     """What plain code finds on one process, in the first step."""
     model, mesh = whole_model(config), Mesh(config, RankInfo(), torch.device("cpu"))
-    step, batch = TrainStep(config, mesh), Loader(config, mesh, Inputs(config, 0).stream).step(1)
+    step, batch = TrainStep(config, mesh), Loader(config, mesh, Inputs(config, 0).stream).read(1)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     outputs: dict[str, list[Tensor]] = {}
     logits: dict[str, float] = {}

@@ -607,7 +607,7 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
             pass
 
     loader = Loader(config, cast(Mesh, mesh), Remote())
-    loader.step(1)
+    loader.read(1)
     main = threading.Thread(target=loader.step, args=(2,))
     main.start()
     while recorder.worker is None and main.is_alive():

@@ -108,7 +108,7 @@ def raising(error: Exception) -> Strike:
 
 def slow(trainer: Trainer, fault: Fault) -> None:
     """Makes this step and all after it longer on this rank: by `seconds`, or to three times as long."""
-    run, began, usual = trainer.loader.step, 0.0, 0.0
+    run, began, usual = trainer.loader.read, 0.0, 0.0
 
     def step(number: int) -> Any:
         nonlocal began, usual
@@ -118,7 +118,7 @@ def slow(trainer: Trainer, fault: Fault) -> None:
         began = time.monotonic()
         return run(number)
 
-    trainer.loader.step = step  # type: ignore[assignment, method-assign]
+    trainer.loader.read = step  # type: ignore[assignment, method-assign]
 
 
 def nan(trainer: Trainer, fault: Fault) -> None:

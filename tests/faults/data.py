@@ -285,7 +285,12 @@ def padding_counted() -> Any:
 )
 def resume_repeats_a_step() -> Any:
     restore = trainer.Trainer.restore
-    return patch(trainer.Trainer, "restore", lambda self: max(0, restore(self) - 1))
+
+    def repeated(self: Any) -> Any:
+        origin = restore(self)
+        return replace(origin, step=max(0, origin.step - 1))
+
+    return patch(trainer.Trainer, "restore", repeated)
 
 
 @fault("a resumed run begins one sample early", "one", "another loss in step 3", check="resume")

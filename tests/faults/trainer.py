@@ -44,7 +44,7 @@ def warmup_begins_again() -> Any:
         with patch(
             step,
             "learning_rate",
-            lambda optim, number, steps: learning_rate(optim, number - self.started, steps),
+            lambda optim, number, steps: learning_rate(optim, number - self.origin.step, steps),
         ):
             return run(self, *arguments)
 
@@ -76,17 +76,17 @@ def rate_computed_ahead() -> Any:
 def moments_kept_behind_a_rollback() -> Any:
     restore = trainer.Trainer.restore
 
-    def kept(self: Any) -> int:
+    def kept(self: Any) -> Any:
         moments = {
             key: tensor.clone()
             for key, (tensor, _) in self.engine.tensors().items()
             if not key.startswith("model/")
         }
-        step = restore(self)
+        origin = restore(self)
         for key, (tensor, _) in self.engine.tensors().items():
             if key in moments and moments[key].any():
                 tensor.copy_(moments[key])
-        return step
+        return origin
 
     return patch(trainer.Trainer, "restore", kept)
 

@@ -85,7 +85,7 @@ def test_equal_norms_make_no_spike_of_the_next() -> None:
 
 
 def result(step: int, skipped: float) -> StepResult[float]:
-    return StepResult(step, lr=0.0, loss=1.0, grad_norm=1.0, skipped=skipped, flags={}, losses={})
+    return StepResult(step, lr=0.0, loss=1.0, grad_norm=1.0, skipped_so_far=skipped, flags={}, losses={})
 
 
 def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
@@ -101,14 +101,15 @@ def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
         True,
         True,
     ]
-    assert not skips.must_roll_back(), "never three in a row"
+    assert not skips.are_too_many, "never three in a row"
     skips.count(result(7, 10))
-    assert skips.must_roll_back()
+    assert skips.are_too_many
+    skips.count_rollback()
     for count in (11, 12, 13):
-        assert not skips.must_roll_back(), "it counts anew"
+        assert not skips.are_too_many, "it counts anew"
         skips.count(result(8, count))
     with pytest.raises(TooManySkips, match="3 steps in a row"):
-        skips.must_roll_back()
+        skips.count_rollback()
 
 
 def test_stragglers_stand_out_from_the_median() -> None:

@@ -254,7 +254,7 @@ def trained(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     step, stream = TrainStep(config, mesh), SampleStream(prefix, 16, 0, VOCAB_SIZE)
     loader = Loader(config, mesh, stream)
     for number in (1, 2):
-        step(number, loader.step(number))
+        step(number, loader.read(number))
     loader.close()
     step.engine.settle()
     held = {name: tensor.detach().clone() for name, (tensor, _) in step.engine.tensors().items()}

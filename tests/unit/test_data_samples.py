@@ -176,7 +176,7 @@ def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing
     plain = {prefix: Corpus(prefix, config) for _, prefix in parts}
     loader, seen = Loader(config, Mesh(config, RankInfo(), torch.device("cpu")), stream), set()
     for index, microbatch in enumerate(
-        microbatch for step in range(1, 11) for microbatch in loader.step(step)
+        microbatch for step in range(1, 11) for microbatch in loader.read(step)
     ):
         for row in range(2):
             prefix, _, sample = stream.where(2 * index + row)

@@ -160,8 +160,8 @@ def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
         samples=lambda indices: np.zeros((len(indices), whole), dtype=np.int64), learned=lambda indices: None
     )
     loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device, listeners=Listeners()), stream)  # type: ignore[arg-type]
-    loader.step(1)
-    loader.step(2)
+    loader.read(1)
+    loader.read(2)
     loader.close()
     assert threads == {"loader_0": device}
 

@@ -424,7 +424,7 @@ def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
                 sample_group=Group("dp", tuple(range(data)), rank), cp=SOLO, device=CPU
             )
             for step in (1, 2):
-                for microbatch in Loader(config, mesh, stream).step(step):
+                for microbatch in Loader(config, mesh, stream).read(step):
                     found[step, int(microbatch.tokens[0, 0])] = microbatch.key
         return found
 

@@ -159,7 +159,7 @@ def test_a_microbatch_keeps_documents_and_padding_apart(tmp_path: Path) -> None:
     stream = Inputs(config, 0).stream
     loader, seen = Loader(config, mesh, stream), 0
     for step in range(1, stream.counts[0] // 2 + 1):
-        for microbatch in loader.step(step):
+        for microbatch in loader.read(step):
             assert microbatch.positions is not None and microbatch.documents is not None
             for inputs, targets, positions, bounds in zip(
                 microbatch.tokens, microbatch.targets, microbatch.positions, microbatch.documents, strict=True

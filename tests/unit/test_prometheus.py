@@ -73,7 +73,12 @@ def test_a_machine_serves_its_ranks() -> None:
         by_rank = [1.0, 2.0, 3.0, 4.0]
         exporter.on_log(
             Report(
-                figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, {}, saved_step=20, save_seconds=7.0
+                figures,
+                dict.fromkeys(RANKS, by_rank),
+                {"dp": by_rank},
+                {},
+                checkpoint_step=20,
+                checkpoint_seconds=7.0,
             )
         )
         exporter.on_validation(3.5)

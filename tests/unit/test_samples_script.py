@@ -83,7 +83,7 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
         mesh = SimpleNamespace(sample_group=dp, cp=SOLO, device=torch.device("cpu"), listeners=Listeners())
         loader = Loader(resolved, cast(Mesh, mesh), stream)
         for step in (4, 5):
-            for j, microbatch in enumerate(loader.step(step)):
+            for j, microbatch in enumerate(loader.read(step)):
                 own = [
                     row
                     for row in rows

@@ -31,6 +31,7 @@ from megacore.tools.inputs import Inputs
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.tools.settings.load import load
+from megacore.train.checkpointing import Origin
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
@@ -131,7 +132,7 @@ def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
             figures = step(
                 number, [Microbatch(tokens, tokens, key) for key in range(4)], lambda: {"stop": True}
             )
-    assert figures.loss.device == figures.grad_norm.device == figures.skipped.device == META
+    assert figures.loss.device == figures.grad_norm.device == figures.skipped_so_far.device == META
 
 
 def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     config = load(path, overrides, 1).config
     exporter = Exporter(port, RankInfo(), META)
     with (
-        mock.patch.object(Trainer, "restore", lambda self: 0),
+        mock.patch.object(Trainer, "restore", lambda self: Origin()),
         mock.patch.object(Mesh, "hosts", lambda self: [(0, 0)]),
     ):
         mesh = Mesh(config, RankInfo(), META, listeners=Listeners([exporter]))
@@ -165,7 +166,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
         trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)]
     )
     gathered = mock.patch.object(trainer.reporter, "gather", lambda numbers: [[number] for number in numbers])
-    arrived = mock.patch.object(trainer.results, "take", lambda **_: [logged_result(trainer.step)])
+    arrived = mock.patch.object(trainer.pending, "take", lambda **_: [logged_result(trainer.step)])
     asked = mock.patch.object(trainer, "check_stop")  # before the first step, where it may wait
     scraped: list[dict[str, float]] = []
     ended = mock.patch.object(trainer, "finish", lambda: scraped.append(scrape(port)))
@@ -182,7 +183,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
 def logged_result(step: int) -> StepResult[float]:
     """The results of a step that the device has done."""
     flags = {"stop": 0.0, "save_failed": 0.0}
-    return StepResult(step, lr=0.1, loss=2.0, grad_norm=1.0, skipped=0.0, flags=flags, losses={})
+    return StepResult(step, lr=0.1, loss=2.0, grad_norm=1.0, skipped_so_far=0.0, flags=flags, losses={})
 
 
 def test_deepspeed_is_handed_its_gradient_without_waiting() -> None:
