@@ -87,10 +87,10 @@ class Listener:
     def on_pause_end(self) -> None:
         """That work is done."""
 
-    def on_compile_begin(self, *_: object) -> None:
-        """Code is being compiled, which may take minutes. Compilations may be nested."""
+    def on_compile_begin(self) -> None:
+        """Code is being compiled, which may take minutes. Compilations may be nested, or in other threads."""
 
-    def on_compile_end(self, *_: object) -> None:
+    def on_compile_end(self) -> None:
         """The compilation is done, or has failed."""
 
     def on_action_begin(self, action: Action) -> None:
@@ -202,6 +202,7 @@ class Listeners:
 
     def phase(self, name: str) -> None:
         """Notify listeners of a phase; also called now and then during long work, as a sign of life."""
+        self._listen_to_compiler()
         self.notify(Listener.on_phase, name)
 
     @contextmanager
@@ -216,11 +217,11 @@ class Listeners:
     @contextmanager
     def compilation(self) -> Iterator[None]:
         """Return a context in which code is compiled by something else than torch.compile."""
-        self.notify(Listener.on_compile_begin)
+        self._compile_begins()
         try:
             yield
         finally:
-            self.notify(Listener.on_compile_end)
+            self._compile_ends()
 
     def step_waits(self) -> Waits:
         """Return the answer of the first listener that has one."""
@@ -249,6 +250,36 @@ class Listeners:
             f"{consequence}; training continues: {type(error).__name__}: {error}\n"
         )
         sys.stderr.flush()
+
+    def close(self) -> None:
+        """Stop listening to torch.compile, which outlives the run in another program's process."""
+        compiler = sys.modules.get("torch._dynamo.callback")
+        if compiler is not None and self._compile_begins in compiler.callback_handler.start_callbacks:
+            compiler.callback_handler.remove_start_callback(self._compile_begins)
+            compiler.callback_handler.remove_end_callback(self._compile_ends)
+
+    def _listen_to_compiler(self) -> None:
+        """Have torch.compile report compilations, in a process that has loaded it.
+
+        Called often, because a model may load the compiler at any time, and a reset of the compiler drops its
+        listeners.
+        """
+        compiler = sys.modules.get("torch._dynamo.callback")
+        if compiler is None or not (
+            self.overriding(Listener.on_compile_begin) or self.overriding(Listener.on_compile_end)
+        ):
+            return
+        handler = compiler.callback_handler
+        if self._compile_begins not in handler.start_callbacks:
+            handler.register_start_callback(self._compile_begins)
+            handler.register_end_callback(self._compile_ends)
+
+    def _compile_begins(self, *_: object) -> None:
+        """Notify listeners, in any thread of this process; older PyTorch passes nothing."""
+        self.notify(Listener.on_compile_begin)
+
+    def _compile_ends(self, *_: object) -> None:
+        self.notify(Listener.on_compile_end)
 
     def _is_dropped(self, listener: Listener) -> bool:
         return listener.on_error == "drop" and listener in self._failed

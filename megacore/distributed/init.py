@@ -98,6 +98,7 @@ def joined(
     """
     guard = guard or Guard()
     mesh, parallel = None, config.parallel
+    all_listeners = Listeners([*guard.listeners, *listeners], place.rank)
     try:
         if device.type == "cuda":
             keep_triton_local()
@@ -108,12 +109,12 @@ def joined(
         if store is not None:
             guard.met(store)
             claim(device, place, store)
-        all_listeners = Listeners([*guard.listeners, *listeners], place.rank)
         mesh = Mesh(config, place, device, store=store, listeners=all_listeners)
         check_source(config, mesh)
         yield mesh
     except BaseException as error:
         guard.failed(error, mesh)
+        all_listeners.close()  # in another program's process
         raise
     guard.close()
     mesh.close()

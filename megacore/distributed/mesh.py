@@ -323,6 +323,7 @@ class Mesh(Topology):
 
     def close(self) -> None:
         """Destroys the groups, unless an engine has done so."""
+        self.listeners.close()
         if self.world.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
 

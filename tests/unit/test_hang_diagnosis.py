@@ -377,8 +377,8 @@ def test_a_recorder_counts_what_its_rank_begins_and_where_it_waits() -> None:
 
 
 def test_a_recorder_counts_compilations_within_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some versions of PyTorch report each nested compilation, and pass no arguments: the rank would count
-    as done after the innermost one, or never.
+    """Some versions of PyTorch report each nested compilation: the rank would count as done after the
+    innermost one, or never.
     """
     now = [10.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -386,8 +386,8 @@ def test_a_recorder_counts_compilations_within_others(monkeypatch: pytest.Monkey
     assert recorder.compiling_seconds() is None
     recorder.on_compile_begin()
     now[0] = 12.0
-    recorder.on_compile_begin("a trigger")
-    recorder.on_compile_end("a trigger")
+    recorder.on_compile_begin()
+    recorder.on_compile_end()
     assert recorder.compiling_seconds() == 2.0
     events = recorder.events
     recorder.on_compile_end()
@@ -397,24 +397,31 @@ def test_a_recorder_counts_compilations_within_others(monkeypatch: pytest.Monkey
     assert recorder.compiling_seconds() == 0.0
 
 
-def test_a_recorder_listens_to_the_compiler_until_it_is_closed() -> None:
-    """A later run in the same process would be noted by the recorder of an earlier one; and after a reset of
-    the compiler, which drops all listeners, nothing would be noted any more.
+def test_listeners_hear_the_compiler_until_they_are_closed() -> None:
+    """A later run in the same process would notify the listeners of an earlier one; and after a reset of the
+    compiler, which drops its listeners, the watchdog would take a compilation for a hang.
     """
     torch.compile(lambda: None, backend="eager")  # loads the compiler
     from torch._dynamo.callback import CompilationCallbackHandler
 
     handler = CompilationCallbackHandler()
     with mock.patch("torch._dynamo.callback.callback_handler", handler):
-        recorder = FlightRecorder()
-        recorder.on_phase("measuring compiled blocks")
-        recorder.on_step_begin(1, False)
-        assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
+        listeners = Listeners([recorder := FlightRecorder()])
+        for phase in ("measuring compiled blocks", "data"):
+            listeners.phase(phase)
+            assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
         handler.clear()
-        recorder.on_step_begin(2, False)
+        listeners.phase("data")
         assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
-        recorder.close()
-        recorder.close()
+
+        for arguments in ((), ("a trigger",)):  # older PyTorch passes nothing
+            handler.start_callbacks[0](*arguments)
+            assert recorder.compiling_seconds() is not None
+            handler.end_callbacks[0](*arguments)
+            assert recorder.compiling_seconds() is None
+
+        listeners.close()
+        listeners.close()
         assert not handler.start_callbacks and not handler.end_callbacks
 
 

@@ -83,13 +83,11 @@ class FlightRecorder(Listener):
 
     def on_step_begin(self, step: int, logged: bool) -> None:
         self.step = step
-        self._listen_to_compiler()
         if self.device is not None:  # the logged steps alone, on whose figures the host waits in any case
             self.device.samples = logged
 
     def on_phase(self, phase: str) -> None:
         self.mark(phase)
-        self._listen_to_compiler()
 
     def on_pause_begin(self, phase: str) -> None:
         self.before_aside = self.waited, dict(self.spent)
@@ -189,13 +187,13 @@ class FlightRecorder(Listener):
         self.phase = (phase, microbatch, chunk)
         self.events += 1
 
-    def on_compile_begin(self, *_: object) -> None:
-        """Notes that code is being compiled, in any thread of this process; older PyTorch passes nothing."""
+    def on_compile_begin(self) -> None:
+        """Notes that code is being compiled, in any thread of this process."""
         self.compilations += 1
         if self.compilations == 1:
             self.compiling_since = time.monotonic()
 
-    def on_compile_end(self, *_: object) -> None:
+    def on_compile_end(self) -> None:
         """Notes the end of a compilation, whether it has succeeded or not."""
         self.compilations = max(0, self.compilations - 1)
         self.events += 1
@@ -203,27 +201,6 @@ class FlightRecorder(Listener):
     def compiling_seconds(self) -> float | None:
         """How long this process has been compiling; None if it is not. Any thread may ask."""
         return time.monotonic() - self.compiling_since if self.compilations else None
-
-    def _listen_to_compiler(self) -> None:
-        """Has torch.compile report compilations, in a process that has loaded it.
-
-        Called often, because a model may load the compiler at any time, and a reset of the compiler drops its
-        listeners.
-        """
-        compiler = sys.modules.get("torch._dynamo.callback")
-        if compiler is None:
-            return
-        handler = compiler.callback_handler
-        if self.on_compile_begin not in handler.start_callbacks:
-            handler.register_start_callback(self.on_compile_begin)
-            handler.register_end_callback(self.on_compile_end)
-
-    def close(self) -> None:
-        """Stops listening to the compiler, which outlives the run in another program's process."""
-        compiler = sys.modules.get("torch._dynamo.callback")
-        if compiler is not None and self.on_compile_begin in compiler.callback_handler.start_callbacks:
-            compiler.callback_handler.remove_start_callback(self.on_compile_begin)
-            compiler.callback_handler.remove_end_callback(self.on_compile_end)
 
     def progress(self) -> int:
         """A number that grows whenever the host notes something or its device has done something.

@@ -84,7 +84,6 @@ class Guardians(Guard):
 
     def failed(self, error: BaseException, mesh: Mesh | None) -> None:
         fail(error, self.place, mesh, self.watchdog, self._report)
-        self.recorder.close()  # in another program's process
 
     def _report(self, reason: str) -> None:
         """Record why this rank has failed."""
@@ -94,7 +93,6 @@ class Guardians(Guard):
             self.note.add(reason)
 
     def close(self) -> None:
-        self.recorder.close()
         if self.watchdog is not None:
             self.watchdog.close()
         if self.heartbeats is not None:
