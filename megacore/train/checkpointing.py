@@ -13,7 +13,6 @@ from typing import Any
 
 from megacore.checkpoint import Ranks, Reader, Saved, Saver
 from megacore.checkpoint.disk import size_text
-from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import broadcast_text
@@ -163,18 +162,6 @@ def proved(path: Path, ranks: Ranks, opened: Reader | None, note: Callable[[], N
         raise damage
     readers[0].trust()
     return readers[0]
-
-
-def engine_state(reader: Reader) -> dict[str, Any]:
-    """What a checkpoint says for `Engine.load_state`.
-
-    Older ones say a loss scale of 1 for runs that did not scale: it is left out.
-    """
-    state: dict[str, Any] = reader.state["engine"]
-    scaled = recorded_sections(reader)["train"].get("precision") == "fp16"
-    return {
-        name: value for name, value in state.items() if scaled or name not in ("loss_scale", "good_steps")
-    }
 
 
 def together(ranks: Ranks, check: Callable[[], None]) -> CheckpointError | None:

@@ -30,7 +30,7 @@ from megacore.distributed.shard import logical_name
 from megacore.engine.compression import STATE
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
-from megacore.train.checkpointing import Saving, choose, engine_state
+from megacore.train.checkpointing import Saving, choose
 from megacore.train.evaluation import evaluate
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
@@ -330,14 +330,13 @@ class Trainer:
                     name = weights_of(reader, name.partition("/")[2])
                 reader.read_into(name, box, tensor)
         # This also rounds the weights just read into the parameters that compute.
-        self.engine.load_state(self.engine.state() if weights_alone else engine_state(reader), tensors)
+        self.engine.load_state(self.engine.state() if weights_alone else reader.state["engine"], tensors)
         if weights_alone:
             self.origin = reader.path
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
         self.recorded, self.residuals = recorded_sections(reader), read_residuals(reader, tensors)
-        # which older checkpoints do not have
-        self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))
+        self.skips.restore(reader.state["engine"]["skipped"], reader.state["rollbacks"])
         self.ahead = self.config.train.batches_in(reader.state["samples"]) - reader.step
         return reader.step
 

@@ -30,7 +30,6 @@ from megacore.tools.text.sampling import Sampler
 from megacore.tools.verify.self_check.case import Case
 from megacore.tools.verify.self_check.finding import Finding
 from megacore.tools.verify.self_check.layer_outputs import LayerOutputs, worst
-from megacore.train.checkpointing import engine_state
 from megacore.train.evaluation import evaluate
 from megacore.train.step import TrainStep
 
@@ -235,7 +234,7 @@ class Runs:
             reader, tensors = Reader(saved.path), resumed.engine.tensors()
             for key, (tensor, piece) in tensors.items():
                 reader.read_into(logical_name(key), piece, tensor)
-            resumed.engine.load_state(engine_state(reader), tensors)
+            resumed.engine.load_state(reader.state["engine"], tensors)
         return resumed
 
 
