@@ -295,7 +295,7 @@ def run(argv: list[str], place: RankInfo) -> int:
             prefixes = [tokens.prefix for tokens in samples.corpora]
             tokenizer = config.data.tokenizer
             has_bos = reader.state.get(DOCUMENTS_BOS)
-            if has_bos is None:  # an older checkpoint
+            if has_bos is None:  # not recorded, for example by an import
                 has_bos = corpora_begin_with_bos(prefixes_of(sections["data"].get("train")), tokenizer)
             lines = bos_warnings(prefixes, tokenizer)
             lines += mixed_bos_warnings(prefixes, tokenizer, args.checkpoint, has_bos)

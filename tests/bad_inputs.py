@@ -198,7 +198,7 @@ def write_models(tree: Path) -> None:
     def run_with(name: str, edit: Callable[[dict[str, Any]], object]) -> Path:
         shutil.copytree(tree / "run", tree / name)
         manifest = tree / name / "checkpoints/step_00000003/manifest.json"
-        content = json.loads(unsealed(manifest.read_bytes())[1])
+        content = json.loads(unsealed(manifest.read_bytes()))
         edit(content["state"])
         manifest.write_bytes(sealed(content))
         return manifest

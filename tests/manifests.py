@@ -1,15 +1,12 @@
-"""Manifests edited as if by somebody, and aged to formats before."""
+"""Checkpoint manifests that a test edits, as another program could."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
-from megacore.checkpoint.digest import content_digest, digest_text
-from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest, sealed
+from megacore.checkpoint.digest import digest_text
+from megacore.checkpoint.manifest import MANIFEST, Manifest, sealed
 from megacore.checkpoint.slices import Slices
 from megacore.distributed.shard import piece_number
 
@@ -23,12 +20,9 @@ def edit_text(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """The same, but shows the slices of each tensor as the objects that format 4 had."""
+    """The same, but shows `edit` the slices as an object each, in the list of their tensor."""
 
     def change(content: dict[str, Any]) -> None:
-        if content["format_version"] < 5:
-            edit(content)
-            return
         unpack(path, content)
         edit(content)
         pack(content)
@@ -73,26 +67,3 @@ def pack(content: dict[str, Any]) -> None:
     }
     dims = max((len(tensor["shape"]) for tensor in content.get("tensors", {}).values()), default=0)
     content["slices"] = Slices.of(rows).widened(dims).texts()
-
-
-def aged(path: Path, version: int) -> None:
-    """Makes the checkpoint what format `version` had: an object a slice; before 4 content digests that say
-    nothing of names; and in 2 SHA-256 of files.
-    """
-
-    def age(content: dict[str, Any]) -> None:
-        assert content["format_version"] == FORMAT_VERSION
-        unpack(path, content)
-        content["format_version"] = version
-        for tensor in content["tensors"].values() if version < 4 else ():
-            for piece in tensor["slices"]:
-                stored = load_file(path / piece["file"])[piece["key"]]
-                piece["digest"] = digest_text(content_digest(stored, piece["offset"], 0))
-            tensor["digest"] = digest_text(sum(int(piece["digest"], 16) for piece in tensor["slices"]))
-        for name, file in content["files"].items() if version == 2 else ():
-            content["files"][name] = {
-                "bytes": file["bytes"],
-                "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
-            }
-
-    edit_text(path, age)

@@ -7,11 +7,10 @@ in its position. Every hash also contains the tensor's name, dtype and shape, so
 cannot change names.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +35,8 @@ def content_digest(piece: Tensor, offset: Sequence[int], identity: int) -> int:
     """What `piece`, whose first element is at `offset`, contributes to the
     content digest of its logical tensor.
 
-    Let b be the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`; 0
-    before format version 4), and K, U, …, V tables of pseudo-random 64-bit words, odd in all tables but K.
+    Let b be the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`),
+    and K, U, …, V tables of pseudo-random 64-bit words, odd in all tables but K.
     The element adds ``z · ⌊z / 2³²⌋`` with ``z = N + K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is
     multiplied by an odd number, so no flipped bit is lost, not even the highest. The factor depends on the
     position, and the product is not linear in z: elements that move or turn to zero change the sum by nearly
@@ -96,9 +95,8 @@ def digest_text(digest: int) -> str:
     return f"{digest % MODULUS:016x}"
 
 
-# Hashes of files. XXH3 reads 14 GB/s on a core where SHA-256 reads 1.5 GB/s with instructions for it, and 0.4
-# without. 128 bits find every accident; a digest that lies beside its file stops no forger anyway. Both
-# release the interpreter's lock.
-# the second: format version 2
-HASHES: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-FILE_HASH: Literal["xxh3_128"] = "xxh3_128"
+# The hash of a file's bytes. XXH3 reads 14 GB/s on a core, SHA-256 at most 1.5 GB/s. 128 bits find every
+# accident, and a digest that is stored next to its file cannot stop a forger anyway. It releases the
+# interpreter's lock.
+FILE_HASH: Literal["xxh3_128"] = "xxh3_128"  # as the manifest records it
+new_file_hash = xxhash.xxh3_128

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.checkpoint.digest import FILE_HASH, HASHES
+from megacore.checkpoint.digest import new_file_hash
 
 # hashed and written, or read, at a time; more is no faster, and takes the cache from training
 BLOCK_BYTES = 2 << 20
@@ -32,7 +32,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
     Raises:
         OSError: it could not be written, or what is read back differs. The unfinished file is left.
     """
-    digest, size = HASHES[FILE_HASH](), 0
+    digest, size = new_file_hash(), 0
     descriptor = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for block in _gathered(parts):
@@ -51,26 +51,26 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-    if _digest(_open_direct(path, os.O_RDONLY), FILE_HASH) != digest.hexdigest():
+    if _digest(_open_direct(path, os.O_RDONLY)) != digest.hexdigest():
         raise OSError(errno.EIO, "what is read back is not what was written", str(path))
     return size, digest.hexdigest()
 
 
-def file_digest(path: Path, name: str = FILE_HASH) -> str:
-    """The digest of a file by the hash `name`.
+def file_digest(path: Path) -> str:
+    """Return the digest of a file, as its manifest records it.
 
     It needs memory for one block, and leaves the file in the page cache.
 
     Raises:
         OSError: it cannot be read.
     """
-    return _digest(os.open(path, os.O_RDONLY), name)
+    return _digest(os.open(path, os.O_RDONLY))
 
 
-def _digest(descriptor: int, name: str) -> str:
+def _digest(descriptor: int) -> str:
     """Reads to the end, closes the descriptor, and returns the digest."""
     try:
-        digest, buffer, count = HASHES[name](), _buffer(), 1
+        digest, buffer, count = new_file_hash(), _buffer(), 1
         while count:
             try:
                 count = os.readv(descriptor, [buffer])

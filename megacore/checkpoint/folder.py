@@ -14,7 +14,7 @@ from typing import Any
 
 import megacore
 from megacore.checkpoint.disk import remove, sync_folder, write_file
-from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STEP_FOLDER, Manifest, read_manifest
+from megacore.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, read_manifest
 from megacore.checkpoint.read import Reader
 from megacore.checkpoint.write import index_file, merged
 from megacore.errors import CheckpointError
@@ -74,7 +74,7 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
         CheckpointError: the slices do not tile their tensors; nothing is committed.
         OSError: the disk refused.
     """
-    manifest = Manifest(FORMAT_VERSION, megacore.__version__, step, state, *merged(folder, world))
+    manifest = Manifest(megacore.__version__, step, state, *merged(folder, world))
     write_file(folder / MANIFEST, [manifest.sealed()])
     read_manifest(folder)
     for rank in range(world):

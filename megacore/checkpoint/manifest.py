@@ -21,14 +21,12 @@ from pydantic import ValidationError
 
 from megacore.checkpoint.digest import digest_text, identity_word
 from megacore.checkpoint.disk import plain_size
-from megacore.checkpoint.format import DTYPES, EarlierText, File, Logical, Text
+from megacore.checkpoint.format import DTYPES, File, Logical, Text
 from megacore.checkpoint.slices import Numbers, Slice, Slices, overlapping, tiled
 from megacore.distributed.shard import TensorSlice, piece_name
 from megacore.errors import CheckpointError
 
 FORMAT_VERSION = 5
-READABLE = (2, 3, 4, FORMAT_VERSION)
-NAMELESS = (2, 3)  # versions whose content digests do not contain a tensor's name, dtype and shape
 MANIFEST = "manifest.json"
 # `.old` is a step that was saved anew. It counts only if a crash came before the new folder had its name.
 STEP_FOLDER = re.compile(r"step_([0-9]{8,})(\.old)?")
@@ -41,7 +39,6 @@ EARLIER = "use an earlier checkpoint"
 class Manifest:
     """What all ranks wrote, and the state of the run. `slices` stand in the order of `tensors`."""
 
-    format_version: int
     megacore_version: str
     step: int
     state: dict[str, Any]
@@ -72,31 +69,15 @@ class Manifest:
                 entry is not.
             UnknownVersion: it is of another version.
         """
-        version, body = unsealed(text)
-        if version < FORMAT_VERSION:
-            earlier = EarlierText.model_validate_json(body)
-            tensors, slices = earlier.columns()
-            return cls(
-                version,
-                earlier.megacore_version,
-                earlier.step,
-                earlier.state,
-                earlier.files,
-                tensors,
-                slices,
-                text,
-            )
-        read = Text.model_validate_json(body)
+        read = Text.model_validate_json(unsealed(text))
         dims = max((len(tensor.shape) for tensor in read.tensors.values()), default=0)
         slices = Slices.of_texts(read.slices, sum(tensor.slices for tensor in read.tensors.values()), dims)
-        return cls(
-            version, read.megacore_version, read.step, read.state, read.files, read.tensors, slices, text
-        )
+        return cls(read.megacore_version, read.step, read.state, read.files, read.tensors, slices, text)
 
     def sealed(self) -> bytes:
         """The text of manifest.json."""
         content = Text(
-            format_version=self.format_version,
+            format_version=FORMAT_VERSION,
             megacore_version=self.megacore_version,
             step=self.step,
             state=self.state,
@@ -114,7 +95,7 @@ class Manifest:
     def identity(self, name: str) -> int:
         """The word that stands for tensor `name` in its content digest (see `digest.identity_word`)."""
         tensor = self.tensors[name]
-        return 0 if self.format_version in NAMELESS else identity_word(name, tensor.dtype, tensor.shape)
+        return identity_word(name, tensor.dtype, tensor.shape)
 
     def pieces(self, name: str, box: TensorSlice | None = None) -> Iterator[Slice]:
         """The slices of a tensor, or those of them that share an element with `box`."""
@@ -260,8 +241,8 @@ def sealed(content: dict[str, Any]) -> bytes:
     return b'{"manifest_sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
 
 
-def unsealed(text: bytes) -> tuple[int, bytes]:
-    """The format version, and the JSON text that `sealed` was given, once its digest is checked.
+def unsealed(text: bytes) -> bytes:
+    """Return the JSON text that `sealed` was given, after checking its digest and format version.
 
     Raises:
         ValueError: it has changed, or is not standard JSON.
@@ -272,13 +253,13 @@ def unsealed(text: bytes) -> tuple[int, bytes]:
     if head is not None and hashlib.sha256(body).hexdigest().encode() != head[1]:
         raise ValueError("its digest is of another content")
     version = _json(body).get("format_version")
-    if version not in READABLE and isinstance(version, int):
+    if isinstance(version, int) and version != FORMAT_VERSION:
         raise UnknownVersion(version)
     if head is None:
         raise ValueError("it does not begin with its digest")
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise ValueError("its format_version is no number")
-    return version, body
+    if not isinstance(version, int):
+        raise ValueError("its format_version is not an integer")
+    return body
 
 
 class UnknownVersion(ValueError):
@@ -353,11 +334,8 @@ def parsed(path: Path, text: bytes) -> Manifest:
     try:
         return Manifest.of_text(text)
     except UnknownVersion as error:
-        right = (
-            f"this megacore reads format versions {READABLE[0]} to {READABLE[-1]}; read it with the "
-            "megacore that wrote it"
-        )
-        raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
+        wrong = f"{MANIFEST} has format version {error}, and this megacore reads version {FORMAT_VERSION}"
+        raise CheckpointError(str(path), wrong, "use the megacore that wrote it") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"

@@ -41,7 +41,14 @@ FREE_MODEL_KEYS = {
     "max_positions",
 }
 # of training alone
-FREE_MODEL_KEYS |= {"z_loss", "router_balance", "balance_coefficient", "router_z_loss", "capacity_factor"}
+FREE_MODEL_KEYS |= {
+    "z_loss",
+    "router_balance",
+    "balance_coefficient",
+    "router_z_loss",
+    "router_bias_rate",
+    "capacity_factor",
+}
 # Keys of the config.json of `model.hf` that longer texts may change.
 STRETCHED = {"rope_scaling", "rope_parameters", "max_position_embeddings"}
 # Keys whose default is what others say.
@@ -166,8 +173,6 @@ class Reader:
         check_architecture(self.path, recorded, model, otherwise, stretch)
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
-        # which says whether there is a bias
-        free |= {"router_bias_rate"} if "router_bias" in recorded else set()
         if recorded:
             defaults = ModelConfig().model_dump(mode="json")
             recorded = {key: defaults[key] for key in defaults.keys() & model.keys() - DERIVED} | recorded
@@ -211,7 +216,7 @@ class Reader:
         for name in sorted(self.manifest.files)[part::parts]:
             file = self.manifest.files[name]
             try:
-                found = file_digest(self.path / name, file.hash)
+                found = file_digest(self.path / name)
             except OSError as error:
                 raise CheckpointError(
                     str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER

@@ -25,11 +25,6 @@ def sizes_of(
     }
 
 
-def views_of(config: Config) -> tuple[Sequence[Axis], ...]:
-    """The views of the ranks that a config's layers have besides the usual one."""
-    return () if config.model.num_experts is None else (EXPERT_AXES,)
-
-
 class Topology:
     """A rank's coordinates along the axes, and its groups.
 
@@ -51,11 +46,12 @@ class Topology:
     ) -> None:
         """`axes`: those of most layers, and of data.
 
-        `views`: further ones of the same ranks, besides `views_of`.
+        `views`: further ones of the same ranks; a model with experts has `EXPERT_AXES` anyway.
 
         `sizes`: see `sizes_of`.
         """
-        self.rank, self.axes, self.views = rank, axes, (axes, *views_of(config), *views)
+        expert_views = () if config.model.num_experts is None else (EXPERT_AXES,)
+        self.rank, self.axes, self.views = rank, axes, (axes, *expert_views, *views)
         self.sizes_of_views = [sizes_of(config, view, sizes) for view in self.views]
         self.sizes = self.sizes_of_views[0]
         assert len({prod(sizes.values()) for sizes in self.sizes_of_views}) == 1, (

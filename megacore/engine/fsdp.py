@@ -90,16 +90,17 @@ class FSDPEngine(OptimizerStep):
             self._divide(stage, config)
         mesh.listeners.phase("making the optimizer's state")
         self.groups = ParameterGroups(config.optim)
-        super().__init__(config, mesh, stages, [self._range(rows) for rows in self.rows])
-
-    def _range(self, rows: ShardRows) -> MasterRange:
-        return MasterRange(
-            rows.master,
-            rows.gradient,
-            rows.norm_weights(),
-            self.groups.of(rows.name, rows.shard),
-            rows.shard.decay,
-        )
+        ranges = [
+            MasterRange(
+                rows.master,
+                rows.gradient,
+                rows.norm_weights(),
+                self.groups.of(rows.name, rows.shard),
+                rows.shard.decay,
+            )
+            for rows in self.rows
+        ]
+        super().__init__(config, mesh, stages, ranges)
 
     def holders(self, shard: Shard) -> Holders:
         return divided_holders(self.mesh, shard)

@@ -97,12 +97,8 @@ class CausalAttention(nn.Module):
         if is_widened(q):
             return self.attend_parts(q.float(), k.float(), v.float(), sequences).to(q.dtype)
         if sequences.group.size == 1 and self.kind(q) == "eager":
-            return self.attend_masked(q, k, v, sequences)
+            return self.formula(q, k, v, distances(sequences, q.device))
         return attend_parts(q, k, v, sequences, self.scale, self.scoring, self.sinks)
-
-    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-        """`attend_parts` on one rank by the plain formula."""
-        return self.formula(q, k, v, distances(sequences, q.device))
 
     def formula(self, q: Tensor, k: Tensor, v: Tensor, behind: Tensor) -> Tensor:
         """Attention by the plain formula; `behind`: how far each query stands behind each key,

@@ -16,7 +16,6 @@ from megacore.config.implied import compiles, scores_otherwise, settled_context_
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.buffers import buffers_of, plain_buffers
-from megacore.distributed.communicator import Group
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
@@ -31,16 +30,6 @@ from megacore.model.parametrization import scale_by_width
 from megacore.model.rotary import rope_tables
 
 Flows = Mapping[str, Tensor]  # by name: what layers hand on
-
-
-def inductor_options(group: Group) -> dict[str, bool] | None:
-    """How Inductor compiles a block.
-
-    It may time variants of a reduction or a product and keep the fastest, and some of these round
-    differently. Each tensor rank would choose by itself, and what all hold alike would drift apart: there it
-    must not measure.
-    """
-    return {"deterministic": True} if group.size > 1 else None
 
 
 class Stage(nn.Module):
@@ -106,8 +95,11 @@ class Stage(nn.Module):
             keep_inductor_private()
             for buffer in buffers_of([self]).values():  # a graph would be compiled for every microbatch's key
                 buffer.note_outside_graphs()
+            # Inductor may time variants of a reduction or a product and keep the fastest, and some of them
+            # round differently. If each tensor rank chose by itself, replicated values would drift apart.
+            options = {"deterministic": True} if mesh.tp.size > 1 else None
             for layer in self.inner:
-                layer.compile(options=inductor_options(mesh.tp))
+                layer.compile(options=options)
 
     def at_step(self, step: int) -> None:
         """Tells modules that have an `at_step`, because a setting of theirs depends on the step, that it is

@@ -56,7 +56,7 @@ class Sidecar:
     def load(cls, prefix: str) -> "Sidecar | None":
         """Read the sidecar of a corpus.
 
-        None if there is none, or if it is known to describe other tokens. The files' times do not matter,
+        None if there is none, or if its digest is not that of the corpus. The files' times do not matter,
         because a copy of a folder has new ones.
         """
         path = Path(f"{prefix}.json")
@@ -76,12 +76,7 @@ class Sidecar:
             raise DataError(str(path), wrong, "delete it, or prepare the corpus again") from None
         except ValueError as error:
             raise DataError(str(path), f"{error}", "delete it, or prepare the corpus again") from None
-        if digest is None:  # written by an earlier release
-            tokens = IndexedTokens(prefix)
-            is_current = (tokens.num_tokens, tokens.num_documents) == (sidecar.tokens, sidecar.documents)
-        else:
-            is_current = digest == corpus_digest(prefix)
-        return sidecar if is_current else None
+        return sidecar if digest == corpus_digest(prefix) else None
 
 
 def corpus_digest(prefix: str) -> str:

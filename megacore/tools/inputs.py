@@ -170,7 +170,7 @@ class Inputs:
             before = OptimConfig.model_validate_json(json.dumps(recorded.get("optim")))
             was = learning_rate(before, at, recorded["train"]["steps"]) / before.lr
         except (ValidationError, ArithmeticError, AssertionError, LookupError, TypeError):
-            return  # of an older version, or without a rate
+            return  # a recorded section that cannot be read, or without a rate
         decay_steps, now = resolved(optim.decay_steps), learning_rate(optim, at, steps) / (optim.lr or 1.0)
         if was < now * (1 - 1e-9):
             wrong = f"is in its decay already, at {was:.3g} of optim.lr"
@@ -266,8 +266,7 @@ class Inputs:
         if config.checkpoint.resume == "auto":
             keys.append(("data", "train"))
         for section, key in keys:
-            older = {"packing": "none", "batch_ramp": []}  # which older checkpoints do not have
-            recorded = (before.get(section) or {}).get(key, older.get(key))
+            recorded = before[section].get(key)
             if recorded != now[section][key]:
                 change = f"{section}.{key} {recorded}, not {now[section][key]}"
                 wrong = f"was saved with {change}: samples would repeat or be skipped"

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 
 from launch import evaluate
-from megacore.checkpoint import Reader
-from megacore.checkpoint.manifest import FORMAT_VERSION
 from megacore.errors import CheckpointError
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
-from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.step import StepResult
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
-from tests.manifests import aged, edit_manifest
+from tests.manifests import edit_manifest
 
 TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
 PP2 = ["parallel.pipeline=2"]
@@ -154,28 +151,6 @@ def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path
     resolved = load(config, [*overrides, "train.steps=4", change, f"log.dir={tmp_path / 'run'}"]).config
     with pytest.raises(CheckpointError, match=change.split("=")[0]):
         Inputs(resolved, rank=0)
-
-
-def test_what_an_earlier_format_saved_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path) -> None:
-    """A run that was begun before the format changed ends with the same bits, and saves
-    in the format of now.
-    """
-    config, overrides = str(corpus / "config.json"), [*COMMON, "checkpoint.every=10", "optim.decay_steps=6"]
-    assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=3"], str(tmp_path / "now")) == [0]
-    for version in (2, 3, 4):
-        run = Path(shutil.copytree(tmp_path / "now", tmp_path / str(version)))
-        aged(run / "checkpoints/step_00000003", version)
-        assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=6"], str(run)) == [0]
-    assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=6"], str(tmp_path / "now")) == [0]
-    right = Reader(tmp_path / "now/checkpoints/step_00000006")
-    for version in (2, 3, 4):
-        before, after = (
-            Reader(tmp_path / str(version) / f"checkpoints/step_0000000{step}") for step in (3, 6)
-        )
-        assert (before.manifest.format_version, after.manifest.format_version) == (version, FORMAT_VERSION)
-        assert not list(compare(after, right)) and figures(tmp_path / str(version)) == figures(
-            tmp_path / "now"
-        )
 
 
 # A block whose output depends on the step, by a module within it.

@@ -299,9 +299,13 @@ FAULTS = {
         lambda path: edit_text(path, lambda m: m.pop("files")),
         r"manifest\.json is damaged.*files",
     ),
-    "version": (
-        lambda path: edit_manifest(path, lambda m: m.update(format_version=7)),
-        r"format version 7 .*format versions 2 to 5",
+    "a later version": (
+        lambda path: edit_text(path, lambda m: m.update(format_version=7)),
+        r"has format version 7, and this megacore reads version 5 \(use the megacore that wrote it\)",
+    ),
+    "an earlier version": (
+        lambda path: edit_text(path, lambda m: m.update(format_version=4)),
+        r"has format version 4, and this megacore reads version 5 \(use the megacore that wrote it\)",
     ),
     "hole": (
         lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[4, 3])),
@@ -404,6 +408,19 @@ def test_script_shows_and_verifies_a_run(tmp_path):
     assert (
         checked.stderr.startswith(f"checkpoint error: {directory}/step_00000020: ")
         and checked.stderr.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_script_rejects_another_format_version(version: int, tmp_path: Path) -> None:
+    """Without the version in the message, a user would take a whole checkpoint for a damaged one."""
+    path = save_alone(tmp_path, 10, {"model/w": torch.ones(3, 2)})
+    edit_text(path, lambda manifest: manifest.update(format_version=version))
+    shown = run_script("info", path)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == (
+        f"checkpoint error: {path}: manifest.json has format version {version}, and this megacore reads "
+        "version 5 (use the megacore that wrote it)\n"
     )
 
 

@@ -198,21 +198,6 @@ def test_a_copied_folder_has_its_sidecars(tmp_path: Path) -> None:
     assert Sidecar.load(f"{tmp_path}/copy/c") == known
 
 
-@pytest.mark.parametrize(
-    ("values", "is_current"),
-    [
-        (np.array([1, 2, 3]), True),
-        (np.array([1, 2]), False),  # another number of tokens
-        (np.array([3, 2, 1]), True),  # which an earlier release could not tell
-    ],
-)
-def test_sidecars_of_earlier_releases(tmp_path: Path, values: np.ndarray, is_current: bool) -> None:
-    """They have no digest, so the numbers of tokens and of documents decide."""
-    tokens = corpus(tmp_path, values.astype(np.uint16))
-    Path(f"{tokens.prefix}.json").write_text(json.dumps(dataclasses.asdict(sidecar(7))))
-    assert (Sidecar.load(tokens.prefix) is not None) is is_current
-
-
 @pytest.mark.parametrize("changed", [slice(0, 1), slice(-1, None), slice(3_000_000, 4_000_000), slice(None)])
 def test_a_sidecar_of_other_tokens_does_not_count(tmp_path: Path, changed: slice) -> None:
     """A corpus that was prepared again, with as many tokens, differs at an end, in a part or everywhere."""

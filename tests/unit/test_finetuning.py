@@ -98,10 +98,6 @@ def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
         words = {"source_digest": "of digest another", "hf_config": "the config has a model.hf_config"}
         with pytest.raises(CheckpointError, match=words.get(key, rf"model\.{key}=")):
             reader.check_model(model | {key: "another"})
-    # of an earlier release, where the rate said whether there is one
-    del reader.state["model"]["router_bias"]
-    with pytest.raises(CheckpointError, match=r"model\.router_bias_rate="):
-        reader.check_model(model | {"router_bias_rate": 0.1})
 
 
 def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megacore.checkpoint import Reader
 from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
 from tests.checkpoints import FILES, find_latest, refusal, save_both
-from tests.manifests import aged, edit_manifest, edit_text
+from tests.manifests import edit_manifest, edit_text
 
 
 def set_slice(**values: Any) -> Callable[[dict[str, Any]], object]:
@@ -50,9 +50,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a negative shape": set_tensor(shape=[-8, 6]),
     "a product that overflows to the right number": set_tensor(shape=[2**47, 2**17 + 1, 48]),
     "no dim": set_tensor(shape=[]),
-    "a thousand dims": set_tensor(shape=[1] * 1000),
-    "nested lists": set_tensor(shape=[[8], 6]),
-    "a shape of text": set_tensor(shape="86"),
     "true for a size": set_tensor(shape=[True, 6]),
     "sizes that are not whole": set_tensor(shape=[8.0, 6.5]),
     "an unknown dtype": set_tensor(dtype="object"),
@@ -61,10 +58,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a slice outside": set_slice(offset=[6, 0]),
     "a slice that wraps": set_slice(offset=[2**48, 0]),
     "another slice's place": set_slice(offset=[4, 0]),
-    "another tensor's key": set_slice(key="model/w"),
-    "a key that is not there": set_slice(key="model/u"),
     "a slice's digest": set_slice(digest="0" * 16),
-    "a digest of no digits": set_slice(digest="zz"),
     "a tensor's digest": set_tensor(digest="0" * 16),
     "a key too many": set_tensor(code="__import__('os')"),
     "a negative size": lambda m: m["files"][FILES[0]].update(bytes=-1),
@@ -76,24 +70,9 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a step that is none": lambda m: m.update(step=-1),
     "a step of text": lambda m: m.update(step="20"),
     "state that is no section": lambda m: m.update(state=[1]),
-    "no tensors": lambda m: m.pop("tensors"),
     "tensors that are left out": lambda m: m["tensors"].clear(),
     "a tensor under two names": lambda m: m["tensors"].update({"model/z": m["tensors"]["model/v"]}),
     "a tensor that is left out": lambda m: m["tensors"].pop("model/v"),
-    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=5)),
-}
-
-
-# What an object for a slice can say, and columns cannot.
-OBJECTS = {
-    "a thousand dims",
-    "nested lists",
-    "a shape of text",
-    "another tensor's key",
-    "a key that is not there",
-    "a digest of no digits",
-    "no tensors",
-    "a list for a manifest",
 }
 
 
@@ -149,21 +128,19 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
     "more slices than memory": set_tensor(slices=2**48),
     "half a slice": set_tensor(slices=2.5),
     "a dim that the slices do not have": set_tensor(shape=[8, 6, 1]),
+    "a thousand dims": set_tensor(shape=[1] * 1000),
+    "nested lists": set_tensor(shape=[[8], 6]),
+    "a shape of text": set_tensor(shape="86"),
+    "no tensors": lambda m: m.pop("tensors"),
+    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=5)),
     "the name of a slice": lambda m: m["tensors"].update({"model/v#2": m["tensors"].pop("model/v")}),
 }
-LIES = [(4, lie, edit) for lie, edit in HOSTILE.items()] + [
-    (5, lie, edit) for lie, edit in HOSTILE.items() if lie not in OBJECTS
-]
 
 
-@pytest.mark.parametrize(
-    ("version", "edit"), [pytest.param(v, edit, id=f"{lie}-{v}") for v, lie, edit in LIES]
-)
-def test_a_hostile_manifest_is_refused(version: int, edit: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lie", HOSTILE)
+def test_a_hostile_manifest_is_refused(lie: str, tmp_path: Path) -> None:
     older, newest = save_both(tmp_path)
-    if version < 5:
-        aged(newest, version)
-    edit_manifest(newest, edit)
+    edit_manifest(newest, HOSTILE[lie])
     refusal(newest)
     assert find_latest(tmp_path) == older
 
@@ -189,7 +166,7 @@ TEXTS = {
     "no text": (b"\xff\xfe" * 50, "damaged"),
     "the format before": (
         b'{"format_version": 1, "step": 20}',
-        "has format version 1.*reads format versions 2 to 5",
+        "has format version 1, and this megacore reads version 5",
     ),
     "nothing": (b"", "damaged"),
 }
@@ -219,14 +196,11 @@ def nodes(
             yield from nodes(value[key], (*path, key))
 
 
-@pytest.mark.parametrize("version", [4, 5])
-def test_random_lies_never_raise_anything_else(version: int, tmp_path: Path) -> None:
+def test_random_lies_never_raise_anything_else(tmp_path: Path) -> None:
     """Any value anywhere in a manifest becomes something else: refused in one line, or passed
     where it is the run's own state.
     """
     _, path = save_both(tmp_path)
-    if version < 5:
-        aged(path, version)
     good = json.loads((path / MANIFEST).read_text())
     del good["manifest_sha256"]
     rng, values = (

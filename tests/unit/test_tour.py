@@ -69,32 +69,3 @@ def test_a_wrong_name_is_reported() -> None:
         "megacore/distributed/mesh.py · Mush",
         "megacore/distributed/mesh.py · run",
     ]
-
-
-# What the tour promises in italics, and the test that does it.
-PROMISES = {
-    "Another launcher": "tests/unit/test_rank_info.py",
-    "A new option": "tests/unit/test_config.py",
-    "Another axis": "tests/distributed/test_seams.py · test_another_axis",
-    "A new block": "tests/distributed/test_source.py",
-    "Another loss": "tests/distributed/test_seams_flow.py · test_every_layout_is_one_process",
-    "A layer's own state, such as scales": "tests/distributed/test_seams_placement.py · "
-    "test_buffers_move_between_layouts",
-    "Another tokenizer": "tests/unit/test_data_tokenizer.py",
-    "Another order of samples": "tests/unit/test_data_samples.py",
-    "Another schedule of the rate": "tests/unit/test_verify.py",
-    "Another figure": "tests/unit/test_own_figure.py",
-    "Parameters divided among the data ranks": "tests/distributed/test_fsdp.py",
-    "A new schedule": "tests/distributed/test_seams.py · test_two_chunks_a_rank",
-    "Another optimizer": "tests/distributed/test_seams.py · test_a_rule_gets_whole_matrices_in_every_layout",
-}
-
-
-def test_every_promise_of_the_tour_is_kept_by_a_test() -> None:
-    """A reader who does what the tour says in italics, and finds that it is not so."""
-    text = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
-    promised = re.findall(r"^ +\*([A-Z][^:*]*):", text, re.MULTILINE)
-    assert set(promised) == set(PROMISES), "each has its test here"
-    for place in PROMISES.values():
-        path, _, name = place.partition(" · ")
-        assert (ROOT / path).is_file() and (not name or name in names_in(ROOT / path)), place

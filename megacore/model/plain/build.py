@@ -23,11 +23,6 @@ from megacore.rng import key_of
 POSITIONS = ("position_ids", "positions")  # what forward may call them
 
 
-def untouched_module(config: Config) -> nn.Module:
-    """Build the module as its own code makes it, in memory on the CPU, for a proof to compare with."""
-    return module_of(config, attention="eager")
-
-
 def module_of(config: Config, attention: str) -> nn.Module:
     """Build the module on torch's default device and in its default dtype.
 

@@ -223,7 +223,7 @@ class Past:
         in_a_row = sorted(step for step, ahead in self.skips if ahead == aheads[-1])[-limit:] if limit else []
         if len(in_a_row) < limit or not limit or in_a_row[-1] - in_a_row[0] >= limit:
             return None
-        if self.base.state.get("rollbacks", 0) + len(aheads) - 1 >= returns:
+        if self.base.state["rollbacks"] + len(aheads) - 1 >= returns:
             return None
         last = in_a_row[-1]
         back_to = max(self.base.step, (last - 1) // self.every * self.every if self.every else 0)

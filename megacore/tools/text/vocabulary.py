@@ -65,7 +65,7 @@ def bos_warnings(prefixes: list[str], name: str | None) -> list[str]:
     """Return a line for each corpus that lacks the BOS token of its tokenizer without a decision to.
 
     A corpus whose sidecar tells whether documents begin with it was prepared so on purpose. The others, which
-    older versions or other programs wrote, are judged by their first token; only they need the tokenizer.
+    other programs wrote, are judged by their first token; only they need the tokenizer.
     """
     undecided = without_record(prefixes)
     tokenizer = judging_tokenizer(prefixes, name)
@@ -108,8 +108,8 @@ def judging_tokenizer(prefixes: list[str], name: str | None) -> Tokenizer | None
 def begins_with_bos(prefix: str, tokenizer: Tokenizer | None) -> bool | None:
     """Return whether the documents of a corpus begin with the tokenizer's BOS token.
 
-    The sidecar tells. Corpora of earlier versions and of other programs have no such record and are judged by
-    their first token. None if the corpus cannot be read, if another tokenizer prepared it, or if there is no
+    The sidecar tells. Corpora of other programs have no such record and are judged by their first
+    token. None if the corpus cannot be read, if another tokenizer prepared it, or if there is no
     BOS token to look for. Without a `tokenizer` only the sidecar is read.
     """
     begin = () if tokenizer is None else bos_tokens(tokenizer)

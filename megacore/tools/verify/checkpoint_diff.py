@@ -7,7 +7,6 @@ from math import prod
 import torch
 
 from megacore.checkpoint.digest import BITS
-from megacore.checkpoint.manifest import NAMELESS
 from megacore.checkpoint.read import BLOCK_ELEMENTS, Reader
 from megacore.checkpoint.slices import blocks
 from megacore.distributed.shard import TensorSlice
@@ -33,8 +32,6 @@ def compare(before: Reader, after: Reader) -> Iterator[TensorDifference]:
     Raises:
         CheckpointError: a tensor is damaged.
     """
-    # Digests of equal tensors differ between the two kinds of format.
-    comparable = (before.manifest.format_version in NAMELESS) == (after.manifest.format_version in NAMELESS)
     for name in sorted({*before.names, *after.names}):
         for reader in (before, after):
             if name in reader.manifest.tensors and not reader.trusted:
@@ -44,7 +41,7 @@ def compare(before: Reader, after: Reader) -> Iterator[TensorDifference]:
             yield TensorDifference(name, "only in the second" if a is None else "only in the first")
         elif (a.shape, a.dtype) != (b.shape, b.dtype):
             yield TensorDifference(name, f"{a.dtype} {a.shape}, then {b.dtype} {b.shape}")
-        elif (not comparable or a.digest != b.digest) and (found := _measured(before, after, name, a.shape)):
+        elif a.digest != b.digest and (found := _measured(before, after, name, a.shape)):
             yield found
 
 

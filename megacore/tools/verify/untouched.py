@@ -97,10 +97,10 @@ def untouched_of(config: Config) -> Untouched | None:
     if not is_plain(config):
         return None
 
-    from megacore.model.plain.build import untouched_module
+    from megacore.model.plain.build import module_of
 
     with in_fp64():
-        module: nn.Module = untouched_module(config)
+        module: nn.Module = module_of(config, attention="eager")
     return Untouched(module, lambda tokens: plain_logits(module, tokens))
 
 
