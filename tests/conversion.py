@@ -39,7 +39,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def model_of(run_folder: Path) -> Stage:
+def imported_model(run_folder: Path) -> Stage:
     """Our model, by a run's config.json and its newest checkpoint."""
     model = whole_model(load(str(run_folder / "config.json")).config).eval()
     load_weights(Reader(locate(run_folder)), [model])

@@ -199,7 +199,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any
     return found
 
 
-def mesh_of(tmp_path: Path, device: str, *overrides: str) -> Mesh:
+def eight_rank_mesh(tmp_path: Path, device: str, *overrides: str) -> Mesh:
     config = load(training.write_config(tmp_path, "nothing"), list(overrides), 8).config
     return Mesh(config, RankInfo(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
 
@@ -210,12 +210,12 @@ def test_what_nccl_sends_goes_before_what_is_computed(
     """Else a sum that is to be hidden behind a large product begins when the
     product ends, or not, as it happens.
     """
-    mesh_of(tmp_path, "cuda:0", "parallel.tensor=2", "parallel.pipeline=2")
+    eight_rank_mesh(tmp_path, "cuda:0", "parallel.tensor=2", "parallel.pipeline=2")
     assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}
     assert all(options["pg_options"].high for options in made.values())
     assert all(options["timeout"] == timedelta(seconds=600) for options in made.values())
     made.clear()
-    mesh_of(tmp_path, "cpu", "parallel.tensor=2", "parallel.pipeline=2")
+    eight_rank_mesh(tmp_path, "cpu", "parallel.tensor=2", "parallel.pipeline=2")
     assert all(options["pg_options"] is None for options in made.values()), "gloo has no streams"
 
 
@@ -258,7 +258,7 @@ def test_no_communicator_is_made_for_those_who_only_need_to_know_each_other(
     """Under fsdp with copies, gradients are summed over parts and then over copies,
     never over all data ranks at once.
     """
-    mesh = mesh_of(tmp_path, "cpu", "parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2")
+    mesh = eight_rank_mesh(tmp_path, "cpu", "parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2")
     assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}, "the world, tp, shard and replicate"
     group = mesh.gradient_group
     assert (group.ranks, group.rank) == ((0, 2, 4, 6), 0) and mesh.group("dp") is group
