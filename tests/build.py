@@ -10,11 +10,9 @@ from os import PathLike, fspath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology, alone
 from megacore.model.layers import Layers
@@ -61,18 +59,15 @@ def mesh_of(
     run: Config,
     rank_info: RankInfo | None = None,
     device: torch.device | str = "cpu",
-    *,
-    store: dist.Store | None = None,
-    observers: Observers | None = None,
 ) -> Mesh:
     """Connect this process to the other ranks of the run, and return its mesh. Collective over all ranks.
 
     Without `rank_info`, a run on one rank is this process's own, and ranks of a larger run read from the
-    environment which rank they are. `store` and `observers` are those of `Mesh`.
+    environment which rank they are.
     """
     if rank_info is None:
         rank_info = RankInfo() if run.world_size == 1 else place_from_environment()
-    return Mesh(run, rank_info, torch.device(device), store=store, observers=observers)
+    return Mesh(run, rank_info, torch.device(device))
 
 
 def model_of(run: Config, device: torch.device | str = "cpu", layers: Layers | None = None) -> Stage:
