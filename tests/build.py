@@ -55,11 +55,7 @@ def topology_of(run: Config, rank: int | None = None) -> Topology:
     return alone(run) if rank is None else Topology(run, rank)
 
 
-def mesh_of(
-    run: Config,
-    rank_info: RankInfo | None = None,
-    device: torch.device | str = "cpu",
-) -> Mesh:
+def mesh_of(run: Config, rank_info: RankInfo | None = None, device: torch.device | str = "cpu") -> Mesh:
     """Connect this process to the other ranks of the run, and return its mesh. Collective over all ranks.
 
     Without `rank_info`, a run on one rank is this process's own, and ranks of a larger run read from the

@@ -8,9 +8,7 @@ import numpy as np
 
 from megacore.config import Config
 from megacore.distributed.buffers import BUFFERS, buffers_of
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
-from megacore.model.stage import whole_model
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
@@ -21,6 +19,7 @@ from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
 from megacore.tools.stop_request import StopRequest
+from tests.build import mesh_of, model_of
 from tests.checkpoints import save
 
 VOCAB_SIZE = 65  # does not divide by 2 or 4
@@ -71,7 +70,7 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     place = place_from_environment()
     config = partitioned(load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config)
     inputs = Inputs(config, place.rank)
-    mesh = Mesh(config, place, pick_device(config, place))
+    mesh = mesh_of(config, device=pick_device(config, place))
     mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
     with StopRequest() as stop:
         stop.begin()
@@ -96,7 +95,7 @@ def write_weights(folder: Path, config: Config, but: str | None = None, value: f
     """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves
     it; returns the step's folder. With `value`, all weights have this value.
     """
-    model = whole_model(config)
+    model = model_of(config)
     if value is not None:
         for parameter in model.parameters():
             parameter.data.fill_(value)

@@ -9,16 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.distributed.mesh import Mesh
 from megacore.expert_parallel.router import Router
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.steps import STEPS, Found, apart, train
 from tests.strict import Rules, strict
 
@@ -60,8 +58,8 @@ def config_path(tmp_path: Path) -> str:
 def trained(config_path: str, overrides: list[str], steps: int = STEPS) -> Found:
     """Some steps."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    return train(config, Mesh(config, place, torch.device("cpu")), steps=steps)
+    config = run_of(config_path, *overrides, world=place.world_size)
+    return train(config, mesh_of(config), steps=steps)
 
 
 def of(layout: str) -> list[str]:
@@ -253,8 +251,8 @@ def test_a_run_goes_on_with_the_same_bits(pool: Any, tmp_path: Path) -> None:
 def written(config_path: str, overrides: list[str]) -> list[int]:
     """What the drawn model writes after a prompt."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
     own = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     decoder = Decoder([Stage(config, layers, mesh, mesh.device).eval() for layers in own], mesh)
     tokens = list(

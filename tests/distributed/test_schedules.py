@@ -9,16 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from megacore.config.parallel import CHUNKS, V_SHAPED
-from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import ParameterGatherer, start_gather
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.steps import Found, apart, as_one, train
 
 TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, over two steps
@@ -71,9 +68,9 @@ def run_row(
     fault: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Found:
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
+    config = run_of(config_path, *overrides, world=place.world_size)
     with contextlib.nullcontext() if fault is None else fault():
-        return train(config, Mesh(config, place, torch.device("cpu")))
+        return train(config, mesh_of(config))
 
 
 def second_chunk_not_gathered() -> contextlib.AbstractContextManager[Any]:

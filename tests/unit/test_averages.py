@@ -10,10 +10,9 @@ import torch
 from megacore.engine.averages import WeightAverages
 from megacore.optimizers.ademamix import AdEMAMix, AdEMAMixSettings
 from megacore.optimizers.rule import ParameterShard
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.opening import decayed_twice
 from megacore.tools.planner.memory import rank_memory
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.one_rank import Configure, backward_of, configuring, engine_of
 from tests.training import write_config
 
@@ -141,10 +140,10 @@ def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> N
     path = write_config(tmp_path, "unused", train={"precision": "bf16"})
 
     def planned(*more: str) -> int:
-        config = partitioned(load(path, [*overrides.split(), "parallel.data=2", *more], 2).config)
+        config = run_of(path, *overrides.split(), "parallel.data=2", *more, world=2)
         return rank_memory(config)[0].optimizer
 
-    without = sum(parameter.numel() for parameter in engine_of(load(path, []).config)[0].parameters())
+    without = sum(parameter.numel() for parameter in engine_of(run_of(path))[0].parameters())
     assert planned("optim.ema=0.9") - planned() == pytest.approx(each * without, rel=0.02)
 
 

@@ -29,10 +29,10 @@ from megacore.errors import ConfigError
 from megacore.tools.garbage import EVERY, Garbage
 from megacore.tools.machine import device as device_module
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from megacore.train import loader as loader_module
 from megacore.train.loader import Loader
 from tests import training
+from tests.build import run_of
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, threads: dict[str, torch.device]) -> A
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load(training.write_config(tmp_path, "nothing"), ["train.device=auto"], 1).config
+    return run_of(training.write_config(tmp_path, "nothing"), "train.device=auto")
 
 
 @pytest.mark.parametrize("local_rank, visible, index", [(0, 8, 0), (5, 8, 5), (0, 1, 0), (5, 1, 0)])
@@ -118,7 +118,7 @@ def test_libraries_are_told_before_they_start(
     monkeypatch.setattr(
         torch.cuda, "is_available", lambda: asked.append(tuple(map(os.environ.get, names))) or True
     )
-    config = load(training.write_config(tmp_path, "nothing"), ["train.device=auto", *overrides], world).config
+    config = run_of(training.write_config(tmp_path, "nothing"), "train.device=auto", *overrides, world=world)
     pick_device(config, RankInfo(0, world, 0, world))
     assert tuple(map(os.environ.get, names)) == found
     assert all(told == found for told in asked)
@@ -200,7 +200,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any
 
 
 def eight_rank_mesh(tmp_path: Path, device: str, *overrides: str) -> Mesh:
-    config = load(training.write_config(tmp_path, "nothing"), list(overrides), 8).config
+    config = run_of(training.write_config(tmp_path, "nothing"), *overrides, world=8)
     return Mesh(config, RankInfo(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
 
 

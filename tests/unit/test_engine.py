@@ -16,15 +16,14 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import Group
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
 from megacore.engine.choose import ATTACHED, build_engine
 from megacore.engine.flat_buffer import fill_buffers
 from megacore.engine.reduce import GradientReducer
-from megacore.model.stage import Stage, whole_model
-from tests.one_rank import CPU, Configure, accumulate, backward_of, batch_of, configuring, engine_of
+from megacore.model.stage import Stage
+from tests.build import mesh_of, model_of
+from tests.one_rank import Configure, accumulate, backward_of, batch_of, configuring, engine_of
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
     config = configure(f"train.precision=fp64 optim.weight_decay=0.3 {overrides}")
     optim = config.optim
     stage, engine = engine_of(config)
-    copy = whole_model(config)
+    copy = model_of(config)
     parameters = dict(copy.named_parameters())
     matrices = {name for name in parameters if name.endswith(("embedding.weight", "head.weight", "position"))}
     matrices |= {
@@ -152,7 +151,7 @@ def test_bf16_losses_add_up_in_fp32(configure: Configure) -> None:
 
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
-    mesh = Mesh(config, RankInfo(), CPU)
+    mesh = mesh_of(config)
     return GradientReducer(
         fill_buffers([stage], resolved(config.engine.bucket_mib), ParameterGroups(config.optim), mesh)
     )
@@ -161,7 +160,7 @@ def reducer_of(config: Config, stage: Stage) -> GradientReducer:
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
     """A gradient outside every bucket is never reduced; one in two is counted twice."""
     config = configure("engine.bucket_mib=0.01")
-    stage = whole_model(config)
+    stage = model_of(config)
     reducer = reducer_of(config, stage)
     limit = 0.01 * 2**20 / 4
     largest = max(p.numel() for p in stage.parameters())
@@ -188,7 +187,7 @@ def test_buckets_start_within_the_last_backward_and_in_order(
     order, ranks would mix buckets up.
     """
     config = configure(f"train.precision={precision} engine.bucket_mib=0.01 model.tie_embeddings=false")
-    stage = whole_model(config)
+    stage = model_of(config)
     # As sequence parallelism marks them: norms' gradients are of this rank's tokens only.
     for parameter in stage.parameters():
         if shard_of(parameter).fill:
@@ -232,7 +231,7 @@ def test_reduction_overlaps_backward(
     until backward is over.
     """
     config = configure(f"engine.bucket_mib=0.01 model.tie_embeddings={tied}")
-    stage = whole_model(config)
+    stage = model_of(config)
     done, started = [], []
     monkeypatch.setattr(reduce, "all_reduce_start", lambda x, group: started.append(len(done)) or Done())
     for parameter in stage.parameters():

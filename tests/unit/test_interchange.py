@@ -24,8 +24,8 @@ from megacore.tools.interchange import import_model as importer
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.interchange.folder import Folder
 from megacore.tools.interchange.mapped import Mapped
-from megacore.tools.settings.load import load
 from tests import peers
+from tests.build import run_of
 from tests.conversion import (
     assert_nothing_written,
     export,
@@ -235,7 +235,7 @@ def test_an_import_is_a_run_to_start_from(theirs, tmp_path):
         "bf16",
         f"{run}_finetuned",
     )
-    on_four = load(str(run / "config.json"), ["data.train=x", "train.steps=70"], 4).config
+    on_four = run_of(run / "config.json", "data.train=x", "train.steps=70", world=4)
     assert (on_four.parallel.data, on_four.optim.decay_steps) == (4, 70), (
         "what follows from other values must follow them"
     )

@@ -25,15 +25,15 @@ from megacore.tools.monitoring.slow_ranks import SlowRanks, reason
 from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
-from megacore.tools.settings.load import load
 from megacore.train.logs import Monitor, Monitors, Report
+from tests.build import run_of
 from tests.training import run_rank, write_config, write_corpus
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Of a run of 200 steps."""
-    return load(write_config(tmp_path, "unused", train={"steps": 200}), [f"log.dir={tmp_path}/run"]).config
+    return run_of(write_config(tmp_path, "unused", train={"steps": 200}), f"log.dir={tmp_path}/run")
 
 
 def figures(step: int, **others: Any) -> dict[str, Any]:

@@ -29,11 +29,10 @@ from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.inputs import Inputs
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
-from megacore.tools.settings.load import load
 from megacore.train.metrics import StepMetrics
-from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.build import mesh_of, run_of, step_of
 from tests.unit.test_prometheus import scrape
 
 META = torch.device("meta")
@@ -121,10 +120,8 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
     """Forward, backward, reduction, norm, guard and update of two steps."""
-    config = load(
-        training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1
-    ).config
-    step = TrainStep(config, Mesh(config, RankInfo(), META), draw=False)
+    config = run_of(training.write_config(tmp_path, "nothing"), "model.kernels=eager", *CONFIGS[case])
+    step = step_of(config, mesh_of(config, device=META), draw=False)
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     with refusing():
         for number in (1, 2):
@@ -148,13 +145,13 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     path = training.write_config(
         tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True}
     )
-    config = load(path, overrides, 1).config
+    config = run_of(path, *overrides)
     exporter = Exporter(port, RankInfo(), META)
     with (
         mock.patch.object(Trainer, "resume", lambda self: 0),
         mock.patch.object(Mesh, "hosts", lambda self: [(0, 0)]),
     ):
-        trainer = trainer_of(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
+        trainer = trainer_of(config, mesh_of(config, device=META), Inputs(config, 0), [exporter])
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.object(
         trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)]
