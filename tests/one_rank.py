@@ -1,8 +1,5 @@
 """The native engine on one process: a small model, its batches, and steps without a trainer."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -15,16 +12,15 @@ from megacore.model.stage import Stage
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
 from tests.build import mesh_of, model_of, run_of
-from tests.training import VOCAB_SIZE, write_config
+from tests.training import BASE, VOCAB_SIZE
 
 CPU = torch.device("cpu")
-Configure = Callable[..., Config]
+SMALL = BASE | {"model": BASE["model"] | {"num_layers": 2}}
 
 
-def configuring(folder: Path) -> Configure:
-    """`configure(overrides)`: the tests' small config, resolved."""
-    path = write_config(folder, "unused", model={"num_layers": 2})
-    return lambda overrides="": run_of(path, *overrides.split())
+def configure(overrides: str = "") -> Config:
+    """Return the config of a run of two layers. `overrides` are separated by spaces."""
+    return run_of(SMALL, *overrides.split())
 
 
 def engine_of(config: Config) -> tuple[Stage, NativeEngine]:

@@ -14,6 +14,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
 from megacore.model.layers import Layers, fields_of
+from megacore.tools.launchers import place_from_environment
 from megacore.train.loader import microbatch_on
 from tests.build import mesh_of, run_of, step_of
 from tests.training import VOCAB_SIZE, difference
@@ -102,7 +103,7 @@ def apart(ranks: Sequence[Found], one: Found) -> float:
     return max(worst, difference(ranks[0].figures, one.figures))
 
 
-def as_one(config_path: str, overrides: list[str]) -> Found:
-    """One process."""
-    config = run_of(config_path, *overrides)
-    return train(config, mesh_of(config))
+def train_rank(config_path: str, overrides: list[str], steps: int = STEPS) -> Found:
+    """Take some steps as one rank of the run that a test has started, be it the only one."""
+    config = run_of(config_path, *overrides, world=place_from_environment().world_size)
+    return train(config, mesh_of(config), steps=steps)

@@ -33,7 +33,7 @@ from megacore.tools.launchers import place_from_environment
 from megacore.tools.schedules.validate import validate
 from tests import training
 from tests.build import mesh_of, model_of, run_of
-from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train
+from tests.steps import STEPS, Found, apart, batch_of, put_together, train, train_rank
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
@@ -236,7 +236,7 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
 )
 def test_two_chunks_a_rank(pool: Any, config_path: str, name: str, ranks: int, overrides: list[str]) -> None:
     """Activations, gradients or buckets that go by the microbatch alone would mix up a rank's chunks."""
-    (one,) = pool.run(1, as_one, config_path, [o for o in overrides if o.startswith("model.")])
+    (one,) = pool.run(1, train_rank, config_path, [o for o in overrides if o.startswith("model.")])
     assert apart(pool.run(ranks, with_two_chunks, config_path, overrides, name), one) < TOLERANCE
 
 

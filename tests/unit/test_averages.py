@@ -13,18 +13,11 @@ from megacore.optimizers.rule import ParameterShard
 from megacore.tools.opening import decayed_twice
 from megacore.tools.planner.memory import rank_memory
 from tests.build import run_of
-from tests.one_rank import Configure, backward_of, configuring, engine_of
+from tests.one_rank import backward_of, configure, engine_of
 from tests.training import write_config
 
 
-@pytest.fixture
-def configure(tmp_path: Path) -> Configure:
-    return configuring(tmp_path)
-
-
-def after_a_bad_step(
-    configure: Configure, precision: str
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def after_a_bad_step(precision: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Averages before a step that is skipped, and behind it."""
     stage, engine = engine_of(configure(f"optim.ema=0.5 train.precision={precision}"))
     for scale in (1.0, 2.0):
@@ -43,7 +36,7 @@ def averages_of(engine: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_rate_that_falls_beside_an_average_in_its_place_is_said(configure: Configure) -> None:
+def test_a_rate_that_falls_beside_an_average_in_its_place_is_said() -> None:
     """`optim.schedule` is cosine unless a config says otherwise: who names the optimizer alone
     would have both, and not know it.
     """
@@ -66,23 +59,23 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-def test_a_skipped_step_does_not_move_the_average(configure: Configure, precision: str) -> None:
+def test_a_skipped_step_does_not_move_the_average(precision: str) -> None:
     """It would drift to the weights in a run that skips often; and a resumed run
     would not be what the whole one is.
     """
-    assert same(*after_a_bad_step(configure, precision))
+    assert same(*after_a_bad_step(precision))
     update = WeightAverages.update
     always = mock.patch.object(
         WeightAverages, "update", lambda self, updates, skip: update(self, updates, torch.zeros_like(skip))
     )
     with always:
-        assert not same(*after_a_bad_step(configure, precision)), (
+        assert not same(*after_a_bad_step(precision)), (
             "the planted fault: the mean takes part in skipped steps"
         )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_before_the_first_update_the_average_is_the_weights(configure: Configure, precision: str) -> None:
+def test_before_the_first_update_the_average_is_the_weights(precision: str) -> None:
     """A run whose first steps are all skipped would validate a model of zeros."""
     stage, engine = engine_of(configure(f"optim.ema=0.9 train.precision={precision}"))
     weights = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
@@ -92,7 +85,7 @@ def test_before_the_first_update_the_average_is_the_weights(configure: Configure
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_validation_leaves_everything_as_it_was(configure: Configure, precision: str) -> None:
+def test_a_validation_leaves_everything_as_it_was(precision: str) -> None:
     """Within it, the average computes; behind it, and where it ends in an exception, what was trained."""
     stage, engine = engine_of(configure(f"optim.ema=0.9 train.precision={precision}"))
     for scale in (1.0, 2.0):
@@ -110,9 +103,7 @@ def test_a_validation_leaves_everything_as_it_was(configure: Configure, precisio
     assert same(own, {name: parameter.detach() for name, parameter in stage.named_parameters()})
 
 
-def test_a_validation_swaps_nothing_that_is_being_gathered(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_swaps_nothing_that_is_being_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather of a step's weights, or of the averages, that ends after the swap would put back the values
     that it began with.
     """
@@ -127,7 +118,7 @@ def test_a_validation_swaps_nothing_that_is_being_gathered(
     assert calls == ["settle", "swap", "gather", "evaluate", "settle", "swap", "gather"]
 
 
-def test_nothing_is_there_without_it(configure: Configure) -> None:
+def test_nothing_is_there_without_it() -> None:
     _, engine = engine_of(configure(""))
     assert engine.averages is None and not averages_of(engine)
 

@@ -1,7 +1,6 @@
 """Loss scale, steps that are not taken, and the rate of the steps that are."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +13,12 @@ from megacore.engine.loss_scale import LossScale
 from megacore.engine.spike_detector import ENOUGH
 from megacore.optimizers.rule import RULES
 from megacore.train.checkpointing import engine_state
-from tests.one_rank import CPU, Configure, accumulate, backward_of, configuring, engine_of
-
-
-@pytest.fixture
-def configure(tmp_path: Path) -> Configure:
-    """See `configuring`."""
-    return configuring(tmp_path)
+from tests.one_rank import CPU, accumulate, backward_of, configure, engine_of
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    configure: Configure, precision: str, bad: float
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(precision: str, bad: float) -> None:
     """One overflow would turn every weight into NaN; a skipped step that counted would
     bend bias correction.
     """
@@ -54,7 +45,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
 
 @pytest.mark.parametrize("bad", ["weight", "loss", "gradient", "spike"])
 @pytest.mark.parametrize("kind", RULES)
-def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: str, bad: str) -> None:
+def test_a_step_that_is_not_taken_leaves_everything(kind: str, bad: str) -> None:
     """By every rule and for every reason: no weight, moment or momentum moves, no norm is
     remembered, and one step is one skip, also where loss and gradient are both bad, as they are
     behind a weight that is not finite.
@@ -108,7 +99,7 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
     assert engine.state() == resumed.state() | {"skipped": 1}
 
 
-def test_a_step_that_is_not_taken_leaves_the_routers_biases(configure: Configure) -> None:
+def test_a_step_that_is_not_taken_leaves_the_routers_biases() -> None:
     """They would follow the tokens of batches that nothing was learned from."""
     experts = "model.num_experts=4 model.experts_per_token=2 model.router_bias_rate=0.1"
     config = configure(f"{experts} model.router_balance=none")
@@ -123,7 +114,7 @@ def test_a_step_that_is_not_taken_leaves_the_routers_biases(configure: Configure
     assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
 
 
-def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:
+def test_spikes_move_neither_their_own_bar_nor_the_loss_scale() -> None:
     """More spikes than norms before them: remembered, they would be the usual norm by the end.
 
     Nor does a spike overflow: forty of them that halved the loss scale would leave gradients that underflow.
@@ -137,7 +128,7 @@ def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configu
     assert engine.state()["loss_scale"] == scale
 
 
-def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
+def test_loss_scale_leaves_the_gradient_as_it_is() -> None:
     """A gradient that is not unscaled before the clip steps by its bound in every step,
     however small it is.
     """
@@ -208,7 +199,7 @@ def test_learning_rate_without_room() -> None:
         assert [learning_rate(cut, step, 20) for step in (1, 15, 20)] == pytest.approx([1 / 30, 0.5, 2 / 3])
 
 
-def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> None:
+def test_scaling_starts_afresh_behind_a_run_without() -> None:
     """fp16 on from a bf16 checkpoint at a loss scale of 1 would lose its gradients to underflow."""
     _, bf16 = engine_of(configure("train.precision=bf16"))
     _, fp16 = engine_of(configure("train.precision=fp16"))
@@ -218,7 +209,7 @@ def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> Non
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_older_checkpoints_say_a_scale_of_1_without_scaling(configure: Configure, precision: str) -> None:
+def test_older_checkpoints_say_a_scale_of_1_without_scaling(precision: str) -> None:
     """Taken at its word, an fp16 run on from a bf16 checkpoint would begin at 1."""
     _, fp16 = engine_of(configure("train.precision=fp16"))
     engine = {"updates": 3.0, "skipped": 1.0, "loss_scale": 1.0, "good_steps": 0.0}
@@ -233,7 +224,7 @@ def test_older_checkpoints_say_a_scale_of_1_without_scaling(configure: Configure
 
 
 @pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])
-def test_every_loss_scale_is_restored(configure: Configure, scale: float) -> None:
+def test_every_loss_scale_is_restored(scale: float) -> None:
     """One that many overflows have made small would be taken for that of a run that did not scale: the
     resumed run would start afresh, skip all those steps again, and part from the uninterrupted one.
     """
