@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.mesh import Mesh
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.verify.worker import planted
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, run_of, step_of
 
 BLOCK = 64
 LOW_RANK, INT8 = (
@@ -42,8 +40,8 @@ def started(config_path: str, overrides: list[str]) -> tuple[Any, Mesh]:
     """A rank's config and mesh; ranks take turns on two hosts."""
     place = place_from_environment()
     os.environ["MEGACORE_HOST"] = "ab"[place.rank % 2] if place.world_size > 1 else "a"
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    return config, Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, world=place.world_size)
+    return config, mesh_of(config)
 
 
 def sums_on_a_rank(config_path: str, overrides: list[str], plant: str | None = None) -> dict[str, Tensor]:
@@ -51,7 +49,7 @@ def sums_on_a_rank(config_path: str, overrides: list[str], plant: str | None = N
     the loss scale, which is another in every round; which elements of a sum are this rank's; and all that
     its residuals hold in the end.
     """
-    step = TrainStep(*started(config_path, overrides))
+    step = step_of(*started(config_path, overrides))
     engine: Any = step.engine
     engine.settle()
     buckets = list(engine.compression.buckets.values())

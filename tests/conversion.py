@@ -9,9 +9,9 @@ from torch import Tensor
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, locate
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.tools.checkpoint_weights import load_weights
-from megacore.tools.settings.load import load, resolve
+from tests.build import model_of, run_of
 from tests.checkpoints import save
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
@@ -39,9 +39,9 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def model_of(run_folder: Path) -> Stage:
+def imported_model(run_folder: Path) -> Stage:
     """Our model, by a run's config.json and its newest checkpoint."""
-    model = whole_model(load(str(run_folder / "config.json")).config).eval()
+    model = model_of(run_of(run_folder / "config.json")).eval()
     load_weights(Reader(locate(run_folder)), [model])
     return model
 
@@ -66,8 +66,8 @@ def random_run(folder: Path, data: dict[str, Any] | None = None, **model: Any) -
     Returns the model.
     """
     sections = {"model": SIZES | model, "train": {"seq_len": 16, "precision": "fp32"}, "data": data or {}}
-    config = resolve(sections, [], "test", 1).config
-    stage = whole_model(config).eval()
+    config = run_of(sections)
+    stage = model_of(config).eval()
     generator = torch.Generator().manual_seed(7)
     for parameter in stage.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)

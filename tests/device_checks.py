@@ -19,8 +19,8 @@ from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.fsdp import FSDPEngine
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 from tests.commands import run_script
 from tests.compiling import graphs_counted
 from tests.kernel_checks import relative_error
@@ -47,7 +47,7 @@ STEPS = 4
 
 def tiny(device: str, *overrides: str) -> Config:
     """configs/gpt_tiny.json on one device, with little data."""
-    return load(TINY, [*SMALL, f"train.device={device}", *overrides], 1).config
+    return run_of(TINY, *SMALL, f"train.device={device}", *overrides)
 
 
 def lacking(engine: str) -> str:

@@ -23,11 +23,11 @@ from megacore.config.experts import ExpertSettings
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.cli import Parser, exit_with
-from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import ROUTING
 from megacore.tools.verify.proof_report import explain
 from megacore.tools.verify.run import Options, Result, prove
 from megacore.tools.verify.workers import ProofWorkers
+from tests.build import run_of
 from tests.expert_rows import CHOICES, CONFIG, Proof, proofs
 from tests.strict import Rules
 from tests.strict.runs import Case, Runs
@@ -113,7 +113,7 @@ class StrictRuns:
                 for override in settings
                 if override.partition(".")[2].partition("=")[0] not in ExpertSettings.model_fields
             ]
-            source = write_weights(self.folder / f"{name}_dense", load(self.runs.config, dense).config)
+            source = write_weights(self.folder / f"{name}_dense", run_of(self.runs.config, *dense))
             with contextlib.redirect_stdout(io.StringIO()):
                 checkpoint_command(
                     ["upcycle", str(source), "--output", str(made), "--noise", "0.1", *settings]

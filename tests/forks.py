@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from megacore.config import Config
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
+from tests.build import model_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +37,7 @@ def perturbed(config: Config, size: float) -> Stage:
     """A config's whole model with normal numbers of this size added, as a gradient
     through what starts at 0 is no proof.
     """
-    stage, generator = whole_model(config), torch.Generator().manual_seed(1)
+    stage, generator = model_of(config), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter += size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)

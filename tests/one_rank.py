@@ -1,37 +1,31 @@
 """The native engine on one process: a small model, its batches, and steps without a trainer."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megacore.config import Config
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.engine.native import NativeEngine
 from megacore.model.batch import Microbatch
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
-from megacore.tools.settings.load import load
-from tests.training import VOCAB_SIZE, write_config
+from tests.build import mesh_of, model_of, run_of
+from tests.training import BASE, VOCAB_SIZE
 
 CPU = torch.device("cpu")
-Configure = Callable[..., Config]
+SMALL = BASE | {"model": BASE["model"] | {"num_layers": 2}}
 
 
-def configuring(folder: Path) -> Configure:
-    """`configure(overrides)`: the tests' small config, resolved."""
-    path = write_config(folder, "unused", model={"num_layers": 2})
-    return lambda overrides="": load(path, overrides.split()).config
+def configure(overrides: str = "") -> Config:
+    """Return the config of a run of two layers. `overrides` are separated by spaces."""
+    return run_of(SMALL, *overrides.split())
 
 
 def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
-    stage = whole_model(config)
-    return stage, NativeEngine(config, [stage], Mesh(config, RankInfo(), CPU))
+    stage = model_of(config)
+    return stage, NativeEngine(config, [stage], mesh_of(config))
 
 
 def batch_of(config: Config, step: int) -> list[Microbatch]:

@@ -25,11 +25,10 @@ from megacore.checkpoint import Reader
 from megacore.config import Config
 from megacore.data.samples import SampleStream
 from megacore.distributed.shard import Shard
-from megacore.model.stage import whole_model
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
+from tests.build import model_of, run_of
 
 STEPS, HALF, SKIPPED = 6, 3, 2  # of a run, of its first leg, and the step whose gradient is not finite
 TOLERANCE = 1e-10  # relative, and for tensors to their largest element; measured: 1e-12
@@ -94,9 +93,9 @@ def poisoned() -> Iterator[None]:
 
 def expected(config_path: str) -> Run:
     """A run on one process, plainly."""
-    config = load(config_path, []).config
+    config = run_of(config_path)
     train, optim, run = config.train, config.optim, Run()
-    model = whole_model(config)
+    model = model_of(config)
     parameters = dict(model.named_parameters())
     first, second = ({name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(2))
     updates = 0

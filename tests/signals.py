@@ -310,7 +310,7 @@ def kill_session(leader: int) -> list[int]:
 
 def write_inputs(folder: Path) -> None:
     """Write a config, a corpus, a text and a checkpoint for the commands of all phases."""
-    from megacore.tools.settings.load import load
+    from tests.build import run_of
     from tests.training import write_config, write_corpus, write_weights
 
     corpus = write_corpus(folder)
@@ -318,7 +318,7 @@ def write_inputs(folder: Path) -> None:
     config = write_config(
         folder, corpus, model=model, data={"train": corpus, "valid": corpus, "tokenizer": "bytes"}
     )
-    write_weights(folder / "weights", load(config, [], 1).config)
+    write_weights(folder / "weights", run_of(config))
     (folder / "text.txt").write_text("To be, or not to be.\n" * 1000)
 
 

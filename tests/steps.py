@@ -11,15 +11,12 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
 from megacore.model.layers import Layers, fields_of
-from megacore.tools.choices.settle import settled_alone
-from megacore.tools.deepspeed.engine import ENGINES
-from megacore.tools.settings.load import load
+from megacore.tools.launchers import place_from_environment
 from megacore.train.loader import microbatch_on
-from megacore.train.step import TrainStep
+from tests.build import mesh_of, run_of, step_of
 from tests.training import VOCAB_SIZE, difference
 
 STEPS = 2  # the second begins with the weights and the state that the first has left
@@ -56,7 +53,7 @@ def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
 
 def train(config: Config, mesh: Mesh, layers: Layers | None = None, steps: int = STEPS) -> Found:
     """Some steps, without a trainer around them. `layers`: of another model than the config's."""
-    step, figures = TrainStep(settled_alone(config), mesh, layers=layers, engines=ENGINES), []
+    step, figures = step_of(run_of(config), mesh, layers=layers), []
     sources = fields_of(layers_of(config) if layers is None else layers)
     for number in range(1, steps + 1):
         whole = batch_of(config, number, mesh.sample_group)
@@ -106,7 +103,7 @@ def apart(ranks: Sequence[Found], one: Found) -> float:
     return max(worst, difference(ranks[0].figures, one.figures))
 
 
-def as_one(config_path: str, overrides: list[str]) -> Found:
-    """One process."""
-    config = load(config_path, overrides, 1).config
-    return train(config, Mesh(config, RankInfo(), torch.device("cpu")))
+def train_rank(config_path: str, overrides: list[str], steps: int = STEPS) -> Found:
+    """Take some steps as one rank of the run that a test has started, be it the only one."""
+    config = run_of(config_path, *overrides, world=place_from_environment().world_size)
+    return train(config, mesh_of(config), steps=steps)

@@ -9,9 +9,7 @@ import numpy as np
 from launch.pretrain import callbacks_of
 from megacore.config import Config
 from megacore.distributed.buffers import BUFFERS, buffers_of
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
-from megacore.model.stage import whole_model
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
@@ -23,6 +21,7 @@ from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
 from megacore.tools.startup_lines import startup_lines
 from megacore.tools.stop_request import StopRequest
+from tests.build import mesh_of, model_of
 from tests.checkpoints import save
 
 VOCAB_SIZE = 65  # does not divide by 2 or 4
@@ -73,7 +72,7 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     place = place_from_environment()
     config = partitioned(load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config)
     inputs = Inputs(config, place.rank)
-    mesh = Mesh(config, place, pick_device(config, place))
+    mesh = mesh_of(config, device=pick_device(config, place))
     mesh.listeners.add(FlightRecorder(stages=config.parallel.pipeline))
     with StopRequest() as stop:
         stop.begin()
@@ -100,7 +99,7 @@ def write_weights(folder: Path, config: Config, but: str | None = None, value: f
     """A checkpoint that holds a model's first weights (`but` one) and no run, as an import leaves
     it; returns the step's folder. With `value`, all weights have this value.
     """
-    model = whole_model(config)
+    model = model_of(config)
     if value is not None:
         for parameter in model.parameters():
             parameter.data.fill_(value)

@@ -21,7 +21,7 @@ from benchmarks import machine
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.planner.traffic import rank_traffic, sent_by_group
-from megacore.tools.settings.load import resolve
+from tests.build import run_of
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.pool import ROOT
 
@@ -177,7 +177,7 @@ def engine_of(kind: str, levels: int) -> dict[str, dict[str, Any]]:
 
 def predicted(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The bytes that a rank sends over data ranks in a step, by group."""
-    config = resolve(json.loads(json.dumps(settings)), [], "links", HOSTS * RANKS).config
+    config = run_of(json.loads(json.dumps(settings)), world=HOSTS * RANKS)
     return {
         name: sent
         for name, sent in sent_by_group(rank_traffic(config, RANKS)[0]).items()

@@ -13,11 +13,11 @@ from megacore.config.schema import TrainConfig
 from megacore.data.samples import SampleStream
 from megacore.errors import CheckpointError
 from megacore.tools.inputs import Inputs
-from megacore.tools.settings.load import load
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.run import Options, prove
 from tests import training
+from tests.build import run_of
 from tests.commands import provers
 from tests.pool import ROOT, Pool
 
@@ -137,9 +137,7 @@ def test_only_what_is_to_come_may_change(whole: Path) -> None:
     def refused(step: int, *overrides: str) -> str:
         resume = f"checkpoint.resume={whole}/whole/checkpoints/step_{step:08d}"
         try:
-            Inputs(
-                load(str(whole / "config.json"), [*overrides, resume, f"log.dir={whole}/another"]).config, 0
-            )
+            Inputs(run_of(whole / "config.json", *overrides, resume, f"log.dir={whole}/another"), 0)
         except CheckpointError as error:
             return str(error)
         return ""

@@ -22,17 +22,16 @@ from megacore import checkpoint
 from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.manifest import sealed
 from megacore.checkpoint.saver import Staging
-from megacore.distributed.mesh import Mesh
 from megacore.errors import CheckpointError
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.checkpoints import find_latest, save
 from tests.commands import run_script
 from tests.engines import zero
@@ -86,9 +85,9 @@ def hop(config_path: str, overrides: list[str], log_dir: str) -> None:
     it is saved once more, as a copy.
     """
     place = place_from_environment()
-    config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
+    config = run_of(config_path, *overrides, f"log.dir={log_dir}", world=place.world_size)
     inputs = Inputs(config, place.rank)
-    mesh = Mesh(config, place, pick_device(config, place))
+    mesh = mesh_of(config, device=pick_device(config, place))
     trainer = trainer_of(config, mesh, inputs)
     if trainer.step:
         save(Path(log_dir) / "copies", trainer.step, trainer.engine.tensors(), {}, keep=9, ranks=Ranks(mesh))
@@ -274,7 +273,7 @@ def test_a_hostile_state_is_refused_in_one_line(
     section[last] = STATES[key]
     (run / "checkpoints/step_00000004/manifest.json").write_bytes(sealed(manifest))
     with pytest.raises(CheckpointError, match="step_00000004: [^\n]*$"):
-        Inputs(load(config, [f"log.dir={run}"]).config, rank=0)
+        Inputs(run_of(config, f"log.dir={run}"), rank=0)
 
 
 @pytest.mark.parametrize(

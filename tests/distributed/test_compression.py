@@ -19,8 +19,8 @@ from megacore.tools.launchers import place_from_environment
 from megacore.tools.planner.memory import rank_memory
 from megacore.train import checkpointing
 from megacore.train.checkpointing import read_residuals
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import step_of
 from tests.compressed_sums import INT8, LOW_RANK, check_sums, started, sums_on_a_rank, write_config
 from tests.steps import Found, apart, train
 
@@ -79,7 +79,7 @@ def test_where_nothing_is_lost_it_is_the_plain_sum(
 def memory(config_path: str, overrides: list[str]) -> tuple[int, int]:
     """The bytes that compression keeps on this rank, and what the planner says."""
     config, mesh = started(config_path, overrides)
-    compression = TrainStep(config, mesh).engine.compression  # type: ignore[attr-defined]
+    compression = step_of(config, mesh).engine.compression  # type: ignore[attr-defined]
     held = {
         tensor.untyped_storage() for bucket in compression.buckets.values() for tensor in tensors_in(bucket)
     }
@@ -169,7 +169,7 @@ def read_on_a_rank(
     config_path: str, overrides: list[str], checkpoint: str
 ) -> tuple[dict[str, tuple[Tensor, TensorSlice]], list[str]]:
     """What a rank of any layout reads of a checkpoint's residuals, and what it says of them."""
-    step = TrainStep(*started(config_path, overrides))
+    step = step_of(*started(config_path, overrides))
     held = {key: piece for key, piece in step.engine.tensors().items() if key.startswith(RESIDUAL)}
     said = read_residuals(Reader(Path(checkpoint)), held)
     step.engine.close()

@@ -30,14 +30,13 @@ from megacore.context_parallel.sharding import (
     runs_of,
 )
 from megacore.distributed.communicator import SOLO, Group
-from megacore.distributed.mesh import Mesh
 from megacore.files import ROOT
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.workers import ProofWorkers
 from tests.attention_checks import HEADS, SCALE, inputs, masked, standing_in
+from tests.build import mesh_of, run_of
 from tests.commands import provers
 from tests.training import write_config
 
@@ -146,8 +145,8 @@ def errors(config_path: str, seq: int) -> dict[str, float]:
     would compute them in few calls.
     """
     place = place_from_environment()
-    config = load(config_path, [f"parallel.context={place.world_size}"], place.world_size).config
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, f"parallel.context={place.world_size}", world=place.world_size)
+    mesh = mesh_of(config)
     # of one token, of most of a piece, across pieces, over all ranks
     rows = ((0, 1, 3, seq), (0, seq - 1, seq))
     methods = [m for m in ("gather", "ring", "ulysses") if m != "ulysses" or HEADS % place.world_size == 0]
@@ -194,9 +193,7 @@ def low_precision_inputs(dtype: torch.dtype) -> dict[str, list[Tensor]]:
 
 def relative_errors(config_path: str, dtype: torch.dtype) -> dict[str, dict[str, list[float]]]:
     """By input and method, the error of the gradients of q, k and v on this rank, beside fp64's."""
-    mesh = Mesh(
-        load(config_path, ["parallel.context=2"], 2).config, place_from_environment(), torch.device("cpu")
-    )
+    mesh = mesh_of(run_of(config_path, "parallel.context=2", world=2))
     own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(64, 2, mesh.cp.rank)])
     found: dict[str, dict[str, list[float]]] = {}
     for name, tensors in low_precision_inputs(dtype).items():

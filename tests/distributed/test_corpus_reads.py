@@ -9,10 +9,10 @@ import numpy as np
 from launch import pretrain
 from megacore.data.indexed import IndexedTokens
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.stop_request import StopRequest
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.build import run_of
 
 TOKENS = 4000
 
@@ -25,11 +25,12 @@ def start(config_path: str, log_dir: str) -> int:
         lengths.append(length)
         return read(self, start, length)
 
-    config = load(
+    config = run_of(
         config_path,
-        [f"log.dir={log_dir}", f"data.valid={load(config_path).config.data.train}"],
-        place.world_size,
-    ).config
+        f"log.dir={log_dir}",
+        f"data.valid={run_of(config_path).data.train}",
+        world=place.world_size,
+    )
     with (
         mock.patch.object(IndexedTokens, "read", counted),
         mock.patch.object(Trainer, "run", lambda *_: 0),

@@ -15,16 +15,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megacore.distributed.mesh import Mesh
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.training import Figures, difference, figures
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -227,8 +226,8 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     memory is still taken behind it.
     """
     place = place_from_environment()
-    config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, *overrides, f"log.dir={log_dir}", world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     gathered = {}
 
@@ -271,8 +270,8 @@ def test_stage_3_gives_back_what_it_gathered(
 def gradients_rank(config_path: str, overrides: list[str], log_dir: str) -> dict[str, torch.Tensor]:
     """This rank's gradients of the first step."""
     place = place_from_environment()
-    config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, *overrides, f"log.dir={log_dir}", world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     trainer.step = 1
     trainer.train_step.forward_backward(trainer.next_batch())

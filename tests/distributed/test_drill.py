@@ -12,8 +12,8 @@ import pytest
 
 from launch.drill import SHORT, run
 from megacore.errors import ConfigError
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 from tests.distributed.test_launch import ENVIRONMENT
 from tests.drills.drills import EXPECTED, Drill
 from tests.drills.faults import KINDS, check, parse
@@ -135,7 +135,7 @@ def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(
     ],
 )
 def test_a_fault_that_can_strike_is_not(spec: str, overrides: list[str]) -> None:
-    check(parse(spec), load("configs/gpt_tiny.json", [*SHORT, *overrides], 4).config, 4)
+    check(parse(spec), run_of("configs/gpt_tiny.json", *SHORT, *overrides, world=4), 4)
 
 
 @pytest.mark.parametrize(

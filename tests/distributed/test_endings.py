@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megacore.tools.processes import descendants
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 from tests.pool import CONTEXT, PATIENCE, ROOT
 from tests.unit.test_data_prepare import word_tokenizer
 
@@ -113,9 +113,9 @@ def test_a_signal_after_the_end_changes_no_status(number: str) -> None:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint to show and to write texts with."""
     folder = tmp_path_factory.mktemp("endings")
-    config = load(
-        training.write_config(folder, "none", data={"tokenizer": "bytes"}, model={"vocab_size": 256}), [], 1
-    ).config
+    config = run_of(
+        training.write_config(folder, "none", data={"tokenizer": "bytes"}, model={"vocab_size": 256})
+    )
     return str(training.write_weights(folder, config))
 
 

@@ -23,11 +23,9 @@ from megacore.config import Config
 from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import EvalSamples
 from megacore.distributed.buffers import BUFFERS, buffers_of
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
-from megacore.model.stage import whole_model
 from megacore.tools.checkpoint_weights import load_weights
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
@@ -35,9 +33,9 @@ from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.interchange.settings import read_gpt2
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.prepare.prepare import prepare
-from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
 from tests import training
+from tests.build import mesh_of, model_of, run_of
 from tests.checkpoints import save
 from tests.pool import ROOT
 
@@ -75,7 +73,7 @@ def read_ascii(path: str) -> str:
 
 
 def config_of(text: Path, log_dir: Path, *overrides: str) -> Config:
-    return load(str(text / "config.json"), [*overrides, f"log.dir={log_dir}"]).config
+    return run_of(text / "config.json", *overrides, f"log.dir={log_dir}")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +122,7 @@ def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Pa
     A mean of batches' means is another number.
     """
     figures = pool.run(1, figures_of, ["--checkpoint", str(base)], f"{tmp_path}/figures.json")[0]
-    model = whole_model(config_of(text, base)).eval()
+    model = model_of(config_of(text, base)).eval()
     load_weights(Reader(locate(base)), [model])
     tokens = torch.from_numpy(
         IndexedTokens(str(text / "code_valid")).read(0, figures["targets"] + 1).astype("int64")
@@ -201,7 +199,7 @@ def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
     path = training.write_config(
         tmp_path, str(tmp_path / "pieces"), model=model, data={"tokenizer": f"{tmp_path}/pieces.model"}
     )
-    weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
+    weights = training.write_weights(tmp_path / "checkpoints", run_of(path))
     figures = pool.run(
         1,
         figures_of,
@@ -244,7 +242,7 @@ def test_bytes_of_a_text_that_its_tokens_do_not_keep(pool: Any, tmp_path: Path) 
     assert sidecar.spelled_bytes is not None and sidecar.spelled_bytes < 0.9 * len(text)
     model = {"vocab_size": 300, "num_layers": 1}
     path = training.write_config(tmp_path, prefix, model=model, data={"tokenizer": name})
-    weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
+    weights = training.write_weights(tmp_path / "checkpoints", run_of(path))
     arguments = ["--checkpoint", str(weights), "--data", prefix]
     figures = pool.run(1, figures_of, arguments, f"{tmp_path}/figures.json")[0]
     assert figures["bytes"] == pytest.approx(len(text), abs=2)  # the first token, [CLS], has no bytes
@@ -268,7 +266,7 @@ def test_each_window_may_begin_with_the_bos_token(pool: Any, tmp_path: Path) -> 
 
     model = {"vocab_size": 300, "num_layers": 1, "init_std": 0.3}
     path = training.write_config(tmp_path, prefix, model=model, data={"tokenizer": name})
-    weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
+    weights = training.write_weights(tmp_path / "checkpoints", run_of(path))
     arguments = ["--checkpoint", str(weights), "--data", prefix]
     figures = [
         pool.run(1, figures_of, [*arguments, *more], f"{tmp_path}/figures.json")[0]
@@ -401,7 +399,7 @@ def test_the_example_config_is_gpt2() -> None:
         "transformers", reason="transformers is not installed: pip install -e '.[test]'"
     )
     published = json.loads(transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).to_json_string())
-    config = load(str(ROOT / "configs/finetune_gpt2.json"), []).config
+    config = run_of(ROOT / "configs/finetune_gpt2.json")
     imported, ours = read_gpt2(published), config.model.model_dump()
     assert {key: ours[key] for key in imported} == imported
     assert config.checkpoint.weights is not None
@@ -440,14 +438,14 @@ def test_the_weights_of_a_mixture_come_with_its_buffers(text: Path, tmp_path: Pa
     assert len(biases) == 2 and all(bias.any() for bias in biases)
 
     config = config_of(text, tmp_path / "run", *mixture, f"checkpoint.weights={tmp_path}/base")
-    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    mesh = mesh_of(config)
     engine = trainer_of(config, mesh, Inputs(config, rank=0)).engine
     tensors = {name: tensor for name, (tensor, _) in engine.tensors().items()}
     assert [name for name in base if not torch.equal(tensors[name], base[name])] == []
     assert [name for name in tensors.keys() - base.keys() if tensors[name].any()] == []
     assert engine.state()["updates"] == 0
 
-    stage = whole_model(config)
+    stage = model_of(config)
     load_weights(reader, [stage])
     loaded = {f"{WEIGHTS}{name}": parameter for name, parameter in stage.named_parameters()}
     loaded |= {f"{BUFFERS}{name}": buffer.value for name, buffer in buffers_of([stage]).items()}

@@ -24,7 +24,6 @@ from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh
 from megacore.errors import ConfigError
 from megacore.pipeline.schedule import Action
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.inputs import Inputs
@@ -33,7 +32,8 @@ from megacore.tools.machine import cpu
 from megacore.tools.machine.device import take_device
 from megacore.tools.monitoring.attach import callbacks_of
 from megacore.tools.planner.memory import rank_memory
-from megacore.tools.settings.load import flatten, load
+from megacore.tools.settings.load import flatten
+from tests.build import run_of
 from tests.pool import Pool
 from tests.training import lines, write_config, write_corpus
 
@@ -386,7 +386,7 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
     cpu.emulated_formats = lambda: {torch.bfloat16}  # type: ignore[assignment]  (as on a processor that has none of its own)
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         try:
-            config = partitioned(load(config_path, overrides, place.world_size).config)
+            config = run_of(config_path, *overrides, world=place.world_size)
             seen["plan"] = str(rank_memory(config))
             inputs, device = Inputs(config, place.rank), take_device(config, place)
             guard = Guard(config, place, device)

@@ -9,17 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.distributed.mesh import Mesh
 from megacore.expert_parallel.router import Router
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from tests import training
-from tests.steps import STEPS, Found, apart, train
+from tests.build import mesh_of, run_of
+from tests.steps import Found, apart, train_rank
 from tests.strict import Rules, strict
 
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
@@ -55,13 +53,6 @@ def config_path(tmp_path: Path) -> str:
     return training.write_config(
         tmp_path, "unused", model=MODEL, train={"precision": "fp64"}, optim={"weight_decay": 0.3}
     )
-
-
-def trained(config_path: str, overrides: list[str], steps: int = STEPS) -> Found:
-    """Some steps."""
-    place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    return train(config, Mesh(config, place, torch.device("cpu")), steps=steps)
 
 
 def of(layout: str) -> list[str]:
@@ -110,8 +101,8 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
     loss that depends on the layout.
     """
     ranks, layout = LAYOUTS[name]
-    (one,) = pool.run(1, trained, config_path, [])
-    assert apart(pool.run(ranks, trained, config_path, of(layout)), one) < TOLERANCE
+    (one,) = pool.run(1, train_rank, config_path, [])
+    assert apart(pool.run(ranks, train_rank, config_path, of(layout)), one) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -120,10 +111,10 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
 def test_the_same_rows_are_dropped_in_every_layout(pool: Any, config_path: str, layout: str) -> None:
     """Of a microbatch whose tokens several ranks have: each of them alone would keep other rows."""
     few = ["model.capacity_factor=0.6"]
-    (one,), (all_rows,) = (pool.run(1, trained, config_path, own) for own in (few, []))
+    (one,), (all_rows,) = (pool.run(1, train_rank, config_path, own) for own in (few, []))
     assert apart([one], all_rows) > 1e-6, "some are dropped"
     ranks = 2 if layout == "dp2" else 4
-    assert apart(pool.run(ranks, trained, config_path, [*few, *of(layout)]), one) < TOLERANCE
+    assert apart(pool.run(ranks, train_rank, config_path, [*few, *of(layout)]), one) < TOLERANCE
 
 
 BIASED = ["model.bias=true", "model.activation=swiglu_clamped"]
@@ -140,9 +131,11 @@ def test_biases_are_added_once(pool: Any, config_path: str, layout: str) -> None
     """Of ranks that have parts of an expert each would add the last bias, or none; its
     gradient would be a part, or several.
     """
-    (one,) = pool.run(1, trained, config_path, BIASED)
+    (one,) = pool.run(1, train_rank, config_path, BIASED)
     assert (
-        apart(pool.run(2 if layout == OF_BIASES[0] else 4, trained, config_path, [*BIASED, *of(layout)]), one)
+        apart(
+            pool.run(2 if layout == OF_BIASES[0] else 4, train_rank, config_path, [*BIASED, *of(layout)]), one
+        )
         < TOLERANCE
     )
 
@@ -150,12 +143,12 @@ def test_biases_are_added_once(pool: Any, config_path: str, layout: str) -> None
 def strictly(config_path: str, overrides: list[str]) -> Found:
     """The same over a wire that forgives no order but one."""
     with strict(Rules(seed=1)):
-        return trained(config_path, overrides)
+        return train_rank(config_path, overrides)
 
 
 def test_over_a_strict_wire(pool: Any, config_path: str) -> None:
     """Exchanges of unequal parts, beside shared experts' sums over another group."""
-    (one,) = pool.run(1, trained, config_path, [])
+    (one,) = pool.run(1, train_rank, config_path, [])
     assert apart(pool.run(4, strictly, config_path, of("tp2 dp2 etp1 ep2 sp")), one) < TOLERANCE
 
 
@@ -164,8 +157,8 @@ def test_over_a_strict_wire(pool: Any, config_path: str) -> None:
 )
 def test_muon_takes_every_expert_by_itself(pool: Any, config_path: str, layout: str) -> None:
     """A matrix of two experts, or of what a rank holds of one, would have another update."""
-    (one,) = pool.run(1, trained, config_path, ["optim.kind=muon"])
-    assert apart(pool.run(4, trained, config_path, ["optim.kind=muon", *of(layout)]), one) < 1e-9
+    (one,) = pool.run(1, train_rank, config_path, ["optim.kind=muon"])
+    assert apart(pool.run(4, train_rank, config_path, ["optim.kind=muon", *of(layout)]), one) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -176,16 +169,16 @@ def test_balance_without_a_loss_and_by_the_batch_before(pool: Any, config_path: 
     choose other experts from then on.
     """
     steps = 3  # behind two the bias may be where it was
-    (one,) = pool.run(1, trained, config_path, DEEPSEEK, steps)
+    (one,) = pool.run(1, train_rank, config_path, DEEPSEEK, steps)
     bias = one.pieces["buffer/blocks.1.feed_forward.router.bias"].tensor
     assert {0.1, 0.3} & {round(float(x), 9) for x in bias.abs()}, "it has moved"
-    assert apart(pool.run(4, trained, config_path, [*DEEPSEEK, *of(layout)], steps), one) < TOLERANCE
+    assert apart(pool.run(4, train_rank, config_path, [*DEEPSEEK, *of(layout)], steps), one) < TOLERANCE
 
 
 def tied(config_path: str, overrides: list[str]) -> Found:
     """Some steps in which all experts are as good as another for every token."""
     with mock.patch.object(Router, "ranked", lambda self, scores: torch.zeros_like(scores)):
-        return trained(config_path, overrides)
+        return train_rank(config_path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +246,8 @@ def test_a_run_goes_on_with_the_same_bits(pool: Any, tmp_path: Path) -> None:
 def written(config_path: str, overrides: list[str]) -> list[int]:
     """What the drawn model writes after a prompt."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
     own = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     decoder = Decoder([Stage(config, layers, mesh, mesh.device).eval() for layers in own], mesh)
     tokens = list(

@@ -16,18 +16,13 @@ from torch import Tensor
 from megacore.checkpoint import Reader
 from megacore.checkpoint.folder import locate
 from megacore.distributed.events import Listener
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
-from megacore.model.stage import whole_model
 from megacore.rng import RUN
 from megacore.tools.checkpoint_weights import load_weights
-from megacore.tools.choices.settle import settled_alone
-from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, model_of, run_of, step_of
 from tests.memory import Allocated
 
 FSDP, SHARDED = "engine.kind=fsdp", "engine.shard_optimizer=true"
@@ -55,8 +50,8 @@ def build(config_path: str, overrides: list[str]) -> Built:
     one that is counted.
     """
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
     notes: Counter[str] = Counter()
 
     class Notes(Listener):
@@ -67,7 +62,7 @@ def build(config_path: str, overrides: list[str]) -> Built:
     with Allocated() as before:
         build_stages(config, mesh)
     with mock.patch("megacore.train.step.own_cores", lambda ranks: 1), Allocated() as allocated:
-        step = TrainStep(config, mesh, engines=ENGINES)
+        step = step_of(config, mesh)
     step.engine.settle()
     held = step.engine.tensors()
     weights = [
@@ -119,7 +114,7 @@ def test_every_layout_starts_from_the_bits_of_one_process(
     single = [override for override in overrides if override.startswith(("train.precision", "model."))]
     whole = {
         name: parameter.detach()
-        for name, parameter in whole_model(load(config_path, single).config).named_parameters()
+        for name, parameter in model_of(run_of(config_path, *single)).named_parameters()
     }
     covered = {name: torch.zeros_like(parameter, dtype=torch.bool) for name, parameter in whole.items()}
     for built in ranks:
@@ -143,9 +138,9 @@ def test_building_takes_no_more_than_what_a_rank_keeps(
     """A stage of 70 billion parameters, made whole by each of a machine's 8 ranks before it is
     divided, has no room in its memory.
     """
-    config = load(config_path, [*LARGE, *overrides], 4).config
-    stage = 4 * sum(p.numel() for p in whole_model(config, "meta").parameters()) // config.parallel.tensor
-    largest = 4 * max(p.numel() for p in whole_model(config, "meta").parameters())
+    config = run_of(config_path, *LARGE, *overrides, world=4)
+    stage = 4 * sum(p.numel() for p in model_of(config, "meta").parameters()) // config.parallel.tensor
+    largest = 4 * max(p.numel() for p in model_of(config, "meta").parameters())
     for built in pool.run(4, build, config_path, [*LARGE, *overrides]):
         # Weights, gradients and two moments; DeepSpeed keeps masters beside the weights, and small parameters
         # whole.
@@ -165,8 +160,8 @@ def without_drawing(function: Callable[..., Any], *args: Any) -> None:
 def read_weights(config_path: str, folder: str) -> None:
     """Reads a run's weights alone, as to write text."""
     place = place_from_environment()
-    config = load(config_path, ["parallel.tensor=2"], place.world_size).config
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, "parallel.tensor=2", world=place.world_size)
+    mesh = mesh_of(config)
     stages = build_stages(config, mesh)
     load_weights(Reader(locate(Path(folder))), stages)
     assert all(parameter.device == mesh.device for stage in stages for parameter in stage.parameters())

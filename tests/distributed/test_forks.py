@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megacore.distributed.mesh import Mesh
 from megacore.pipeline.partition import Partition
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.distributed.test_seams_flow import gradient_dropped
 from tests.steps import Found, apart, train
 
@@ -88,9 +86,9 @@ def config_of(folder: Path, fork: str, *edits: tuple[str, str]) -> str:
 def trained(config_path: str, overrides: list[str], partition: Partition, lost: str) -> Found:
     """Some steps. `lost`: every cut loses the gradient of what layers hand on under this name."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config.with_partition(partition))
+    config = run_of(load(config_path, overrides, place.world_size).config.with_partition(partition))
     with gradient_dropped(lost) if lost else contextlib.nullcontext():
-        return train(config, Mesh(config, place, torch.device("cpu")))
+        return train(config, mesh_of(config))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +101,7 @@ def run(pool: Any) -> Callable[..., list[Found]]:
 
     def found(layout: tuple[int, list[str]], config_path: str, lost: str = "") -> list[Found]:
         ranks, overrides = layout
-        partition = settled_alone(load(config_path, overrides, ranks).config).partition
+        partition = run_of(config_path, *overrides, world=ranks).partition
         return pool.run(ranks, trained, config_path, overrides, partition, lost)
 
     return found

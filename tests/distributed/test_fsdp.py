@@ -12,13 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.distributed.mesh import Mesh
 from megacore.engine.fsdp import FSDPEngine
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, run_of, step_of
 from tests.training import Figures, difference, figures
 
 # fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and some steps let differences grow
@@ -173,9 +171,9 @@ def test_goes_on_bitwise(pool: Any, config_path: str, tmp_path: Path) -> None:
 def skipping_rank(config_path: str) -> dict[str, Any]:
     """A step whose gradient is not finite in one element of one rank, and one behind it that is."""
     place = place_from_environment()
-    config = load(config_path, [FSDP, "engine.shard_size=2"], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
-    train_step = TrainStep(config, mesh)
+    config = run_of(config_path, FSDP, "engine.shard_size=2", world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
+    train_step = step_of(config, mesh)
     (stage,), engine = train_step.stages, train_step.engine
     assert isinstance(engine, FSDPEngine)
     held = {key: tensor.clone() for key, (tensor, _) in engine.tensors().items()}
@@ -211,9 +209,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(pool: Any, co
 def loading_rank(config_path: str, reshard: str) -> float:
     """The loss of weights that are all zero, which are read behind a validation with others."""
     place = place_from_environment()
-    config = load(config_path, [FSDP, f"engine.reshard={reshard}"], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
-    train_step = TrainStep(config, mesh)
+    config = run_of(config_path, FSDP, f"engine.reshard={reshard}", world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
+    train_step = step_of(config, mesh)
     (stage,), engine = train_step.stages, train_step.engine
     tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
     stage.eval()
@@ -241,11 +239,11 @@ def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
     its own tensors stayed, norms.
     """
     place = place_from_environment()
-    config = load(
-        config_path, [FSDP, "engine.cpu_offload=true", "engine.reshard=false"], place.world_size
-    ).config
-    mesh = Mesh(config, place, pick_device(config, place))
-    train_step = TrainStep(config, mesh)
+    config = run_of(
+        config_path, FSDP, "engine.cpu_offload=true", "engine.reshard=false", world=place.world_size
+    )
+    mesh = mesh_of(config, device=pick_device(config, place))
+    train_step = step_of(config, mesh)
     (stage,), engine = train_step.stages, train_step.engine
     assert isinstance(engine, FSDPEngine)
     gradients, there, norms = [rows.gradient for rows in engine.rows], False, []

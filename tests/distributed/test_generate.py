@@ -14,18 +14,16 @@ import pytest
 import torch
 
 from launch.generate import run
-from megacore.distributed.mesh import Mesh
 from megacore.errors import UserError
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import resolve
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from tests import training
+from tests.build import mesh_of, run_of
 
 LAYOUTS = {
     "tp2": ["parallel.tensor=2"],
@@ -133,7 +131,7 @@ def texts_of(commands: list[list[str]]) -> list[str]:
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = {"model": SIZES | MODELS[request.param], "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
-    return training.write_weights(tmp_path_factory.mktemp("weights"), resolve(raw, [], "test", 1).config)
+    return training.write_weights(tmp_path_factory.mktemp("weights"), run_of(raw))
 
 
 GREEDY, DRAWN = ["--temperature", "0"], ["--temperature", "1", "--top-p", "0.95", "--seed", "5"]
@@ -168,7 +166,7 @@ def error_of(arguments: list[str]) -> str:
 def test_all_ranks_end_if_the_checkpoint_has_diverged(pool: Any, tmp_path: Path, layout: list[str]) -> None:
     """Only the rank that chooses a token sees the logits: the others would wait for its choice."""
     raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
-    path = training.write_weights(tmp_path, resolve(raw, [], "test", 1).config, value=math.nan)
+    path = training.write_weights(tmp_path, run_of(raw), value=math.nan)
     errors = pool.run(2, error_of, ["--checkpoint", str(path), *GREEDY, *layout])
     wrong = "its logits are not finite: the run has diverged"
     assert errors == [f"checkpoint error: {path}: {wrong} (an earlier checkpoint)"] * 2
@@ -199,7 +197,7 @@ def test_prompts_may_stand_in_files(pool: Any, tmp_path: Path) -> None:
     raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
     several = [
         "--checkpoint",
-        str(training.write_weights(tmp_path, resolve(raw, [], "test", 1).config)),
+        str(training.write_weights(tmp_path, run_of(raw))),
         *SEVERAL,
     ]
     (tmp_path / "p.txt").write_text("\n".join((PROMPTS[0], "", PROMPTS[1])) + "\n")
@@ -231,7 +229,7 @@ def test_the_exported_model_writes_the_same_text(pool: Any, tmp_path: Path, mode
     )
     sizes = SIZES | FAMILIES[model] | {"vocab_size": 256}
     raw = {"model": sizes, "train": {"seq_len": 64, "precision": "fp32"}, "data": {"tokenizer": "bytes"}}
-    original = training.write_weights(tmp_path / "original", resolve(raw, [], "test", 1).config)
+    original = training.write_weights(tmp_path / "original", run_of(raw))
     export_hf(original, tmp_path / "exported", torch.float32, 1 << 30, None, None, lambda line: None)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
@@ -259,8 +257,8 @@ def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> t
         "model": SIZES | model,
         "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1},
     }
-    config = settled_alone(resolve(raw, overrides, "test", place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(raw, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
     stage = Stage(config, range(config.model.num_layers + 2), mesh, mesh.device)
     decoder = Decoder([stage.eval()], mesh)
     sampler = Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])
@@ -292,8 +290,8 @@ def transfers_seen() -> dict[str, int]:
     """How many transfers of a text's generation the watchdog's record has, by link."""
     place = place_from_environment()
     raw = {"model": dict(SIZES), "train": {"seq_len": 24}, "parallel": {"pipeline": 3}}
-    config = settled_alone(resolve(raw, [], "test", place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(raw, world=place.world_size)
+    mesh = mesh_of(config)
     recorder = FlightRecorder()
     mesh.listeners.add(recorder)
     stage = Stage(config, layer_ranges(config)[place.rank], mesh, mesh.device)

@@ -27,6 +27,7 @@ from megacore.tensor_parallel.gradient import MainGradient, finish_in_turn
 from megacore.tensor_parallel.linear import ColumnLinear
 from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 from tests.kernel_checks import TOLERANCE, launches, needs_triton, relative_error, seeded
 from tests.pieces import dim_of
 from tests.pool import Pool
@@ -119,7 +120,7 @@ def feed_forward_errors(path: str, world: int, overrides: list[str]) -> tuple[li
         h = F.gelu(x @ p["up.weight"].T + p["up.bias"], approximate="tanh")
         return h @ p["down.weight"].T + p["down.bias"]
 
-    config = load(path, ["train.precision=fp32", f"parallel.tensor={world}", *overrides], world).config
+    config = run_of(path, "train.precision=fp32", f"parallel.tensor={world}", *overrides, world=world)
     with tensor_group(world) as group:
         layer = FeedForward(config, group, torch.float32, torch.device("cpu"), 0.1)
         log, errors = layer_errors(layer, layer, exact, group)
@@ -133,7 +134,7 @@ def attention_errors(
 
     fault: the layer of queries, keys and values sums the gradient of its bias, too.
     """
-    config = load(path, ["train.precision=fp32", f"parallel.tensor={world}", *overrides], world).config
+    config = run_of(path, "train.precision=fp32", f"parallel.tensor={world}", *overrides, world=world)
     model, batch, seq = config.model, 2, 3
 
     def run(x: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ def test_the_activations_kernel_adds_the_bias(
 
 def embedding_error(path: str, world: int, overrides: list[str], deferred: bool) -> tuple[set[str], float]:
     """On a rank: the names of the kernels that ran, and how far the gradient of its rows is from fp64."""
-    config = load(path, ["train.precision=fp32", f"parallel.tensor={world}", *overrides], world).config
+    config = run_of(path, "train.precision=fp32", f"parallel.tensor={world}", *overrides, world=world)
     vocab_size, hidden_size = config.model.vocab_size, config.model.hidden_size
     # More tokens than a program's, and some of them many times: runs cross from block to block.
     tokens = zipf_tokens(vocab_size, (100,), torch.Generator().manual_seed(0))
@@ -307,7 +308,7 @@ def test_triton_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     from megacore.tools.machine.device import pick_device
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    config: Any = load(training.write_config(tmp_path, "unused"), ["model.kernels=triton"]).config
+    config: Any = run_of(training.write_config(tmp_path, "unused"), "model.kernels=triton")
     with pytest.raises(
         ConfigError, match=r"model.kernels: triton needs a GPU, .* \(auto, or TRITON_INTERPRET=1\)"
     ):

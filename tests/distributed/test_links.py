@@ -12,12 +12,11 @@ from torch import Tensor
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels, by_host
-from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import start_gather
 from megacore.engine.reduce import start_sum
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import resolve
+from tests.build import mesh_of, run_of
 
 UNIT = 2.0**-8  # bf16's unit roundoff
 ELEMENTS = 64
@@ -42,8 +41,8 @@ def sums_on_a_rank(levels: int, narrow: torch.dtype | None, hosts: list[str]) ->
     parts; and the sizes of both levels."""
     place = place_from_environment()
     os.environ["MEGACORE_HOST"] = hosts[place.rank]
-    config = resolve({}, [*SETTINGS, f"engine.reduce_levels={levels}"], "links", place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of({}, *SETTINGS, f"engine.reduce_levels={levels}", world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     whole, scattered = parts_of(place.rank), parts_of(place.rank)
     start_sum(whole, mesh.levels, narrow, whole=True).wait()
     start_sum(scattered, mesh.levels, narrow, whole=False).wait()

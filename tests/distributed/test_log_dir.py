@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from megacore.distributed.mesh import Mesh
 from megacore.errors import ConfigError
 from megacore.tools.folder_lock import FolderLock, apart_from_owner
 from megacore.tools.launchers import LAUNCHERS, place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, run_of
 from tests.pool import PATIENCE
 from tests.training import write_config
 
@@ -27,8 +26,8 @@ def look(config_path: str, folders: list[str], local_world_size: int) -> str:
     lock = FolderLock(folder)
     if place.rank == 0:
         lock.take()
-    config = load(config_path, [], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, world=place.world_size)
+    mesh = mesh_of(config, place, pick_device(config, place))
     try:
         return apart_from_owner(folder, mesh, patience=1.0)
     finally:

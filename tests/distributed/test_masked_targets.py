@@ -14,15 +14,13 @@ from megacore.config.schema import IGNORED
 from megacore.data.indexed import MASK
 from megacore.data.samples import EvalSamples, SampleStream, training_stream
 from megacore.data.shuffle import dealt
-from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Runtime
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.train.evaluation import evaluate
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, run_of, step_of
 
 TOLERANCE = 1e-9  # fp64 rounds sums of some thousand terms to 1e-13, and three updates by Adam enlarge that
 SEQ = 16
@@ -41,9 +39,9 @@ def train(
     the first; the loss behind all.
     """
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
-    step, stream = TrainStep(config, mesh), training_stream(config)
+    config = run_of(config_path, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
+    step, stream = step_of(config, mesh), training_stream(config)
     loader, figures, learned = Loader(config, mesh, stream), [], []
     plain = plain_loss(step, loader) if place.world_size == 1 else 0.0
     with mock.patch.object(TrainStep, "one_over_count", mean_by_rank) if fault else contextlib.nullcontext():
@@ -81,7 +79,7 @@ def config_path(tmp_path: Path) -> str:
     path = training.write_config(
         tmp_path, prefix, train={"precision": "fp64", "micro_batch_size": 2}, model={"num_layers": 2}
     )
-    config = load(path, [], 1).config
+    config = run_of(path)
     mask = np.random.default_rng(0).integers(0, 2, 4000).astype(np.uint8)
     first = dealt(range(1, 2), 2, config.train)[0, 1].ravel()
     for sample in SampleStream(prefix, SEQ, config.train.seed, training.VOCAB_SIZE).locate(first)[2]:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.memory import ENGINES, PARTS, ROOT, measure
-from megacore.distributed.mesh import Mesh
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, run_of
 from tests.engines import missing
 
 # Large enough that what is padded, to divide or to align, stays below a percent.
@@ -25,8 +24,8 @@ SMALL = [
 
 def measuring_rank(overrides: list[str]) -> dict[str, Any]:
     place = place_from_environment()
-    config = load(str(ROOT / "benchmarks" / "memory.json"), [*SMALL, *overrides], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(ROOT / "benchmarks" / "memory.json", *SMALL, *overrides, world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     result = measure(config, mesh)
     mesh.close()
     return result

@@ -13,7 +13,7 @@ from megacore.distributed.axes import coordinates, ranks_along
 from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.training import write_config
 
 NAMES = ["pp", "dp", "cp", "tp"]
@@ -59,7 +59,7 @@ def test_tensor_ranks_are_neighbours(shape: tuple[int, ...]) -> None:
 def join(config_path: str, overrides: list[str], used: list[tuple[str, ...]] | None = None) -> Mesh:
     place = place_from_environment()
     return Mesh(
-        load(config_path, overrides, place.world_size).config, place, torch.device("cpu"), used=used or []
+        run_of(config_path, *overrides, world=place.world_size), place, torch.device("cpu"), used=used or []
     )
 
 

@@ -22,8 +22,8 @@ from megacore.tools.choices.flops import flops_per_token
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 
 STEP, ASIDE = 1.0, 1000.0  # seconds of a step, and of a validation's batch or a save
 WAITED = (0.2, 0.2, 0.2, 0.05)  # of each rank's step
@@ -121,7 +121,7 @@ def test_utilisation_counts_pairs_of_documents(pool: Any, tmp_path: Path) -> Non
     path = training.write_config(tmp_path, prefix, train={"steps": 4}, log={"every": 2, "tensorboard": False})
     overrides, folder = ["data.document_mask=true", "parallel.data=2"], tmp_path / "run"
     assert pool.run(2, rank_with_a_peak, path, overrides, str(folder)) == [0, 0]
-    config = load(path, [*overrides, f"log.dir={folder}"], 2).config
+    config = run_of(path, *overrides, f"log.dir={folder}", world=2)
     stream, size = Inputs(config, 0).stream, config.train.global_batch_size
     parts = []
     for line in training.metrics(folder):

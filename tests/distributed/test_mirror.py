@@ -18,7 +18,7 @@ from megacore.tools import mirror
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.mirror import Mirror, copied
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.training import figures, write_config, write_corpus
 
 OVERRIDES = ["checkpoint.every=2", "checkpoint.keep=2", "optim.decay_steps=8"]
@@ -59,7 +59,7 @@ def test_the_second_copy_is_used(train: Any, pool: Any, config: str, tmp_path: P
     assert names(first) == names(second) == ["step_00000006", "step_00000004"]
     for path in checkpoints_in(second):
         opened(path, deep=True)  # raises, if it is damaged
-    inputs = Inputs(load(config, [f"checkpoint.mirror={second}"]).config, rank=0)
+    inputs = Inputs(run_of(config, f"checkpoint.mirror={second}"), rank=0)
     steps = ("step_00000006", "step_00000004")
     assert [inputs.checkpoint, *inputs.candidates] == [
         folder / name for name in steps for folder in (first, second)
@@ -102,7 +102,7 @@ def test_a_run_that_begins_anew_sets_the_old_copies_aside(train: Any, tmp_path: 
 
 def one(config: str, folder: Path, *overrides: str) -> Mirror:
     return Mirror(
-        load(config, [f"checkpoint.mirror={folder}", *overrides]).config, RankInfo(0, 1, 0, 1, "localhost", 0)
+        run_of(config, f"checkpoint.mirror={folder}", *overrides), RankInfo(0, 1, 0, 1, "localhost", 0)
     )
 
 

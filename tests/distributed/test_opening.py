@@ -6,12 +6,11 @@ from unittest import mock
 
 import pytest
 
-from megacore.distributed.mesh import Mesh
 from megacore.tools import startup_lines
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import mesh_of, run_of
 
 IN_TURN = "put a host's ranks next to each other: mpirun --map-by slot, srun --distribution=block"
 
@@ -19,8 +18,8 @@ IN_TURN = "put a host's ranks next to each other: mpirun --map-by slot, srun --d
 def warning_of_rank(config_path: str, layout: list[str], machines: str) -> str:
     """What this rank would print if the ranks ran on these machines, a letter each."""
     place = place_from_environment()
-    config = load(config_path, layout, place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, *layout, world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     name = machines[place.rank]
     with mock.patch.multiple(startup_lines, machine=lambda: f"{name}/boot", host_name=lambda: f"node-{name}"):
         return startup_lines.tensor_warning(mesh)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.buffers import buffers_of
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import materialise
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
@@ -26,12 +25,11 @@ from megacore.model import attention, block
 from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.interchange import deepseek, expert_families, gpt_oss, mapped
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from tests import peers
+from tests.build import mesh_of, run_of
 
 # Sums of some hundred terms, in another order: fp32 rounds to 6e-8, fp64 to 1e-16.
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
@@ -61,8 +59,8 @@ class Found:
 def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) -> Found:
     """One rank's forward and backward of `peers.tokens` with logical `weights`."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
     (stage,) = build_stages(config, mesh)
     materialise(stage.parameters(), mesh.device)
     with torch.no_grad():
@@ -128,7 +126,7 @@ def measure(pool: Any, tmp_path: Path) -> Measure:
         }
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"model": family.read(peer.settings) | model, "train": train}))
-        mapping = family.mapped_from((), peer.settings)(load(str(path)).config)
+        mapping = family.mapped_from((), peer.settings)(run_of(path))
         assert sorted(peer.weights) == sorted(stored for tensor in mapping for stored in tensor.peers)
         weights = {tensor.name: tensor.join(peer.weights) for tensor in mapping}
         gradients = {tensor.name: tensor.join(peer.gradients) for tensor in mapping if not tensor.buffer}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megacore.distributed.mesh import Mesh
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.model.batch import Microbatch
@@ -18,9 +17,8 @@ from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op
 from megacore.tools.choices.held import peak_live
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, run_of
 from tests.training import VOCAB_SIZE, write_config
 
 STAGES = 4
@@ -52,8 +50,8 @@ class Watched(Runtime):
 def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str, Any]]:
     """For each number of microbatches: one step, and what was held at once, and after it."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, ["parallel.pipeline=4"], place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, "parallel.pipeline=4", world=place.world_size)
+    mesh = mesh_of(config)
     results = []
     for microbatches in numbers:
         stages = build_stages(config, mesh)

@@ -10,7 +10,6 @@ import pytest
 from megacore.config.implied import has_masks
 from megacore.errors import ConfigError
 from megacore.files import ROOT
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.proof_report import explain, explain_wrong_model, verdict
 from megacore.tools.verify.run import Options, Proof, prove
@@ -20,6 +19,7 @@ from megacore.tools.verify.self_check.passes import check_look_ahead, check_repe
 from megacore.tools.verify.self_check.run import self_check
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from megacore.tools.verify.workers import ProofWorkers
+from tests.build import run_of
 from tests.commands import provers
 from tests.plain_modules import write_example, write_folder
 
@@ -214,7 +214,7 @@ def checked(folder: Path, *edits: Edit) -> Report:
     """Return the self-check's findings about one process's model."""
     user = load_whole(EXAMPLE, [f"model.source={write_example(folder, *edits)}", *FEW])
     case = write_case(folder, shrink(user, [Layout("one")], 3, "fp64"), has_masks(user))
-    return self_check(load(str(case), [*EXACT]).config, folder, (check_repeat, check_look_ahead))
+    return self_check(run_of(case, *EXACT), folder, (check_repeat, check_look_ahead))
 
 
 def test_attention_without_a_mask_is_reported_by_the_look_ahead(tmp_path: Path) -> None:

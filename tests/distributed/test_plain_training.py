@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megacore.model.plain.exact import in_fp64
-from megacore.tools.settings.load import load
 from tests import plain, training
+from tests.build import run_of
 from tests.plain_modules import write_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
@@ -54,7 +54,7 @@ def train_with_transformers(config_path: str) -> list[tuple[float, float]]:
     """Train the untouched class, in fp64 on one process; return each step's loss and gradient norm."""
     from transformers import AutoModelForCausalLM
 
-    config = load(config_path, []).config
+    config = run_of(config_path)
     optim, folder = config.optim, config.model.hf
     with in_fp64():
         model = AutoModelForCausalLM.from_pretrained(

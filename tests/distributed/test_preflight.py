@@ -5,20 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.distributed.mesh import Mesh
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.preflight import links
 from megacore.tools.preflight.judge import judge_together
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, run_of
 from tests.training import write_config
 
 
 def try_together(config_path: str, layout: list[str], names: list[str], wrong: int | None) -> dict[str, Any]:
     """`links.together` in a rank of the machine that `names` tells; rank `wrong` computes wrong sums."""
     place = place_from_environment()
-    config = load(config_path, layout, place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, *layout, world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     whole, own = links.all_reduce, links.socket.gethostname
     try:
         links.socket.gethostname = lambda: names[place.rank]

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from megacore.distributed.communicator import Group
 from megacore.distributed.events import Listener, Operation
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import Action, Op
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring import step_shares
 from megacore.tools.monitoring.attach import callbacks_of
 from megacore.tools.monitoring.step_shares import StepShares
-from megacore.tools.settings.load import load
 from megacore.train.callbacks import Callback
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.build import mesh_of, run_of
 
 CPU = torch.device("cpu")
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2}
@@ -69,7 +67,7 @@ def test_chosen_ranks_trace_every_action_and_collective(pool: Any, tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         stem + ending for stem in stems for ending in endings
     )
-    plan = plan_of(partitioned(load(config, layout, 4).config))
+    plan = plan_of(run_of(config, *layout, world=4))
     for stem, rank in zip(stems, (0, 3), strict=True):
         trace = trace_of(folder / f"{stem}.trace.json.gz")
         assert trace["distributedInfo"]["rank"] == rank and steps_of(trace) == [2, 3]
@@ -135,10 +133,10 @@ def test_a_run_that_ends_within_the_window_writes_what_it_has(pool: Any, tmp_pat
 
 def test_nobody_listens_where_nothing_is_profiled(tmp_path: Path) -> None:
     """Another listener would be called for every action and collective of a run that profiles nothing."""
-    config = load(
-        training.write_config(tmp_path, training.write_corpus(tmp_path)), [f"log.dir={tmp_path / 'run'}"]
-    ).config
-    mesh = Mesh(config, RankInfo(), CPU)
+    config = run_of(
+        training.write_config(tmp_path, training.write_corpus(tmp_path)), f"log.dir={tmp_path / 'run'}"
+    )
+    mesh = mesh_of(config)
     mesh.listeners.add(*callbacks_of(config, RankInfo(), CPU))
     mesh.listeners.notify(Callback.on_start, config, mesh)
     assert mesh.listeners.overriding(Callback.on_log), "the callbacks of a run are there"

@@ -11,8 +11,8 @@ import torch
 from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.distributed.buffers import BUFFERS
-from megacore.tools.settings.load import load
 from tests import peers
+from tests.build import run_of
 from tests.conversion import export, stored, take_in
 from tests.training import difference, figures, run_rank, write_corpus
 from tests.unit.test_generate import worst_logits
@@ -36,7 +36,7 @@ def test_in_trained_out_and_in_again(pool: Any, tmp_path: Path, name: str) -> No
         "train.micro_batch_size=2",
     ]
     run = take_in(tmp_path / "theirs", tmp_path / "run", "train.precision=fp64")
-    wide = load(str(run / "config.json"), ["model.init_std=0.2", "model.vocab_size=256"]).config
+    wide = run_of(run / "config.json", "model.init_std=0.2", "model.vocab_size=256")
     assert worst_logits(wide, (5, 1, 1, 3, 1, 1)) < 1e-12, "texts are written as whole passes would"
     steps = [
         *batches,

@@ -13,10 +13,10 @@ from launch import evaluate
 from megacore.errors import CheckpointError
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.train.step import StepResult
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
+from tests.build import run_of
 from tests.manifests import edit_manifest
 
 TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
@@ -148,7 +148,7 @@ def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path
         ["checkpoint.every=2", "train.steps=2", "model.position=rope"],
     )
     assert pool.run(1, training.run_rank, config, overrides, str(tmp_path / "run")) == [0]
-    resolved = load(config, [*overrides, "train.steps=4", change, f"log.dir={tmp_path / 'run'}"]).config
+    resolved = run_of(config, *overrides, "train.steps=4", change, f"log.dir={tmp_path / 'run'}")
     with pytest.raises(CheckpointError, match=change.split("=")[0]):
         Inputs(resolved, rank=0)
 

@@ -9,17 +9,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from megacore.config.parallel import CHUNKS, V_SHAPED
-from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import ParameterGatherer, start_gather
-from megacore.tools.choices.settle import settled_alone
-from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse
 from tests import training
-from tests.steps import Found, apart, as_one, train
+from tests.steps import Found, apart, train_rank
 
 TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, over two steps
 LAYOUTS = ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2")
@@ -70,10 +65,8 @@ def run_row(
     overrides: list[str],
     fault: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Found:
-    place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
     with contextlib.nullcontext() if fault is None else fault():
-        return train(config, Mesh(config, place, torch.device("cpu")))
+        return train_rank(config_path, overrides)
 
 
 def second_chunk_not_gathered() -> contextlib.AbstractContextManager[Any]:
@@ -124,7 +117,7 @@ def test_a_schedule_trains_as_one_process(
     overrides = overrides_of(row)
     alone = tuple(overrides[:3])
     if alone not in known:
-        (known[alone],) = pool.run(1, as_one, config_path, list(alone))
+        (known[alone],) = pool.run(1, train_rank, config_path, list(alone))
     assert (
         apart(pool.run(parse(row["layout"]).world, run_row, config_path, overrides), known[alone]) < TOLERANCE
     )
@@ -134,7 +127,7 @@ def test_a_mistake_of_one_pair_is_noticed(pool: Any, config_path: str) -> None:
     """The planted fault: only an interleaved schedule has it, and only with a sharded optimizer."""
     (row,) = (row for row in rows() if row["schedule"] == "interleaved" and row["engine"] == "sharded")
     overrides = overrides_of(row)
-    (alone,) = pool.run(1, as_one, config_path, overrides[:3])
+    (alone,) = pool.run(1, train_rank, config_path, overrides[:3])
     assert (
         apart(pool.run(4, run_row, config_path, overrides, second_chunk_not_gathered), alone)
         > 1e6 * TOLERANCE

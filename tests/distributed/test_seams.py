@@ -18,7 +18,6 @@ from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard, TensorSlice, new_parameter, shard_of, split
 from megacore.distributed.topology import Topology
 from megacore.engine import owners
@@ -28,14 +27,13 @@ from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.initial import initialise
-from megacore.model.stage import whole_model
 from megacore.pipeline import generators, partition, schedule
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.schedules.validate import validate
-from megacore.tools.settings.load import load
 from tests import training
-from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train
+from tests.build import mesh_of, model_of, run_of
+from tests.steps import STEPS, Found, apart, batch_of, put_together, train, train_rank
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
@@ -77,7 +75,7 @@ def with_another_axis(config_path: str, overrides: list[str], size: int, incompl
     parameters are copies along it.
     """
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size // size).config
+    config = run_of(config_path, *overrides, world=place.world_size // size)
     axes = (*AXES[:2], EXTRA, *AXES[2:])
     mesh = (Incomplete if incomplete else Mesh)(config, place, CPU, axes, {"xp": size})
     return train(config, mesh, gpt.gpt(config, ExtraBias))
@@ -198,7 +196,7 @@ def test_plans_of_two_chunks_are_valid(name: str, ranks: int) -> None:
 
 def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = run_of(config_path, *overrides, world=place.world_size)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"chunks": 2})})
 
     def generator(ranks: int, microbatches: int, chunks: int) -> Plan:
@@ -208,7 +206,7 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
         partition, "placement", lambda schedule, ranks, chunks: PLACEMENTS[name](ranks)
     )
     with placed, mock.patch.dict(generators.GENERATORS, {"1f1b": generator}):
-        return train(config, Mesh(config, place, CPU))
+        return train(config, mesh_of(config))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +236,7 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
 )
 def test_two_chunks_a_rank(pool: Any, config_path: str, name: str, ranks: int, overrides: list[str]) -> None:
     """Activations, gradients or buckets that go by the microbatch alone would mix up a rank's chunks."""
-    (one,) = pool.run(1, as_one, config_path, [o for o in overrides if o.startswith("model.")])
+    (one,) = pool.run(1, train_rank, config_path, [o for o in overrides if o.startswith("model.")])
     assert apart(pool.run(ranks, with_two_chunks, config_path, overrides, name), one) < TOLERANCE
 
 
@@ -249,8 +247,8 @@ SGD = ["optim.kind=sgd", "optim.momentum=0.8", "optim.lr=0.05", "optim.weight_de
 def test_momentum_sgd_is_what_it_says(tmp_path: Path) -> None:
     """Momentum, decoupled decay on matrices only, clipping: against the formula, written out."""
     path = training.write_config(tmp_path, "unused", train={"precision": "fp64"})
-    config = load(path, SGD, 1).config
-    model = whole_model(config)
+    config = run_of(path, *SGD)
+    model = model_of(config)
     buffers = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for step in range(1, STEPS + 1):
         total = sum(model.loss(model.hidden(b.tokens), b.targets) for b in batch_of(config, step, SOLO))
@@ -265,7 +263,7 @@ def test_momentum_sgd_is_what_it_says(tmp_path: Path) -> None:
                 decay = 0.1 if p.dim() > 1 and "norm" not in name and not name.endswith("bias") else 0.0
                 p.mul_(1 - rate * decay).sub_(rate * buffers[name])
                 p.grad = None
-    found = put_together([train(config, Mesh(config, RankInfo(), CPU))])
+    found = put_together([train(config, mesh_of(config))])
     assert found.keys() == {f"{kind}/{name}" for kind in ("model", "momentum") for name in buffers}
     for name, p in model.named_parameters():
         assert float((found[f"model/{name}"] - p.detach()).norm()) < TOLERANCE * float(
@@ -316,14 +314,14 @@ def with_whole_matrices(config_path: str, overrides: list[str], planted: bool = 
     """Training with `tests.whole_rule`; `planted`: what a rank holds is taken for whole."""
     importlib.import_module("tests.whole_rule")  # registers the rule, in this process alone
     place = place_from_environment()
-    config = load(config_path, [*WHOLE, *overrides], place.world_size).config
+    config = run_of(config_path, *WHOLE, *overrides, world=place.world_size)
     fault = (
         mock.patch.object(Dealing, "sends", lambda self, task, at: at == task.owner)
         if planted
         else contextlib.nullcontext()
     )
     with fault, mock.patch.object(owners, "TOGETHER", 1):  # several rounds
-        return train(config, Mesh(config, place, CPU))
+        return train(config, mesh_of(config))
 
 
 WHOLE_LAYOUTS = {

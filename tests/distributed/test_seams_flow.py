@@ -14,7 +14,6 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import own_part
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.distributed.topology import Topology
 from megacore.model.batch import Samples
@@ -29,13 +28,12 @@ from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.pipeline.runtime import Runtime
 from megacore.tensor_parallel.gradient import WeightGradPart, main_gradient_of
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.steps import Found, apart, train
 
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
@@ -134,9 +132,9 @@ def config_path(tmp_path: Path) -> str:
 def trained(config_path: str, overrides: list[str], fault: str = "") -> Found:
     """Some steps of the model. `fault`: a mistake that is planted."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
+    config = run_of(config_path, *overrides, world=place.world_size)
     with FAULTS[fault]() if fault else mock.MagicMock():
-        return train(config, Mesh(config, place, torch.device("cpu")), model())
+        return train(config, mesh_of(config), model())
 
 
 ZB = ["parallel.pipeline=2", "parallel.schedule=zb_v"]
@@ -203,8 +201,8 @@ def test_planted_mistakes_are_caught(pool: Any, config_path: str, fault: str, na
 def written(config_path: str, overrides: list[str]) -> list[int]:
     """What the drawn model writes after a prompt."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, world=place.world_size)
+    mesh = mesh_of(config)
     own = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     decoder = Decoder([Stage(config, layers, mesh, mesh.device, model()).eval() for layers in own], mesh)
     words = training.VOCAB_SIZE
@@ -275,9 +273,9 @@ def with_a_function_left(config_path: str, overrides: list[str]) -> tuple[Found,
         finish(part)
 
     place = place_from_environment()
-    config = settled_alone(load(config_path, overrides, place.world_size).config)
+    config = run_of(config_path, *overrides, world=place.world_size)
     with mock.patch.object(WeightGradPart, "finish", counted):
-        return train(config, Mesh(config, place, torch.device("cpu")), gpt(config, ScaledBlock)), left
+        return train(config, mesh_of(config), gpt(config, ScaledBlock)), left
 
 
 def test_a_layer_leaves_a_function_for_later(pool: Any, config_path: str) -> None:

@@ -30,7 +30,7 @@ from megacore.distributed.collectives import (
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of, split
-from megacore.distributed.topology import Topology, alone
+from megacore.distributed.topology import Topology
 from megacore.engine.fsdp import FSDPEngine
 from megacore.errors import ConfigError
 from megacore.model.block import Block
@@ -42,8 +42,8 @@ from megacore.tools.choices.run import trainer_of
 from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import mesh_of, run_of, topology_of
 from tests.steps import Found, apart, train
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ class TooNarrow(Mesh):
 
 
 def config_of(path: str, overrides: Sequence[str], world: int) -> Config:
-    config = load(path, [*overrides], world).config
+    config = run_of(path, *overrides, world=world)
     return config.model_copy(update={"model": config.model.model_copy(update={"block": "experts"})})
 
 
@@ -390,14 +390,14 @@ def scaled(path: str, overrides: list[str], local: bool = False) -> Found:
     rank has seen itself.
     """
     place = place_from_environment()
-    config = load(path, overrides, place.world_size).config
+    config = run_of(path, *overrides, world=place.world_size)
     fault = (
         mock.patch.object(buffers, "all_reduce", lambda x, group, op: x)
         if local
         else contextlib.nullcontext()
     )
     with fault:
-        return train(config, Mesh(config, place, CPU), gpt(config, Scaled))
+        return train(config, mesh_of(config), gpt(config, Scaled))
 
 
 @pytest.mark.parametrize("overrides", [["parallel.tensor=2", "parallel.sequence=true"], ["parallel.data=2"]])
@@ -414,7 +414,7 @@ def test_a_skipped_step_leaves_buffers(tmp_path: Path) -> None:
     """Counts of a step whose gradients are not finite are of no step."""
     buffer = new_buffer(Shard((2,)), moved, torch.float64, CPU)
     path = training.write_config(tmp_path, "unused")
-    topology = alone(load(path, [], 1).config)
+    topology = topology_of(run_of(path))
     for skip, right in ((torch.ones(()), 0.0), (torch.zeros(()), 0.03)):
         for key in (0, 0, 1):  # the second is a recomputed pass
             buffer.note(key, torch.full((2,), 1.0 + key, dtype=torch.float64))

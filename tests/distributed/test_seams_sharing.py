@@ -18,10 +18,9 @@ from megacore.model.choose import layers_of
 from megacore.model.layers import sharing
 from megacore.pipeline.partition import layer_ranges, placement_of, plan_of, shared_parameters, stages_of
 from megacore.pipeline.schedule import Op
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from tests import parameter_owners, training, value_embeddings
+from tests.build import run_of
 from tests.steps import Found, apart, train
 from tests.strict import Rules, strict
 
@@ -52,7 +51,7 @@ def trained(
     if hosts:
         os.environ["MEGACORE_HOST"] = hosts[place.rank]
     with contextlib.nullcontext() if seed is None else strict(Rules(seed=seed)):
-        config = settled_alone(load(config_path, overrides, place.world_size).config)
+        config = run_of(config_path, *overrides, world=place.world_size)
         return train(config, mesh(config, place, torch.device("cpu")))
 
 
@@ -140,7 +139,7 @@ def test_who_sums_follows_from_layers_and_stages(config_path: str) -> None:
     """On every holder once, behind its last backward; and what is known of the GPT
     without torch is what its layers say.
     """
-    config = settled_alone(load(config_path, PP4, 4).config)
+    config = run_of(config_path, *PP4, world=4)
     assert shared_parameters(config) == {**dict.fromkeys(OWN, (0, 1, 3)), "embedding.weight": (0, 3)}
     assert [[a.op for a in actions[-2:]].count(Op.REDUCE_TIED) for actions in plan_of(config).actions] == [
         1,
@@ -148,12 +147,10 @@ def test_who_sums_follows_from_layers_and_stages(config_path: str) -> None:
         0,
         1,
     ]
-    looped = settled_alone(load(config_path, LOOPED, 2).config)
+    looped = run_of(config_path, *LOOPED, world=2)
     assert placement_of(looped) == ((0, 2), (1, 3)) and shared_parameters(looped) == shared_parameters(config)
     for tie in ("true", "false"):
-        plain = settled_alone(
-            load(config_path, [*PP4, "model.source=null", f"model.tie_embeddings={tie}"], 4).config
-        )
+        plain = run_of(config_path, *PP4, "model.source=null", f"model.tie_embeddings={tie}", world=4)
         users, ranges = sharing(layers_of(plain), plain), layer_ranges(plain)
         assert {name: stages_of(layers, ranges) for name, layers in users.items()} == shared_parameters(plain)
 

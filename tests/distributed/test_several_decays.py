@@ -8,8 +8,8 @@ import pytest
 
 from megacore.errors import UserError
 from megacore.tools.inputs import Inputs
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 from tests.pool import Pool
 
 DECAYS = {4: 2, 6: 3}  # steps from a checkpoint on
@@ -65,7 +65,7 @@ def test_what_would_jump_is_refused(pool: Pool, constant: Path) -> None:
 
     def refused(*overrides: str) -> str:
         try:
-            Inputs(load(str(constant / "config.json"), [*overrides, f"log.dir={constant}/another"]).config, 0)
+            Inputs(run_of(constant / "config.json", *overrides, f"log.dir={constant}/another"), 0)
         except UserError as error:
             return str(error)
         return ""

@@ -25,8 +25,8 @@ from megacore.distributed.shared_memory import PROCESS, PUBLISHED, READ, SharedM
 from megacore.tools.diagnosis.failure import lost_peer
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.pool import PATIENCE
 
 ROUNDS = 40
@@ -34,8 +34,8 @@ ROUNDS = 40
 
 def opened(config_path: str, *overrides: str) -> Mesh:
     place = place_from_environment()
-    config = load(config_path, [f"parallel.tensor={place.world_size}", *overrides], place.world_size).config
-    return Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, f"parallel.tensor={place.world_size}", *overrides, world=place.world_size)
+    return mesh_of(config, device=pick_device(config, place))
 
 
 def results(group: Group, dtype: torch.dtype, rows: int, seed: int) -> list[torch.Tensor]:

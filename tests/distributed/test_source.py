@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from launch.evaluate import run as evaluate
 from launch.generate import run as generate
 from megacore.checkpoint import Reader, locate
 from megacore.config.source import COPY
 from megacore.distributed.init import check_source
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.tools.inputs import Inputs
 from megacore.tools.interchange.export_hf import config_of
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from tests import forks, training
+from tests.build import mesh_of, run_of
 from tests.distributed.test_generate import text_of
 
 PRECISE = {"precision": "fp64", "steps": 6}
@@ -71,8 +69,8 @@ def test_the_run_keeps_the_file_and_its_digest(folder: Path) -> None:
     """From the run's folder alone, its config must open, with the same model."""
     assert (folder / "one" / COPY).read_text() == forks.documented()
     kept, named = (
-        load(str(folder / "one/config.json")).config.model,
-        load(str(folder / "config.json")).config.model,
+        run_of(folder / "one/config.json").model,
+        run_of(folder / "config.json").model,
     )
     assert kept.source_digest == named.source_digest and len(str(kept.source_digest)) == 64
     assert kept.source == str(folder / "one" / COPY) and kept.window == 5  # type: ignore[attr-defined]
@@ -87,7 +85,7 @@ def test_an_edited_file_does_not_go_on(folder: Path, tmp_path: Path) -> None:
     config, run = str(folder / "config.json"), f"log.dir={folder / 'one'}"
 
     def inputs(*overrides: str) -> Inputs:
-        return Inputs(load(config, list(overrides)).config, 0)
+        return Inputs(run_of(config, *overrides), 0)
 
     with pytest.raises(
         CheckpointError,
@@ -109,7 +107,7 @@ def test_an_edited_file_does_not_go_on(folder: Path, tmp_path: Path) -> None:
         tmp_path, str(folder / "corpus"), model={"vocab_size": 256, "num_layers": 4}, train=PRECISE
     )
     with pytest.raises(CheckpointError, match="and the config has no model.source"):
-        Inputs(load(plain, [run]).config, 0)
+        Inputs(run_of(plain, run), 0)
 
 
 def test_a_checkpoint_executes_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +169,8 @@ def evaluated(arguments: list[str]) -> int:
 def together(config_path: str, sources: list[str]) -> str:
     """What this rank is told if every rank has a file of its own."""
     place = place_from_environment()
-    config = load(config_path, [f"model.source={sources[place.rank]}"], place.world_size).config
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, f"model.source={sources[place.rank]}", world=place.world_size)
+    mesh = mesh_of(config)
     try:
         check_source(config, mesh)
     except UserError as error:

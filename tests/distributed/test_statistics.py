@@ -14,19 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import TensorSlice
 from megacore.model.attention import Attention
-from megacore.model.stage import whole_model
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring import statistics
 from megacore.tools.monitoring.statistics import Statistics
-from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
-from megacore.train.step import TrainStep
 from tests import forks, parameter_owners, training
+from tests.build import mesh_of, model_of, run_of, step_of
 from tests.pool import Pool
 
 KINDS = ("weight_rms", "gradient_rms", "update_rms", "activation_rms", "largest_logit")
@@ -75,8 +71,8 @@ def rms(*tensors: Tensor) -> float:
 
 def expected(config: Config) -> dict[str, float]:
     """What plain code finds on one process, in the first step."""
-    model, mesh = whole_model(config), Mesh(config, RankInfo(), torch.device("cpu"))
-    step, batch = TrainStep(config, mesh), Loader(config, mesh, Inputs(config, 0).stream).read(1)
+    model, mesh = model_of(config), mesh_of(config)
+    step, batch = step_of(config, mesh), Loader(config, mesh, Inputs(config, 0).stream).read(1)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     outputs: dict[str, list[Tensor]] = {}
     logits: dict[str, float] = {}
@@ -152,7 +148,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def plain(config: str) -> Callable[[bool], Mapping[str, float]]:
     """What is expected, without and with documents."""
-    found = {documents: expected(load(config, [DOCUMENTS] * documents).config) for documents in (False, True)}
+    found = {documents: expected(run_of(config, *[DOCUMENTS] * documents)) for documents in (False, True)}
     return found.__getitem__
 
 
@@ -280,7 +276,7 @@ def test_a_model_of_ones_own_has_them_by_its_layers(pool: Pool, config: str, tmp
 def test_a_shared_parameter_counts_with_the_layer_that_makes_it(tmp_path: Path) -> None:
     """A block that reads the head's norm would show its sizes, and the head would have lost them."""
     model = {"num_layers": 4, "source": parameter_owners.__file__, "head_bias": True}
-    config = load(training.write_config(tmp_path, "unused", model=model)).config
+    config = run_of(training.write_config(tmp_path, "unused", model=model))
     layers = {matrix.name: matrix.layer for matrix in statistics.Named(config).every}
     assert layers["norm.weight"] == layers["head.bias"] == "head"
     assert layers["embedding.weight"] == "embedding" and layers["blocks.1.norm1.weight"] == "blocks.1"

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from megacore.distributed.mesh import Mesh
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from megacore.tools.stop_request import STOP, StopRequest
 from megacore.train import trainer as trainer_module
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.commands import run_script
 
 OVERRIDES = [
@@ -35,7 +34,7 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
     steps done and batches validated.
     """
     place = place_from_environment()
-    config = load(config_path, [*OVERRIDES, f"log.dir={log_dir}"], place.world_size).config
+    config = run_of(config_path, *OVERRIDES, f"log.dir={log_dir}", world=place.world_size)
     plain, save = trainer_module.evaluate, Trainer.save
     batches = 0
 
@@ -64,7 +63,7 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
         with StopRequest(Path(log_dir) if place.rank == 0 else None) as stop:
             stop.begin()
             inputs = Inputs(config, place.rank)
-            mesh = Mesh(config, place, pick_device(config, place))
+            mesh = mesh_of(config, device=pick_device(config, place))
             trainer = trainer_of(config, mesh, inputs)
             status = trainer.run(lambda: stop.requested)
             mesh.close()

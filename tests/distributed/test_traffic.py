@@ -17,15 +17,13 @@ from benchmarks.breakdown import measured_step, shares
 from benchmarks.training import RandomStream, Training
 from megacore.config import Config
 from megacore.distributed import collectives as comm
-from megacore.distributed.mesh import Mesh
 from megacore.tensor_parallel import linear
 from megacore.tools.choices.meta_watch import OPERATIONS
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.traffic import Transfer, rank_traffic, sent_by_group
-from megacore.tools.settings.load import resolve
+from tests.build import mesh_of, run_of
 
 AXES = ("tensor", "pipeline", "data", "context")
 TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2
@@ -108,7 +106,7 @@ def configured(layout: dict[str, dict[str, Any]]) -> Config:
     parallel = sections["parallel"]
     data = parallel.setdefault("data", 1)
     sections["train"]["global_batch_size"] = 2 * MICROBATCHES * data
-    return settled_alone(resolve(sections, [], "traffic", math.prod(parallel.get(a, 1) for a in AXES)).config)
+    return run_of(sections, world=math.prod(parallel.get(a, 1) for a in AXES))
 
 
 def step_on_a_rank(
@@ -119,7 +117,7 @@ def step_on_a_rank(
     """
     place, config = place_from_environment(), configured(layout)
     os.environ["MEGACORE_HOST"] = f"host {place.rank // HOST_SIZE}"
-    mesh = Mesh(config, place, pick_device(config, place))
+    mesh = mesh_of(config, place, pick_device(config, place))
     training = Training(config, mesh, RandomStream(config))
     training.step()
 
@@ -179,7 +177,7 @@ class Posted(TorchDispatchMode):
 def posted_on_a_rank(layout: dict[str, dict[str, Any]]) -> tuple[int, dict[tuple[str, int], tuple[int, int]]]:
     """The rank's place in the pipeline, and what it posts in a step."""
     place, config = place_from_environment(), configured(layout)
-    mesh = Mesh(config, place, pick_device(config, place))
+    mesh = mesh_of(config, place, pick_device(config, place))
     training = Training(config, mesh, RandomStream(config))
     training.step()
     with Posted() as posted:

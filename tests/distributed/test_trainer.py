@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.tools.settings.load import load
 from tests import plain
+from tests.build import run_of
 from tests.plain import HALF, SKIPPED, STEPS
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -28,7 +28,7 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def right(pool: Any, config_path: str) -> plain.Run:
     run = pool.run(1, plain.expected, config_path)[0]
     norms = [figures["grad_norm"] for step, figures in run.logged.items() if step != SKIPPED]
-    clip = load(config_path, []).config.optim.grad_clip
+    clip = run_of(config_path).optim.grad_clip
     assert min(norms) < clip < max(norms), "some steps must be clipped, and some not"  # type: ignore[type-var]
     assert len({figures["lr"] for figures in run.logged.values()}) == STEPS, (
         "two steps of one rate would hide which of them it is"

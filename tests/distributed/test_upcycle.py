@@ -15,7 +15,7 @@ from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.check_conversion import own_logits
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.conversion import assert_nothing_written, random_run, relative
 from tests.training import difference, figures, run_rank, write_config, write_corpus, write_weights
 
@@ -38,7 +38,7 @@ def upcycle(source: Path, output: Path, settings: str, *options: str) -> Path:
 
 def in_fp64(folder: Path) -> torch.Tensor:
     """The logits of `ROWS` by a run's newest checkpoint."""
-    config: Config = load(str(folder / "config.json"), ["train.precision=fp64"]).config
+    config: Config = run_of(folder / "config.json", "train.precision=fp64")
     return own_logits(config, Reader(locate(folder)), None, ROWS)
 
 
@@ -127,7 +127,7 @@ def test_it_trains_on_in_any_layout(pool: Any, tmp_path: Path) -> None:
         model=RMS | {"num_layers": 2},
         train={"steps": 3, "precision": "fp64"},
     )
-    dense = write_weights(tmp_path / "dense", load(plain).config)
+    dense = write_weights(tmp_path / "dense", run_of(plain))
     made = upcycle(dense, tmp_path / "mixture", "model.num_experts=4")
     found = {}
     for name, layout, source in (

@@ -14,15 +14,14 @@ from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.model.batch import Microbatch
 from megacore.model.embedding import Embedding
-from megacore.model.stage import whole_model
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.replay.gauges import BACKWARD, Gauges
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain, verdict
 from megacore.tools.verify.run import Options, Proof, prove
 from megacore.tools.verify.shrink import load_whole, shrink
 from megacore.tools.verify.workers import ProofWorkers
+from tests.build import model_of, run_of
 from tests.commands import provers, run_script
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
@@ -236,8 +235,8 @@ def test_a_tensor_without_a_gradient_has_none_to_compare(tmp_path: Path, workers
 
 def test_a_replay_measures_a_model_with_a_tensor_without_a_gradient(tmp_path: Path) -> None:
     path = written(tmp_path, NO_GRADIENT)
-    config = load(TINY, [f"model.source={path}", "model.num_layers=1", "train.seq_len=8"]).config
-    stage = whole_model(config)
+    config = run_of(TINY, f"model.source={path}", "model.num_layers=1", "train.seq_len=8")
+    stage = model_of(config)
     gauges = Gauges([stage])
     tokens = torch.zeros(config.train.micro_batch_size, 8, dtype=torch.long)
     gauges.begin([tokens])

@@ -40,9 +40,9 @@ from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.pool import PATIENCE, Pool, RankError
 
 WATCH = 1.0  # seconds that are a hang here: ten looks
@@ -57,8 +57,8 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     them up until it has seen what came of that.
     """
     place = place_from_environment()
-    config = load(config_path, ["parallel.tensor=2"], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, "parallel.tensor=2", world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     last = place.world_size - 1
     verdicts: list[Diagnosis] = []
 
@@ -153,8 +153,8 @@ def compiling_rank(config_path: str, noted: bool, folder: str) -> tuple[list[str
     `noted=False` the flight recorder does not hear of compilations.
     """
     place = place_from_environment()
-    config = load(config_path, [], place.world_size).config
-    mesh = Mesh(config, place, pick_device(config, place))
+    config = run_of(config_path, world=place.world_size)
+    mesh = mesh_of(config, device=pick_device(config, place))
     printed: list[str] = []
     verdicts: list[Diagnosis] = []
     own_alarms: list[int] = []
@@ -242,8 +242,8 @@ def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter:
     lets nobody else run meanwhile.
     """
     place = place_from_environment()
-    config = load(config_path, [], place.world_size).config
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, world=place.world_size)
+    mesh = mesh_of(config)
     assert mesh.store is not None
 
     def dump(file: Path) -> None:
@@ -278,9 +278,9 @@ def joining_rank(config_path: str, folder: str) -> None:
     """Joins, but for the last rank, which does not come before the others are about to end."""
     place = place_from_environment()
     joined_ranks = range(place.world_size - 1)
-    config = load(
-        config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size
-    ).config
+    config = run_of(
+        config_path, "parallel.hang_seconds=0.5", "train.global_batch_size=12", world=place.world_size
+    )
     found = Path(folder) / "verdict"
 
     def end(self: watchdog.Watchdog, verdict: Diagnosis) -> None:
@@ -590,7 +590,7 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     """The main thread only waits for it, in a line that says nothing of the file
     system or the data source at fault.
     """
-    config = load(training.write_config(tmp_path, "nothing"), [], 1).config
+    config = run_of(training.write_config(tmp_path, "nothing"))
     recorder = FlightRecorder()
     mesh = SimpleNamespace(
         sample_group=SOLO, cp=SOLO, device=torch.device("cpu"), listeners=Listeners([recorder])

@@ -12,7 +12,6 @@ from megacore.data.samples import SampleStream
 from megacore.files import ROOT
 from megacore.pipeline.generators import build
 from megacore.tools.schedules.validate import validate
-from megacore.tools.settings.load import load
 from megacore.tools.verify.coverage import Epoch, Leg
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain
@@ -20,6 +19,7 @@ from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.worker import planted
 from tests import compressed_sums, training
 from tests import plain as plain_training
+from tests.build import run_of
 from tests.commands import provers
 from tests.faults import (
     FAULTS,
@@ -103,7 +103,7 @@ class Checks:
                 Path(self.folder.name), "unused", model=MODEL, train={"precision": "fp64"}
             )
             with planted(plant):
-                return other_than_plain(load(path, list(fault.overrides)).config)
+                return other_than_plain(run_of(path, *fault.overrides))
         if fault.check == "plan":
             with planted(plant):
                 return validated(fault)

@@ -8,8 +8,8 @@ from megacore.config.model import ModelConfig
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.interchange.families import FAMILIES, MODEL_TYPES, Family, family_for_config
-from megacore.tools.settings.load import resolve
 from tests import peers
+from tests.build import run_of
 
 # How each architecture is known. A family without an entry makes the table fail.
 LABELS = {
@@ -83,7 +83,7 @@ def shipped_configs() -> dict[str, list[str]]:
     for path in sorted((ROOT / "configs").glob("*.json")):
         sections = json.loads(path.read_text(encoding="utf-8"))
         train = {"seq_len": sections["train"]["seq_len"], "device": "cpu"}
-        config = resolve({"model": sections["model"], "train": train}, [], path.name, 1).config
+        config = run_of({"model": sections["model"], "train": train})
         try:
             names.setdefault(family_for_config(config).architecture, []).append(f"`{path.stem}`")
         except ConfigError:

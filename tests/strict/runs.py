@@ -12,23 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megacore.checkpoint import Reader, checkpoints_in
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice
 from megacore.engine.compression import STATE
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.settings.load import load
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.worker import planted
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.pool import Pool, RankError, RankTimeout
 from tests.strict import Rules, strict
 
@@ -200,8 +197,8 @@ def train(config: str, overrides: list[str], out: str) -> Outcome | None:
 def generate(config_path: str, overrides: list[str], out: str) -> Outcome:
     """Greedy texts after two prompts, the second longer than one window's half."""
     place = place_from_environment()
-    config = settled_alone(load(config_path, [*overrides, f"log.dir={out}"], place.world_size).config)
-    mesh = Mesh(config, place, torch.device("cpu"))
+    config = run_of(config_path, *overrides, f"log.dir={out}", world=place.world_size)
+    mesh = mesh_of(config)
     held = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     stages = [Stage(config, layers, mesh, mesh.device).eval() for layers in held]
     decoder, sampler = Decoder(stages, mesh), Sampler(0.0, 1, 1.0, 0, config.model.vocab_size)

@@ -10,22 +10,14 @@ import torch
 from megacore.engine.averages import WeightAverages
 from megacore.optimizers.ademamix import AdEMAMix, AdEMAMixSettings
 from megacore.optimizers.rule import ParameterShard
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.memory import rank_memory
-from megacore.tools.settings.load import load
 from megacore.tools.startup_lines import decayed_twice
-from tests.one_rank import Configure, backward_of, configuring, engine_of
+from tests.build import run_of
+from tests.one_rank import backward_of, configure, engine_of
 from tests.training import write_config
 
 
-@pytest.fixture
-def configure(tmp_path: Path) -> Configure:
-    return configuring(tmp_path)
-
-
-def after_a_bad_step(
-    configure: Configure, precision: str
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def after_a_bad_step(precision: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Averages before a step that is skipped, and behind it."""
     stage, engine = engine_of(configure(f"optim.ema=0.5 train.precision={precision}"))
     for scale in (1.0, 2.0):
@@ -44,7 +36,7 @@ def averages_of(engine: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_rate_that_falls_beside_an_average_in_its_place_is_said(configure: Configure) -> None:
+def test_a_rate_that_falls_beside_an_average_in_its_place_is_said() -> None:
     """`optim.schedule` is cosine unless a config says otherwise: who names the optimizer alone
     would have both, and not know it.
     """
@@ -67,23 +59,23 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-def test_a_skipped_step_does_not_move_the_average(configure: Configure, precision: str) -> None:
+def test_a_skipped_step_does_not_move_the_average(precision: str) -> None:
     """It would drift to the weights in a run that skips often; and a resumed run
     would not be what the whole one is.
     """
-    assert same(*after_a_bad_step(configure, precision))
+    assert same(*after_a_bad_step(precision))
     update = WeightAverages.update
     always = mock.patch.object(
         WeightAverages, "update", lambda self, updates, skip: update(self, updates, torch.zeros_like(skip))
     )
     with always:
-        assert not same(*after_a_bad_step(configure, precision)), (
+        assert not same(*after_a_bad_step(precision)), (
             "the planted fault: the mean takes part in skipped steps"
         )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_before_the_first_update_the_average_is_the_weights(configure: Configure, precision: str) -> None:
+def test_before_the_first_update_the_average_is_the_weights(precision: str) -> None:
     """A run whose first steps are all skipped would validate a model of zeros."""
     stage, engine = engine_of(configure(f"optim.ema=0.9 train.precision={precision}"))
     weights = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
@@ -93,7 +85,7 @@ def test_before_the_first_update_the_average_is_the_weights(configure: Configure
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_validation_leaves_everything_as_it_was(configure: Configure, precision: str) -> None:
+def test_a_validation_leaves_everything_as_it_was(precision: str) -> None:
     """Within it, the average computes; behind it, and where it ends in an exception, what was trained."""
     stage, engine = engine_of(configure(f"optim.ema=0.9 train.precision={precision}"))
     for scale in (1.0, 2.0):
@@ -111,9 +103,7 @@ def test_a_validation_leaves_everything_as_it_was(configure: Configure, precisio
     assert same(own, {name: parameter.detach() for name, parameter in stage.named_parameters()})
 
 
-def test_a_validation_swaps_nothing_that_is_being_gathered(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_swaps_nothing_that_is_being_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather of a step's weights, or of the averages, that ends after the swap would put back the values
     that it began with.
     """
@@ -128,7 +118,7 @@ def test_a_validation_swaps_nothing_that_is_being_gathered(
     assert calls == ["settle", "swap", "gather", "evaluate", "settle", "swap", "gather"]
 
 
-def test_nothing_is_there_without_it(configure: Configure) -> None:
+def test_nothing_is_there_without_it() -> None:
     _, engine = engine_of(configure(""))
     assert engine.averages is None and not averages_of(engine)
 
@@ -141,10 +131,10 @@ def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> N
     path = write_config(tmp_path, "unused", train={"precision": "bf16"})
 
     def planned(*more: str) -> int:
-        config = partitioned(load(path, [*overrides.split(), "parallel.data=2", *more], 2).config)
+        config = run_of(path, *overrides.split(), "parallel.data=2", *more, world=2)
         return rank_memory(config)[0].optimizer
 
-    without = sum(parameter.numel() for parameter in engine_of(load(path, []).config)[0].parameters())
+    without = sum(parameter.numel() for parameter in engine_of(run_of(path))[0].parameters())
     assert planned("optim.ema=0.9") - planned() == pytest.approx(each * without, rel=0.02)
 
 

@@ -13,8 +13,8 @@ from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
 from megacore.tools.settings import derive, validation
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # Rooms that own an axis, and labels for people. A layer of an axis names it; whoever sums, saves or counts
@@ -59,7 +59,7 @@ def test_axes_are_named_in_their_rooms_alone() -> None:
 @pytest.fixture
 def topology(tmp_path: Path) -> Topology:
     overrides = ["parallel.data=2", "parallel.context=2", "parallel.tensor=2"]
-    return Topology(load(training.write_config(tmp_path, "unused"), overrides, 8).config, 5)
+    return Topology(run_of(training.write_config(tmp_path, "unused"), *overrides, world=8), 5)
 
 
 def test_what_a_gradient_is_summed_over(topology: Topology) -> None:
@@ -80,9 +80,9 @@ def test_what_shares_a_parameter_follows_from_its_name(tmp_path: Path) -> None:
     """The ranks of the first and the last stage hold the embedding: it counts once, and its
     gradient is summed between them last.
     """
-    config = load(
-        training.write_config(tmp_path, "unused"), ["parallel.pipeline=3", "parallel.tensor=2"], 6
-    ).config
+    config = run_of(
+        training.write_config(tmp_path, "unused"), "parallel.pipeline=3", "parallel.tensor=2", world=6
+    )
     for rank in range(6):
         topology = Topology(config, rank)
         placed = topology.placed(topology.placed(Shard((8, 8)), "embedding.weight"), "embedding.weight")
@@ -125,7 +125,7 @@ def test_products_of_axes_are_known_from_the_axes() -> None:
 
 def test_sizes_and_their_product(tmp_path: Path) -> None:
     overrides = ["parallel.data=3", "parallel.context=2", "parallel.tensor=2", "train.global_batch_size=24"]
-    config = load(training.write_config(tmp_path, "unused"), overrides, 12).config
+    config = run_of(training.write_config(tmp_path, "unused"), *overrides, world=12)
     assert config.sizes.items() >= {"pp": 1, "dp": 3, "cp": 2, "tp": 2}.items() and list(config.sizes) == [
         axis.name for axis in AXES
     ]

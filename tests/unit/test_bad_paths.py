@@ -24,8 +24,9 @@ from megacore.errors import UserError
 from megacore.tools.cli import guarded
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.records import Records
-from megacore.tools.settings.load import load, resolve
+from megacore.tools.settings.load import load
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
+from tests.build import run_of
 from tests.conftest import Refused
 from tests.pool import PATIENCE
 
@@ -286,9 +287,7 @@ def test_a_disk_that_fills_while_records_begin_is_one_line(
         UserError,
         match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$",
     ):
-        Records().open(
-            load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, Mock(), 2
-        )
+        Records().open(run_of(tree / "config.json", f"log.dir={folder}", "log.tensorboard=false"), Mock(), 2)
     assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == [
         "config.json",
         "metrics.jsonl",
@@ -423,8 +422,6 @@ def test_a_model_that_lies_about_its_positions_makes_tables_for_the_text_alone()
     """
     model = {"num_layers": 1, "hidden_size": 24, "num_heads": 4, "vocab_size": 256, "max_positions": 2**24}
     for position, wanted in (("rope", 14), ("learned", 2**24)):
-        config = resolve(
-            {"model": model | {"position": position}, "train": {"seq_len": 16}}, [], "x", 1
-        ).config
+        config = run_of({"model": model | {"position": position}, "train": {"seq_len": 16}})
         assert generate.for_length(config, 13).max_positions == wanted
         assert generate.for_length(config, 2**24 + 1) == config

@@ -14,7 +14,7 @@ from megacore.checkpoint.slices import Slices
 from megacore.config import Config
 from megacore.errors import CheckpointError
 from megacore.tools.inputs import Inputs
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.checkpoints import save
 from tests.manifests import edit_text
 from tests.pieces import piece
@@ -28,7 +28,7 @@ WRONG: list[Any] = ["3", "x", [3], {}, None, True, -1, 10**400, 1e300, 2**63, ST
 def run(tmp_path: Path) -> tuple[Config, Path]:
     """A config, and the checkpoint of step 3 in its run's folder."""
     overrides = [f"log.dir={tmp_path}/run", "train.global_batch_size=8", "model.num_layers=1"]
-    config = load(write_config(tmp_path, write_corpus(tmp_path)), overrides).config
+    config = run_of(write_config(tmp_path, write_corpus(tmp_path)), *overrides)
     state = {
         "samples": STEP * BATCH,
         "rollbacks": 0,

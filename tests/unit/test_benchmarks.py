@@ -21,7 +21,6 @@ from benchmarks.training import Training, random_batch
 from megacore.context_parallel import attention
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed.axes import ranks_along
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import sizes_of
 from megacore.errors import DataError
@@ -33,8 +32,8 @@ from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.plot import draw
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
-from megacore.tools.settings.load import load, resolve
 from tests import training
+from tests.build import mesh_of, run_of
 from tests.training import write_config
 
 
@@ -49,7 +48,7 @@ def test_random_tokens_are_uniform_or_as_in_text(tmp_path: Path) -> None:
     counts = torch.bincount(ids, minlength=vocabulary)
     assert len(counts) == vocabulary and ((counts - expected).abs() < 6 * expected.sqrt()).all()
 
-    config = load(write_config(tmp_path, "unused"), ["train.seq_len=512"]).config
+    config = run_of(write_config(tmp_path, "unused"), "train.seq_len=512")
     (uniform, *_), (text, *_) = (
         random_batch(config, torch.device("cpu"), zipf=zipf) for zipf in (False, True)
     )
@@ -98,14 +97,14 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
         Cluster("two", (Level("in", 2, 100.0, 3.0), Level("out", None, 10.0, 5.0))),
         Profile(call=0.5),
     )
-    config = resolve(sections, [], "small", 4).config
+    config = run_of(sections, world=4)
     (transfers,) = rank_traffic(config)
     seconds, size = seconds_by_group(transfers, config, machine), 32 * 64 * 4
     # one gather of the loss's figures
     assert seconds["tp"] - 2 * 3.5 == pytest.approx(14 * (0.5 + 2 * 3.0 + size / 100.0), rel=0.05)
     (gradients,) = (transfer for transfer in transfers if transfer.group == "dp")
     assert seconds["dp"] == pytest.approx(gradients.calls * (0.5 + 2 * 5.0) + gradients.elements * 4 / 10.0)
-    piped = resolve(sections | {"parallel": {"pipeline": 2}}, [], "small", 4).config
+    piped = run_of(sections | {"parallel": {"pipeline": 2}}, world=4)
     first, _ = rank_traffic(piped)
     assert seconds_by_group(first, piped, machine)["pp"] == pytest.approx(1 * (5.0 + size / 10.0)), (
         "the next stage is on another machine"
@@ -127,7 +126,7 @@ def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
     several. Here each call takes as many seconds as its ranks are apart, and the mesh says how far that is.
     """
     plain = ["parallel.pipeline=1", "model.num_layers=4", "train.micro_batch_size=1"]
-    config = load("configs/gpt_tiny.json", [*plain, *layout.split()], 16).config
+    config = run_of("configs/gpt_tiny.json", *plain, *layout.split(), world=16)
     sizes, summing = sizes_of(config), ranks_along(("dp", "cp"), 0, sizes_of(config))
     pipeline, context = (ranks_along((axis,), 0, sizes) for axis in ("pp", "cp"))
     ring, within = config.parallel.context_method == "ring", 8 // 2  # data ranks of a host of 8 ranks
@@ -229,9 +228,7 @@ def test_every_part_of_a_mixture_is_measured_forward_and_backward(monkeypatch: p
         "precision": "fp32",
         "device": "cpu",
     }
-    config = resolve(
-        {"model": small | experts | {"router_z_loss": 0.1}, "train": train}, [], "small", 1
-    ).config
+    config = run_of({"model": small | experts | {"router_z_loss": 0.1}, "train": train})
     monkeypatch.setattr("benchmarks.breakdown.perf_counter", partial(next, count()))  # type: ignore[call-overload]
     by_part = ByPart(config, RankInfo())
     found = dict(zip(PARTS, by_part.turn()[1:], strict=True))
@@ -247,12 +244,9 @@ def test_every_part_of_a_mixture_is_measured_forward_and_backward(monkeypatch: p
 
 def test_utilisation_needs_a_peak() -> None:
     """A utilisation of an unknown device would be invented; of a measured peak it is the formula's share."""
-    config = resolve(
-        {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"recompute": "full"}},
-        [],
-        "small",
-        1,
-    ).config
+    config = run_of(
+        {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"recompute": "full"}}
+    )
     unknown = Utilisation(config, torch.device("cpu"), 1)
     assert unknown.full(100.0) is unknown.causal(100.0) is None
     measured = Utilisation(config, torch.device("cpu"), 1, peak=1e12)
@@ -267,12 +261,9 @@ def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     one, eight GPUs would be at 300 %.
     """
     monkeypatch.setattr("platform.processor", lambda: "NVIDIA H100 80GB HBM3")
-    config = resolve(
-        {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"precision": "bf16"}},
-        [],
-        "small",
-        1,
-    ).config
+    config = run_of(
+        {"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"precision": "bf16"}}
+    )
     found = Utilisation(config, torch.device("cpu"), 8).full(1e6)
     assert found == pytest.approx(flops_per_token(config, causal=False) * 1e6 / (8 * 989.5e12))
 
@@ -290,8 +281,8 @@ def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
     """A drawing that mixes up actions, clocks or ranks would send people after
     differences that are not there.
     """
-    config = load(write_config(tmp_path, "unused"), ["parallel.schedule=zb_h1"]).config
-    training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    config = run_of(write_config(tmp_path, "unused"), "parallel.schedule=zb_h1")
+    training = Training(config, mesh_of(config))
     timeline = beside_each_other(training)
     simulated, measured = timeline.spans
     done = [

@@ -22,11 +22,11 @@ from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources, streams
 from megacore.tools.prepare.prepare import prepare
-from megacore.tools.settings.load import resolve
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.tools.text.vocabulary import encode_prompt, prompt_begin, vocabulary_warnings
 from tests import training
+from tests.build import run_of
 from tests.commands import run_script
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -329,7 +329,7 @@ def test_a_corpus_without_bos_tokens_is_reported(
     if not recorded:
         without_record(prefix)
     raw = {"model": {"vocab_size": 258}, "data": {"train": prefix, "tokenizer": tokenizer}}
-    lines = vocabulary_warnings(resolve(raw, [], "test", 1).config)
+    lines = vocabulary_warnings(run_of(raw))
     expected = f"WARNING: documents of {prefix} do not begin with token 0 <s>, which {tokenizer} puts before"
     assert [line.startswith(expected) for line in lines] == [True] * warned
 
@@ -360,7 +360,7 @@ def test_corpora_that_begin_differently_are_reported(
         {"train": with_bos, "valid": with_bos},
     ):
         raw = {"model": {"vocab_size": 258}, "data": data | {"tokenizer": tokenizer}}
-        lines = vocabulary_warnings(resolve(raw, [], "test", 1).config)
+        lines = vocabulary_warnings(run_of(raw))
         is_mixed = without in str(data)
         assert [line.startswith(expected) for line in lines if "begin with a BOS" in line] == [
             True
@@ -376,7 +376,7 @@ def test_evaluating_reports_a_corpus_that_begins_unlike_the_run_s(
         "train": {"seq_len": 8, "device": "cpu"},
         "data": {"tokenizer": tokenizer, "train": without},
     }
-    training.write_weights(tmp_path / "run", resolve(raw, [], "test", 1).config)
+    training.write_weights(tmp_path / "run", run_of(raw))
     for data in (with_bos, without):
         words = ["--checkpoint", str(tmp_path / "run"), "--data", data, "train.device=cpu"]
         assert evaluate_script.run(words, RankInfo()) == 0
@@ -487,7 +487,7 @@ def run_folder(tokenizer: str, tmp_path: Path) -> Path:
         "train": {"seq_len": 32},
         "data": {"tokenizer": tokenizer},
     }
-    return Path(training.write_weights(tmp_path / "run", resolve(raw, [], "test", 1).config))
+    return Path(training.write_weights(tmp_path / "run", run_of(raw)))
 
 
 @pytest.fixture
@@ -529,7 +529,7 @@ def test_generate_tells_what_it_assumes(
         "train": {"seq_len": 32},
         "data": {"tokenizer": tokenizer, "train": str(tmp_path / "gone")},
     }
-    training.write_weights(tmp_path / "run", resolve(raw, [], "test", 1).config)
+    training.write_weights(tmp_path / "run", run_of(raw))
     words = ["--checkpoint", str(tmp_path / "run"), "--prompt", "a"]
     line = f"WARNING: neither the checkpoint nor {tmp_path / 'gone'} tells whether the documents of the run"
     for options, is_told in (([], True), (["--bos", "never"], False)):
@@ -572,9 +572,7 @@ def test_the_library_generates_as_the_script_does(tokenizer: str, asked: list[An
 
     raw = {"model": {"vocab_size": 258}, "data": {"tokenizer": tokenizer}}
     engine = SimpleNamespace(settle=lambda: None)
-    step: Any = SimpleNamespace(
-        engine=engine, stages=[Stage()], mesh=None, config=resolve(raw, [], "test", 1).config
-    )
+    step: Any = SimpleNamespace(engine=engine, stages=[Stage()], mesh=None, config=run_of(raw))
     reader = load_tokenizer(tokenizer)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Decoder, "__init__", lambda self, stages, mesh: None)

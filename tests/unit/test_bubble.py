@@ -9,8 +9,8 @@ from launch import pretrain
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.bubble import bubble, bubble_warning
 from megacore.tools.choices.partition import step_times
-from megacore.tools.settings.load import load, resolve
 from megacore.tools.stop_request import StopRequest
+from tests.build import run_of
 from tests.commands import run_script
 from tests.training import write_config, write_corpus
 
@@ -34,7 +34,7 @@ def test_a_large_bubble_is_named(ranks: int, microbatches: int, schedule: str, s
     """
     parallel = {"pipeline": ranks, "schedule": schedule}
     train = {"seq_len": 16, "micro_batch_size": 1, "global_batch_size": microbatches}
-    config = resolve({"model": MODEL, "train": train, "parallel": parallel}, [], "test", ranks).config
+    config = run_of({"model": MODEL, "train": train, "parallel": parallel}, world=ranks)
     known = (ranks - 1) / (config.chunks * microbatches + ranks - 1)
     assert bubble(*step_times(config)) == pytest.approx(known, abs=0.02)
     said = bubble_warning(config)
@@ -49,7 +49,7 @@ def test_a_run_says_it_before_ranks_meet(
     path = write_config(
         tmp_path, write_corpus(tmp_path), train={"global_batch_size": 2}, log={"dir": str(tmp_path / "run")}
     )
-    config = load(path, ["parallel.pipeline=2"], 2).config
+    config = run_of(path, "parallel.pipeline=2", world=2)
 
     def meet(*_: Any) -> None:
         raise ConnectionError

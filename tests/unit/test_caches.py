@@ -8,8 +8,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from megacore.caches import INDUCTOR, TRITON, cache_folder, keep_triton_local, new_folder
-from megacore.model.stage import whole_model
-from megacore.tools.settings.load import resolve
+from tests.build import model_of, run_of
 
 
 @pytest.fixture(autouse=True)
@@ -88,18 +87,18 @@ def test_torch_compile_keeps_its_code_on_this_machine(home: Path, monkeypatch: p
     open_to_all(scratch, 0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 16}
-    config = resolve({"model": sizes, "train": {"compile": True}}, [], "x", 1).config
+    config = run_of({"model": sizes, "train": {"compile": True}})
     monkeypatch.setenv(INDUCTOR, "")  # for its value to be put back
     monkeypatch.delenv(INDUCTOR)
-    whole_model(config)
+    model_of(config)
     folder = Path(cache_dir())
     assert folder == scratch / f"megacore_inductor_{os.geteuid()}" and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)  # somebody else's, or open to all
     monkeypatch.delenv(INDUCTOR)
-    whole_model(config)
+    model_of(config)
     assert Path(cache_dir()) == home / ".cache" / "megacore" / "inductor"
     monkeypatch.setenv(INDUCTOR, str(home / "mine"))  # what the user says stays
-    whole_model(config)
+    model_of(config)
     assert Path(cache_dir()) == home / "mine"
 
 

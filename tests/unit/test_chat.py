@@ -15,17 +15,14 @@ from launch import prepare as script
 from megacore.config.schema import IGNORED, MASK
 from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import EvalSamples, SampleStream
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.corpora import Sidecar, check_corpora
 from megacore.tools.prepare.chat import chat_of, encode
 from megacore.tools.prepare.conversations import WrongConversation
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.train.loader import Loader
-from megacore.train.step import TrainStep
+from tests.build import mesh_of, run_of, step_of
 from tests.training import VOCAB_SIZE, write_config
 
 CHATML = (
@@ -180,7 +177,7 @@ def test_the_next_command_keeps_conversations_apart(tmp_path: Path, capsys: Any)
     """Typed as it is printed, it must not let an answer see the conversation before it, or cut one."""
     prefix = prepared(tmp_path, {"messages": said("ab", "cd")})
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    config = load(words[words.index("--config") + 1], words[words.index("--config") + 2 :]).config
+    config = run_of(words[words.index("--config") + 1], *words[words.index("--config") + 2 :])
     assert config.data.document_mask and config.data.packing == "best_fit" and config.data.train == prefix
 
 
@@ -249,9 +246,9 @@ def test_a_blend_learns_all_of_a_corpus_without_a_mask(tmp_path: Path) -> None:
 
 def trained(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """All state behind two steps on a corpus."""
-    config = load(write_config(folder, prefix, train={"global_batch_size": 4, "steps": 2}), [], 1).config
-    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
-    step, stream = TrainStep(config, mesh), SampleStream(prefix, 16, 0, VOCAB_SIZE)
+    config = run_of(write_config(folder, prefix, train={"global_batch_size": 4, "steps": 2}))
+    mesh = mesh_of(config)
+    step, stream = step_of(config, mesh), SampleStream(prefix, 16, 0, VOCAB_SIZE)
     loader = Loader(config, mesh, stream)
     for number in (1, 2):
         step(number, loader.read(number))

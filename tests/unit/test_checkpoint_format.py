@@ -23,9 +23,8 @@ from megacore.config import Config
 from megacore.config.model import ModelConfig
 from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
-from megacore.model.stage import whole_model
 from megacore.tools.interchange.stream import save_stream
-from megacore.tools.settings.load import resolve
+from tests.build import model_of, run_of
 from tests.checkpoints import find_latest, save
 from tests.manifests import edit_manifest, edit_text
 from tests.pieces import piece
@@ -188,15 +187,15 @@ def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -
     train = {"seq_len": 12, "precision": "fp64", "device": "cpu"}
 
     def configured(model: dict[str, Any]) -> Config:
-        return resolve({"model": model, "train": train}, [], "test", 1).config
+        return run_of({"model": model, "train": train})
 
     def logits(config: Config) -> Tensor:
-        model = whole_model(config).eval()
+        model = model_of(config).eval()
         model.load_state_dict(weights)
         return model.logits(model.hidden(tokens))
 
     written = configured(sizes)
-    recorded, weights = written.model.model_dump(), whole_model(written).state_dict()
+    recorded, weights = written.model.model_dump(), model_of(written).state_dict()
     tokens = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(0))
     right, refused, free = logits(written), set(), set()
     reader: Any = SimpleNamespace(path=Path("step_00000001"), state={"model": recorded})
@@ -225,9 +224,9 @@ def test_a_model_of_before_a_key_has_its_default() -> None:
     """A checkpoint of an earlier release says nothing of a newer key: a run with another value would
     train another function in silence.
     """
-    now = resolve(
-        {"model": {"hidden_size": 32, "num_heads": 4, "position": "rope"}}, [], "test", 1
-    ).config.model.model_dump(mode="json")
+    now = run_of({"model": {"hidden_size": 32, "num_heads": 4, "position": "rope"}}).model.model_dump(
+        mode="json"
+    )
     newer = ("nope_every", "window", "window_schedule", "norm_place", "num_kv_heads", "dropout")
     earlier = {key: value for key, value in now.items() if key not in newer}
     reader: Any = SimpleNamespace(path=Path("step_00000001"), state={"model": earlier})

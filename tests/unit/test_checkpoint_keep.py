@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from megacore.checkpoint import Saver, checkpoints_in, disk, locate
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
 from megacore.tools.records import Records
 from megacore.tools.retention import retention, set_aside
-from megacore.tools.settings.load import load
 from tests import crashes, training
+from tests.build import mesh_of, run_of
 from tests.checkpoints import Alone, find_latest
 from tests.unit.test_checkpoint_format import assert_holds, save_alone, tensors, truncate
 
@@ -235,8 +233,8 @@ def test_checkpoints_are_set_aside_before_records_are_cut(
     monkeypatch.setattr(
         Records, "open", lambda *_: seen.extend(p.name for p in (tmp_path / "run/checkpoints").iterdir())
     )
-    config = load(path, ["checkpoint.resume=never"], 1).config
-    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    config = run_of(path, "checkpoint.resume=never")
+    mesh = mesh_of(config)
     trainer_of(config, mesh, Inputs(config, 0)).close()
     mesh.close()
     assert seen == ["step_00000004.aside1"]

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megacore.tools.planner.parameters import parameters
-from megacore.tools.settings.load import load
+from tests.build import run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| `(\w+)`[^|]*\| ([\d.]+) ([MBT]) \| ([^|]*) \| [^|]* \| `([\w/]+)` \|", re.MULTILINE)
@@ -23,7 +23,7 @@ def test_the_table_of_configs_is_right() -> None:
     assert set(rows) == {path.stem for path in (ROOT / "configs").glob("*.json")}
 
     for name, (number, unit, hardware, corpus) in rows.items():
-        config = load(str(ROOT / f"configs/{name}.json"), [], devices(hardware)).config
+        config = run_of(ROOT / f"configs/{name}.json", world=devices(hardware))
         tolerance = 0.05 if float(number) < 10 else 0.5
         assert abs(float(number) - parameters(config) / UNITS[unit]) <= tolerance, name
         assert config.data.train == corpus, name

@@ -12,15 +12,11 @@ import pytest
 import torch
 
 from megacore.config import Config
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring import cost
 from megacore.tools.monitoring.cost import HOUR, HOURS, MONEY, Cost, planned_hours, spent_in
 from megacore.tools.planner.run_cost import checkpoint_bytes
-from megacore.tools.settings.load import load
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import run_of, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +80,7 @@ def test_the_end_says_both(
 
 
 def h100(*overrides: str) -> Config:
-    return partitioned(load(str(ROOT / "configs/gpt_7b.json"), [*overrides], 8).config)
+    return run_of(ROOT / "configs/gpt_7b.json", *overrides, world=8)
 
 
 def test_the_planner_says_nothing_of_what_it_does_not_know() -> None:
@@ -108,8 +104,8 @@ def test_a_checkpoint_has_as_many_bytes_as_the_engine_gives(optim: str) -> None:
         "train.device=cpu",
         "train.precision=fp32",
     ]
-    config = partitioned(load(str(ROOT / "configs/gpt_tiny.json"), [*sizes, f"optim.{optim}"]).config)
-    held = TrainStep(config, Mesh(config, RankInfo(), torch.device("cpu")), draw=False).engine.tensors()
+    config = run_of(ROOT / "configs/gpt_tiny.json", *sizes, f"optim.{optim}")
+    held = step_of(config, draw=False).engine.tensors()
     assert checkpoint_bytes(config) == 4 * sum(tensor.numel() for tensor, _ in held.values())
 
 

@@ -18,7 +18,7 @@ from megacore.distributed.processes import available_cores
 from megacore.tools import crowd
 from megacore.tools.crowd import FittingThreads, hold_team
 from megacore.tools.machine import cpu as machine_cpu
-from megacore.tools.settings.load import resolve
+from tests.build import run_of
 
 
 class Machine:
@@ -197,7 +197,7 @@ def test_who_fits_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(crowd, "TASKS", Path("/"))
     monkeypatch.setattr(crowd, "run_and_waited", lambda tasks: {})
-    config = resolve({"train": settings}, [], "x", world).config
+    config = run_of({"train": settings}, world=world)
     assert (crowd.fitting_threads(config, world) is not None) == fits
 
 
@@ -411,7 +411,7 @@ def test_a_user_who_says_how_threads_wait_is_heard(
         crowd, "spin_while_cores_are_free", again := cache(crowd.spin_while_cores_are_free.__wrapped__)
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    config = resolve({"train": {"deterministic": True}}, [], "x", 1).config
+    config = run_of({"train": {"deterministic": True}})
     for _ in range(2):
         assert crowd.share_cores(config, 1, torch.device("cpu")) == []
     assert started == [False] * watched and again.cache_info().currsize == 1

@@ -20,8 +20,8 @@ from megacore.tools.prepare import partial, sources
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare.prepare import Prepared, prepare
 from megacore.tools.prepare.split import cross_entropy
-from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
+from tests.build import run_of
 from tests.commands import run_script
 from tests.training import write_config
 
@@ -285,7 +285,7 @@ def test_the_entropy_of_a_blend_counts_tokens(tmp_path: Path) -> None:
     known = [Sidecar.load(str(tmp_path / name)) for name in sizes]
     entropies = [sidecar.unigram_entropy for sidecar in known if sidecar is not None]
     assert entropies[0] > 1.5 * entropies[1] > 1.0
-    found = Inputs(load(config, [f"log.dir={tmp_path}/run"]).config, rank=0).unigram_entropy()
+    found = Inputs(run_of(config, f"log.dir={tmp_path}/run"), rank=0).unigram_entropy()
     assert found == pytest.approx((5000 * entropies[0] + 200 * entropies[1]) / 5200, rel=1e-12)
 
 
@@ -462,7 +462,7 @@ def test_the_next_command_has_a_config_of_the_size_of_the_corpus(prefix: str) ->
         prepared = Prepared(splits, f"{prefix}.tokenizer.json", [], 4 * tokens, None)
         _, script, _, config, *settings = training_command(args, prepared)
         assert (script, config) == ("launch/pretrain.py", f"configs/{model}.json")
-        loaded = load(str(ROOT / config), settings).config
+        loaded = run_of(ROOT / config, *settings)
         assert (loaded.data.train, loaded.data.valid) == (prefix, f"{prefix}_valid")
         assert loaded.model.vocab_size == 50304
 

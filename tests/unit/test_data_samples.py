@@ -14,14 +14,12 @@ import torch
 from megacore.config.schema import IGNORED, MASK
 from megacore.data.samples import EvalSamples, SampleStream, blend, training_stream
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
 from megacore.tools.corpora import check_corpora
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load, resolve
 from megacore.tools.verify.reference import Corpus, batch_of
 from megacore.train.loader import Loader, validation_batches
+from tests.build import mesh_of, run_of
 
 
 def write(path: Path, values: np.ndarray) -> str:
@@ -171,10 +169,10 @@ def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 4, "device": "cpu"}
     data = {"train": parts, "document_mask": True, "packing": packing}
     model = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 61}
-    config = resolve({"model": model, "train": train, "data": data}, [], "blend", 1).config
+    config = run_of({"model": model, "train": train, "data": data})
     stream = training_stream(config)
     plain = {prefix: Corpus(prefix, config) for _, prefix in parts}
-    loader, seen = Loader(config, Mesh(config, RankInfo(), torch.device("cpu")), stream), set()
+    loader, seen = Loader(config, mesh_of(config), stream), set()
     for index, microbatch in enumerate(
         microbatch for step in range(1, 11) for microbatch in loader.read(step)
     ):
@@ -271,7 +269,7 @@ def validated(count: int, eval_batches: int, data_size: int) -> list[list[int]]:
         f"train.eval_batches={eval_batches}",
         f"parallel.data={data_size}",
     ]
-    config: Any = load(str(Path(__file__).parents[2] / "configs/gpt_tiny.json"), settings, data_size).config
+    config: Any = run_of(Path(__file__).parents[2] / "configs/gpt_tiny.json", *settings, world=data_size)
     found: list[list[int]] = []
     for rank in range(data_size):
         mesh: Any = SimpleNamespace(

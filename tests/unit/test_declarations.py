@@ -13,12 +13,10 @@ from megacore.model.block import Block
 from megacore.model.flow import HIDDEN, Flow, Loss
 from megacore.model.gpt import gpt
 from megacore.model.layers import Layer, LayerSpec, check
-from megacore.model.stage import Stage, run, whole_model
+from megacore.model.stage import Stage, run
 from megacore.tools.choices.check_engine import check_shared
-from megacore.tools.choices.partition import partitioned
-from megacore.tools.choices.settle import settled_alone
-from megacore.tools.settings.load import load
 from tests import parameter_owners, training
+from tests.build import model_of, run_of
 
 
 class NoLoss(Layer):
@@ -40,7 +38,7 @@ def test_losses_that_cannot_be_logged_or_weighed_are_refused(
     tmp_path: Path, kind: type[Layer], wrong: str
 ) -> None:
     """A traceback in the first step; or a figure of every record that is another's."""
-    config = load(training.write_config(tmp_path, "unused")).config
+    config = run_of(training.write_config(tmp_path, "unused"))
     with pytest.raises(ValueError, match=wrong):
         check([*gpt(config)[:-1], LayerSpec("head", kind)])
 
@@ -156,9 +154,7 @@ class OwnHead""",
         text = text.replace(word, value)
     (folder / "own.py").write_text(text)
     path = training.write_config(folder, "unused", model={"num_layers": 4, "source": "own.py"})
-    return settled_alone(
-        load(path, overrides, 2 * overrides.count("parallel.data=2") + 2 if overrides else 1).config
-    )
+    return run_of(path, *overrides, world=2 * overrides.count("parallel.data=2") + 2 if overrides else 1)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -175,16 +171,16 @@ def test_layers_that_do_not_share_what_they_say_are_refused(tmp_path: Path, case
 def test_a_name_that_two_layers_make_is_refused(tmp_path: Path, overrides: list[str]) -> None:
     """Whichever was taken for the owner, the gradient of the other would be left out."""
     model = {"num_layers": 4, "source": parameter_owners.__file__, "sharing": "two make it"}
-    config = load(
-        training.write_config(tmp_path, "unused", model=model), overrides, 2 if overrides else 1
-    ).config
+    config = run_of(
+        training.write_config(tmp_path, "unused", model=model), *overrides, world=2 if overrides else 1
+    )
     with pytest.raises(ConfigError, match="blocks.0 shares norm.weight, which embedding and head make: "):
-        check_shared(settled_alone(config))
+        check_shared(config)
 
 
 def test_a_layer_within_another_is_refused(tmp_path: Path) -> None:
     """As a module it would take the place of the other's attention, whose parameters would be gone."""
-    config = load(training.write_config(tmp_path, "unused")).config
+    config = run_of(training.write_config(tmp_path, "unused"))
     first, block, *rest = gpt(config)
     with pytest.raises(ValueError, match="blocks.0.attention has a name within that of the layer blocks.0"):
         check([first, block, LayerSpec("blocks.0.attention", block.kind, block.arguments), *rest])
@@ -223,20 +219,20 @@ def with_state(add: Callable[[torch.nn.Module], object]) -> type[Block]:
 @pytest.mark.parametrize("state", UNSAVED)
 def test_state_that_no_checkpoint_saves_is_refused(tmp_path: Path, state: str) -> None:
     """It would train, and a run that goes on would begin with other numbers."""
-    config = load(training.write_config(tmp_path, "unused")).config
+    config = run_of(training.write_config(tmp_path, "unused"))
     with pytest.raises(ValueError, match=rf"blocks.0 has {state}.* which no checkpoint saves: make it by "):
-        whole_model(config, layers=gpt(config, with_state(UNSAVED[state])))
+        model_of(config, layers=gpt(config, with_state(UNSAVED[state])))
 
 
 def test_a_constant_is_where_the_model_computes(tmp_path: Path) -> None:
     """Stages are built on `meta`: what is made there has no numbers, and what is not must follow them."""
-    config = load(training.write_config(tmp_path, "unused")).config
+    config = run_of(training.write_config(tmp_path, "unused"))
 
     def build(device: str | None) -> Stage:
         def add(block: torch.nn.Module) -> None:
             block.register_buffer("ramp", torch.full((2,), 3.0, device=device), persistent=False)
 
-        stage = whole_model(config, "meta", gpt(config, with_state(add)))
+        stage = model_of(config, "meta", gpt(config, with_state(add)))
         stage.compute_on(torch.device("cpu"))
         return stage
 
@@ -284,4 +280,4 @@ def test_a_layer_that_returns_other_than_it_declares_is_refused(returned: str, r
 def test_a_plain_module_may_tie_its_head_over_stages() -> None:
     """A tied model of transformers, whose embedding has another name, would start on one stage alone."""
     two_stages = ["parallel.pipeline=2", "train.device=cpu"]
-    check_shared(partitioned(load("configs/forks/plain_gpt.json", two_stages, 2).config))
+    check_shared(run_of("configs/forks/plain_gpt.json", *two_stages, world=2))

@@ -24,6 +24,7 @@ from megacore.tools.settings.ds_keys import KNOWN, MONITORS, OFF, REFUSED, REMOV
 from megacore.tools.settings.ds_settings import ds_settings
 from megacore.tools.settings.load import flatten, load, parse_override
 from megacore.tools.verify.replay import rate
+from tests.build import run_of
 from tests.pool import PATIENCE
 from tests.training import write_config
 
@@ -38,9 +39,9 @@ def configure(tmp_path: Path) -> Configure:
 
     def from_settings(ds_config: Any, overrides: str = "", world: int = 4) -> Config:
         source = ds_config if isinstance(ds_config, str) else json.dumps(ds_config)
-        return load(
-            path, ["engine.kind=deepspeed", f"engine.config={source}", *overrides.split()], world
-        ).config
+        return run_of(
+            path, "engine.kind=deepspeed", f"engine.config={source}", *overrides.split(), world=world
+        )
 
     return from_settings
 
@@ -494,7 +495,7 @@ def test_steps_per_print_is_no_contradiction(tmp_path: Path) -> None:
 
     def note(path: Path, given: dict[str, Any], *overrides: str) -> tuple[int, str | None]:
         engine = ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}"]
-        config = load(str(path), [*engine, *overrides], 4).config
+        config = run_of(path, *engine, *overrides, world=4)
         assert ds_settings(config).get("steps_per_print") == given.get("steps_per_print")
         return config.log.every, print_note(config)
 
@@ -503,7 +504,7 @@ def test_steps_per_print_is_no_contradiction(tmp_path: Path) -> None:
     for every, line in (note(stating, settings), note(silent, settings, "log.every=5")):
         assert every == 5 and line is not None and "its config states log.every=5" in line
     assert note(silent, zero(2)) == (10, None) and note(stating, zero(2)) == (5, None)
-    assert print_note(load(str(silent), [], 4).config) is None
+    assert print_note(run_of(silent, world=4)) is None
 
 
 @pytest.mark.parametrize(
@@ -578,7 +579,7 @@ def test_the_schedulers_peak_is_the_runs(tmp_path: Path) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}},
         "train_batch_size": 8.0,
     }
-    config = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}"], 4).config
+    config = run_of(path, "engine.kind=deepspeed", f"engine.config={json.dumps(given)}", world=4)
     assert (config.optim.lr, config.optim.warmup_steps, config.train.global_batch_size) == (1e-3, 100, 8)
     ds_settings(config)
 

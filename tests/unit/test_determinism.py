@@ -12,10 +12,9 @@ from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.model.norm import Norm
-from megacore.model.stage import whole_model
 from megacore.tools.machine.determinism import compute_deterministically
 from megacore.tools.machine.device import set_up_device
-from megacore.tools.settings.load import resolve
+from tests.build import model_of, run_of
 
 MODELS = {
     "gpt2": ["model.dropout=0.1"],
@@ -47,12 +46,12 @@ def small(*overrides: str) -> Config:
         "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 65},
         "train": {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 2, "precision": "fp32"},
     }
-    return resolve(sections, list(overrides), "small", 1).config
+    return run_of(sections, *overrides)
 
 
 def gradients(config: Config) -> list[Tensor]:
     """Of one microbatch, in which every token comes several times: its embedding's gradient is a sum."""
-    model = whole_model(config)
+    model = model_of(config)
     tokens = torch.arange(34).view(2, 17) % 5
     model.loss(model.hidden(tokens[:, :-1], 1), tokens[:, 1:]).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]

@@ -29,10 +29,10 @@ from megacore.errors import ConfigError
 from megacore.tools.garbage import EVERY, Garbage
 from megacore.tools.machine import device as device_module
 from megacore.tools.machine.device import pick_device
-from megacore.tools.settings.load import load
 from megacore.train import loader as loader_module
 from megacore.train.loader import Loader
 from tests import training
+from tests.build import run_of
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, threads: dict[str, torch.device]) -> A
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load(training.write_config(tmp_path, "nothing"), ["train.device=auto"], 1).config
+    return run_of(training.write_config(tmp_path, "nothing"), "train.device=auto")
 
 
 @pytest.mark.parametrize("local_rank, visible, index", [(0, 8, 0), (5, 8, 5), (0, 1, 0), (5, 1, 0)])
@@ -118,7 +118,7 @@ def test_libraries_are_told_before_they_start(
     monkeypatch.setattr(
         torch.cuda, "is_available", lambda: asked.append(tuple(map(os.environ.get, names))) or True
     )
-    config = load(training.write_config(tmp_path, "nothing"), ["train.device=auto", *overrides], world).config
+    config = run_of(training.write_config(tmp_path, "nothing"), "train.device=auto", *overrides, world=world)
     pick_device(config, RankInfo(0, world, 0, world))
     assert tuple(map(os.environ.get, names)) == found
     assert all(told == found for told in asked)
@@ -199,8 +199,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any
     return found
 
 
-def mesh_of(tmp_path: Path, device: str, *overrides: str) -> Mesh:
-    config = load(training.write_config(tmp_path, "nothing"), list(overrides), 8).config
+def eight_rank_mesh(tmp_path: Path, device: str, *overrides: str) -> Mesh:
+    config = run_of(training.write_config(tmp_path, "nothing"), *overrides, world=8)
     return Mesh(config, RankInfo(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
 
 
@@ -210,12 +210,12 @@ def test_what_nccl_sends_goes_before_what_is_computed(
     """Else a sum that is to be hidden behind a large product begins when the
     product ends, or not, as it happens.
     """
-    mesh_of(tmp_path, "cuda:0", "parallel.tensor=2", "parallel.pipeline=2")
+    eight_rank_mesh(tmp_path, "cuda:0", "parallel.tensor=2", "parallel.pipeline=2")
     assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}
     assert all(options["pg_options"].high for options in made.values())
     assert all(options["timeout"] == timedelta(seconds=600) for options in made.values())
     made.clear()
-    mesh_of(tmp_path, "cpu", "parallel.tensor=2", "parallel.pipeline=2")
+    eight_rank_mesh(tmp_path, "cpu", "parallel.tensor=2", "parallel.pipeline=2")
     assert all(options["pg_options"] is None for options in made.values()), "gloo has no streams"
 
 
@@ -258,7 +258,7 @@ def test_no_communicator_is_made_for_those_who_only_need_to_know_each_other(
     """Under fsdp with copies, gradients are summed over parts and then over copies,
     never over all data ranks at once.
     """
-    mesh = mesh_of(tmp_path, "cpu", "parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2")
+    mesh = eight_rank_mesh(tmp_path, "cpu", "parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2")
     assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}, "the world, tp, shard and replicate"
     group = mesh.gradient_group
     assert (group.ranks, group.rank) == ((0, 2, 4, 6), 0) and mesh.group("dp") is group

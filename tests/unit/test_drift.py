@@ -11,23 +11,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
-from megacore.distributed.topology import Topology, alone
-from megacore.model.stage import Stage, whole_model
+from megacore.distributed.topology import Topology
+from megacore.model.stage import Stage
 from megacore.tools import drift
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.drift import MODULUS, Drift, Drifted
 from megacore.tools.inputs import Inputs
-from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
+from tests.build import mesh_of, model_of, run_of, topology_of
 from tests.unit.test_synchronisation import META, refusing
 
 
 def drift_of(device: torch.device, folder: Path, rank: int, dtype: str = "fp32") -> Drift:
-    config = load(training.write_config(folder, "nothing"), [f"train.precision={dtype}"], 1).config
+    config = run_of(training.write_config(folder, "nothing"), f"train.precision={dtype}")
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), rank), device=device)
-    return comparing([Stage(config, range(3), alone(config), device)], mesh)
+    return comparing([Stage(config, range(3), topology_of(config), device)], mesh)
 
 
 def comparing(stages: list[Stage], mesh: Mesh) -> Drift:
@@ -93,8 +92,8 @@ def test_a_comparison_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None:
     """A rank of an interleaved pipeline has several stages: what is not compared may drift apart for good."""
-    config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
-    stages = [Stage(config, own, alone(config), cpu) for own in (range(2), range(2, 3))]
+    config, cpu = run_of(training.write_config(tmp_path, "nothing")), torch.device("cpu")
+    stages = [Stage(config, own, topology_of(config), cpu) for own in (range(2), range(2, 3))]
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), 0), device=cpu)
     compared = comparing(stages, mesh)
     held = [
@@ -115,8 +114,8 @@ def test_inductor_measures_nothing_where_ranks_must_agree(
     """Each rank would keep the reduction that was fastest on it, and some of these round differently."""
     asked: list[Any] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, options=None: asked.append(options))
-    config = load(training.write_config(tmp_path, "nothing"), ["train.compile=true"], 1).config
-    whole_model(config)
+    config = run_of(training.write_config(tmp_path, "nothing"), "train.compile=true")
+    model_of(config)
     Stage(config, range(2), Topology(config, sizes={"tp": 2}), META)
     layers = config.model.num_layers
     assert asked == [None] * layers + [{"deterministic": True}]
@@ -158,8 +157,8 @@ def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
     path = training.write_config(
         tmp_path, training.write_corpus(tmp_path), train={"steps": 1}, log={"dir": str(tmp_path / "run")}
     )
-    config = load(path, ["checkpoint.every=0", "checkpoint.last=false", "train.eval_every=0"], 1).config
-    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    config = run_of(path, "checkpoint.every=0", "checkpoint.last=false", "train.eval_every=0")
+    mesh = mesh_of(config)
     trainer = trainer_of(config, mesh, Inputs(config, 0))
     late = comparing(trainer.train_step.stages, mesh)
     late.found, late.last = (0, torch.ones((), dtype=torch.float64), None), torch.zeros(1)

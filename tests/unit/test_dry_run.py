@@ -18,8 +18,6 @@ from launch import plan as script
 from megacore.config import Config
 from megacore.context_parallel import attention
 from megacore.distributed import collectives as comm
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
@@ -30,9 +28,7 @@ from megacore.tools.choices.activations import stage_activations
 from megacore.tools.choices.layer_cost import BlockLoad
 from megacore.tools.choices.measured import cost_of
 from megacore.tools.choices.meta_watch import Call, MetaWatch
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import loss_chunk
-from megacore.tools.choices.settle import settled_alone
 from megacore.tools.choices.torch_patches import Light
 from megacore.tools.dry_run.compare_traffic import mismatches
 from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks, planned
@@ -45,9 +41,8 @@ from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.parameters import parameters
 from megacore.tools.planner.routing import Routing, loads_of
 from megacore.tools.planner.traffic import rank_traffic
-from megacore.tools.settings.load import load
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import run_of, step_of
 from tests.memory import Allocated
 
 LLAMA = [
@@ -271,7 +266,7 @@ LAYOUTS_OF_ALL |= IN_HALVES | {
 def configured(folder: Path, name: str) -> tuple[int, Config]:
     world, overrides = LAYOUTS_OF_ALL[name]
     overrides = ["train.global_batch_size=16", *overrides]
-    return world, load(training.write_config(folder, "nothing"), overrides, world).config
+    return world, run_of(training.write_config(folder, "nothing"), *overrides, world=world)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -282,7 +277,7 @@ def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
     world, config = configured(tmp_path, name)
     for rank in range(world):
         with playing(as_on_its_device(config), rank, MetaWatch()) as mesh:
-            engine = NativeEngine(as_on_its_device(config), build_stages(settled_alone(config), mesh), mesh)
+            engine = NativeEngine(as_on_its_device(config), build_stages(config, mesh), mesh)
             built = [[bucket.stop - bucket.start for bucket in buffer.buckets] for buffer in engine.buffers]
             assert built == [buffer.buckets for buffer in buffers_of(config, mesh.pp.rank, mesh.tp.rank)]
             engine.close()
@@ -314,7 +309,7 @@ def test_ranks_with_more_rows_take_what_the_plan_says(name: str, tmp_path: Path)
     ranks = [dry_run(config, rank, routing=ROUTING) for rank in range(0, world, config.parallel.tensor)]
     assert [line for dry in ranks for line in against_formulas(config, dry, routing=ROUTING)] == []
     assert mismatches({dry.rank: dry.calls for dry in ranks}) == []
-    config, kept = partitioned(config), []
+    kept = []
     layers = stage_layers(config)
     last = [dry for dry in ranks if dry.stage == config.parallel.pipeline - 1]  # with experts
     for dry in last:
@@ -338,7 +333,7 @@ def test_ranks_of_deepseek_v3_do_what_the_plan_says(rank: int) -> None:
 
     With 16 microbatches in place of 480.
     """
-    config = load("configs/deepseek_v3.json", ["train.global_batch_size=512"], 2048).config
+    config = run_of("configs/deepseek_v3.json", "train.global_batch_size=512", world=2048)
     dry = dry_run(config, rank)
     assert against_formulas(config, dry) == []
     assert dry.peak == pytest.approx(rank_memory(config)[rank // 128].total, rel=1e-3)
@@ -350,10 +345,10 @@ def test_ranks_of_deepseek_v3_do_what_the_plan_says(rank: int) -> None:
 )
 def test_the_peak_is_that_of_a_real_step(overrides: list[str], tmp_path: Path) -> None:
     """Counted on real tensors of the same model, in fp32 on a CPU: what has no content must take as much."""
-    config = load(training.write_config(tmp_path, "nothing"), ["model.vocab_size=1000", *overrides], 1).config
-    cpu = torch.device("cpu")
+    config = run_of(training.write_config(tmp_path, "nothing"), "model.vocab_size=1000", *overrides)
+    torch.device("cpu")
     with Allocated() as real:
-        step = TrainStep(config, Mesh(config, RankInfo(), cpu), draw=False)
+        step = step_of(config, draw=False)
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         step(1, [Microbatch(tokens, tokens, key) for key in range(4)])
     assert dry_run(config, 0).peak == pytest.approx(real.peak, rel=0.01)
@@ -363,7 +358,7 @@ def kept(folder: Path, *overrides: str) -> int:
     """Bytes that a rank keeps for backwards, of a long sequence."""
     sizes = ["train.seq_len=256", "model.hidden_size=64", *ON_A_GPU, "train.global_batch_size=2", *overrides]
     world = next((int(text.partition("=")[2]) for text in sizes if text.startswith("parallel.context=")), 1)
-    return dry_run(load(training.write_config(folder, "nothing"), sizes, world).config, 0).activations
+    return dry_run(run_of(training.write_config(folder, "nothing"), *sizes, world=world), 0).activations
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
@@ -404,7 +399,7 @@ def test_ulysses_keeps_shared_keys_as_often_as_predicted(kv_heads: int, tmp_path
             f"parallel.context_method={method}",
             *ON_A_GPU,
         ]
-        configs.append(load(training.write_config(tmp_path, "nothing"), sizes, world).config)
+        configs.append(run_of(training.write_config(tmp_path, "nothing"), *sizes, world=world))
     counted = [dry_run(config, 0).activations for config in configs]
     layers = configs[0].model.num_layers
     assert counted[1] - counted[0] == layers * (cost_of(configs[1], 1).kept - cost_of(configs[0], 1).kept)
@@ -415,7 +410,7 @@ def test_ulysses_keeps_shared_keys_as_often_as_predicted(kv_heads: int, tmp_path
 def test_a_chunked_loss_is_divided_as_planned(tokens: int, device: str, tmp_path: Path) -> None:
     """Its collectives would be counted for other chunks."""
     sizes = [f"train.seq_len={tokens}", "train.micro_batch_size=1", f"train.device={device}"]
-    config = load(training.write_config(tmp_path, "nothing"), sizes, 1).config
+    config = run_of(training.write_config(tmp_path, "nothing"), *sizes)
     assert loss_chunk(config) == default_chunk(tokens, device)
 
 
@@ -473,8 +468,7 @@ def test_what_waits_for_backward_is_counted_to_the_byte(name: str, tmp_path: Pat
         "train.seq_len=64",
         "train.global_batch_size=32",
     ]
-    config = load(training.write_config(tmp_path, "nothing"), [*sizes, *overrides], world).config
-    config = partitioned(config)
+    config = run_of(training.write_config(tmp_path, "nothing"), *sizes, *overrides, world=world)
     stages = stage_activations(config, stage_layers(config))
     peaks = rank_activations(config)
     for rank in (0, 1, 3):
@@ -497,7 +491,7 @@ def test_forks_send_what_the_formulas_say(fork: str, world: int, layout: list[st
     of the batch that are no tokens.
     """
     alone = ["data.train=null", "data.valid=null", "data.tokenizer=null", "train.global_batch_size=32"]
-    config = partitioned(load(f"configs/forks/{fork}.json", [*alone, *layout], world).config)
+    config = run_of(f"configs/forks/{fork}.json", *alone, *layout, world=world)
     dry = dry_run(config, world - 1)
     assert differences(dry, rank_traffic(config, tensor_rank=dry.tensor_rank)[dry.stage]) == []
 
@@ -536,11 +530,13 @@ def test_gathered_parameters_live_as_long_as_fsdp_keeps_them(reshard: bool, tmp_
     would seem to hold the model whole.
     """
     sizes = ["model.num_layers=24", "model.hidden_size=64", "train.global_batch_size=16", *ON_A_GPU]
-    config = load(
+    config = run_of(
         training.write_config(tmp_path, "nothing"),
-        [*sizes, "engine.kind=fsdp", f"engine.reshard={str(reshard).lower()}"],
-        4,
-    ).config
+        *sizes,
+        "engine.kind=fsdp",
+        f"engine.reshard={str(reshard).lower()}",
+        world=4,
+    )
     (formula,) = rank_memory(config)
     assert dry_run(config, 0).peak == pytest.approx(formula.total, rel=0.1)
     whole = 2 * parameters(config)  # bytes in bf16
@@ -628,7 +624,7 @@ def test_names_that_inspect_asks_for_load_no_compiler() -> None:
 
 def test_a_mesh_of_thousands_takes_one_process(tmp_path: Path) -> None:
     """Its last rank, with the groups that it has there."""
-    config = load("configs/gpt_1t.json", ["train.global_batch_size=24"], 3072).config
+    config = run_of("configs/gpt_1t.json", "train.global_batch_size=24", world=3072)
     dry = dry_run(config, 3071)
     assert (
         dry.place == "pp 31, dp 11, tp 7"

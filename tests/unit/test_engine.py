@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,21 +14,14 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import Group
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
 from megacore.engine.choose import build_engine
 from megacore.engine.flat_buffer import fill_buffers
 from megacore.engine.reduce import GradientReducer
-from megacore.model.stage import Stage, whole_model
-from tests.one_rank import CPU, Configure, accumulate, backward_of, batch_of, configuring, engine_of
-
-
-@pytest.fixture
-def configure(tmp_path: Path) -> Configure:
-    """See `configuring`."""
-    return configuring(tmp_path)
+from megacore.model.stage import Stage
+from tests.build import mesh_of, model_of
+from tests.one_rank import accumulate, backward_of, batch_of, configure, engine_of
 
 
 @pytest.mark.parametrize(
@@ -39,14 +31,14 @@ def configure(tmp_path: Path) -> Configure:
         "model.norm=rmsnorm model.bias=false model.tie_embeddings=false optim.grad_clip=0",
     ],
 )
-def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
+def test_steps_equal_torch_adamw(overrides: str) -> None:
     """Clipping, decay on matrices only, bias correction, accumulation: a slip in any gives
     other weights after a step or two.
     """
     config = configure(f"train.precision=fp64 optim.weight_decay=0.3 {overrides}")
     optim = config.optim
     stage, engine = engine_of(config)
-    copy = whole_model(config)
+    copy = model_of(config)
     parameters = dict(copy.named_parameters())
     matrices = {name for name in parameters if name.endswith(("embedding.weight", "head.weight", "position"))}
     matrices |= {
@@ -90,7 +82,7 @@ def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_accumulation_equals_one_large_batch(configure: Configure, micro: int) -> None:
+def test_accumulation_equals_one_large_batch(micro: int) -> None:
     """Gradients of microbatches averaged instead of summed, or scaled by their own number of tokens."""
     stages = []
     for size in (8, micro):
@@ -104,7 +96,7 @@ def test_accumulation_equals_one_large_batch(configure: Configure, micro: int) -
         assert float((large - small).detach().abs().max()) < 1e-12
 
 
-def test_bf16_keeps_what_bf16_cannot_hold(configure: Configure) -> None:
+def test_bf16_keeps_what_bf16_cannot_hold() -> None:
     """Masters and moments in fp32: an update of 1e-4 on a weight of 1, whose next bf16
     neighbour is 4e-3 away, must add up.
     """
@@ -126,7 +118,7 @@ def test_bf16_keeps_what_bf16_cannot_hold(configure: Configure) -> None:
     assert (naive == 1).all(), "the planted fault: without masters nothing moves"
 
 
-def test_bf16_gradients_add_up_in_fp32(configure: Configure) -> None:
+def test_bf16_gradients_add_up_in_fp32() -> None:
     """512 microbatches of 2⁻⁹ on top of 1: in bf16 each of them alone would be rounded away."""
     stage, engine = engine_of(configure("train.precision=bf16"))
     backward_of(engine, stage, 1.0)
@@ -137,7 +129,7 @@ def test_bf16_gradients_add_up_in_fp32(configure: Configure) -> None:
     assert torch.tensor(1.0).bfloat16() + torch.tensor(2.0**-9).bfloat16() == 1.0
 
 
-def test_bf16_losses_add_up_in_fp32(configure: Configure) -> None:
+def test_bf16_losses_add_up_in_fp32() -> None:
     """A sum in bf16 has three digits: the curve that is logged would move in
     steps of a few thousandths of a nat.
     """
@@ -151,16 +143,16 @@ def test_bf16_losses_add_up_in_fp32(configure: Configure) -> None:
 
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
-    mesh = Mesh(config, RankInfo(), CPU)
+    mesh = mesh_of(config)
     return GradientReducer(
         fill_buffers([stage], resolved(config.engine.bucket_mib), ParameterGroups(config.optim), mesh)
     )
 
 
-def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
+def test_buckets_hold_every_gradient_once_in_backward_order() -> None:
     """A gradient outside every bucket is never reduced; one in two is counted twice."""
     config = configure("engine.bucket_mib=0.01")
-    stage = whole_model(config)
+    stage = model_of(config)
     reducer = reducer_of(config, stage)
     limit = 0.01 * 2**20 / 4
     largest = max(p.numel() for p in stage.parameters())
@@ -181,13 +173,13 @@ def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_buckets_start_within_the_last_backward_and_in_order(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch, precision: str
+    monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     """Started in an earlier microbatch, a bucket would be reduced before it is whole; out of
     order, ranks would mix buckets up.
     """
     config = configure(f"train.precision={precision} engine.bucket_mib=0.01 model.tie_embeddings=false")
-    stage = whole_model(config)
+    stage = model_of(config)
     # As sequence parallelism marks them: norms' gradients are of this rank's tokens only.
     for parameter in stage.parameters():
         if shard_of(parameter).fill:
@@ -224,14 +216,12 @@ def test_buckets_start_within_the_last_backward_and_in_order(
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_reduction_overlaps_backward(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch, tied: str
-) -> None:
+def test_reduction_overlaps_backward(monkeypatch: pytest.MonkeyPatch, tied: str) -> None:
     """One bucket that is completed late, such as the norms', would hold up all others
     until backward is over.
     """
     config = configure(f"engine.bucket_mib=0.01 model.tie_embeddings={tied}")
-    stage = whole_model(config)
+    stage = model_of(config)
     done, started = [], []
     monkeypatch.setattr(reduce, "all_reduce_start", lambda x, group: started.append(len(done)) or Done())
     for parameter in stage.parameters():
@@ -247,7 +237,7 @@ def test_reduction_overlaps_backward(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> None:
+def test_state_round_trip_is_bitwise(precision: str) -> None:
     """A resumed run would part from the uninterrupted one: a moment, a counter, the
     loss scale or the norms that judge spikes left behind.
     """
@@ -279,9 +269,7 @@ def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(stage.parameters(), other_stage.parameters(), strict=True))
 
 
-def test_what_is_read_into_is_not_being_gathered(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_into_is_not_being_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather that ends behind a checkpoint's reading, or a rollback's, would put back
     the values that it began with.
     """

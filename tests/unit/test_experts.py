@@ -18,7 +18,6 @@ from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import SOLO, Group
-from megacore.distributed.topology import alone
 from megacore.errors import ConfigError
 from megacore.expert_parallel.capacity import within_capacity
 from megacore.expert_parallel.dispatch import sum_of
@@ -27,14 +26,13 @@ from megacore.expert_parallel.router import Router
 from megacore.kernels.grouped_product import grouped_product
 from megacore.model.batch import Microbatch
 from megacore.model.expert_block import MixtureOfExperts
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue, finish_in_turn
 from megacore.tools.choices.flops import block_flops
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring.expert_load import ExpertLoad, Rows
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.traffic import rank_traffic
-from megacore.tools.settings.load import load
+from tests.build import model_of, run_of, topology_of
 from tests.training import write_config
 
 MODEL = {
@@ -65,12 +63,12 @@ Configure = Callable[..., Config]
 def configure(tmp_path: Path) -> Configure:
     """`configure(overrides, world=1)`: a small config in fp64, resolved."""
     path = write_config(tmp_path, "unused", model=MODEL, train={"precision": "fp64"})
-    return lambda overrides="", world=1: load(path, overrides.split(), world).config
+    return lambda overrides="", world=1: run_of(path, *overrides.split(), world=world)
 
 
 def mixture(config: Config) -> tuple[Stage, MixtureOfExperts]:
     """A model, and its one mixture, whose biases and counts are not those that they begin with."""
-    stage = whole_model(config)
+    stage = model_of(config)
     own = stage.blocks["0"].feed_forward  # type: ignore[union-attr, index]
     for buffer in (own.router.load, own.router.bias):
         if buffer is not None:
@@ -389,7 +387,7 @@ def test_a_pass_without_gradients_keeps_no_route(configure: Configure) -> None:
     would go the ways of other tokens.
     """
     config = configure("train.recompute=full")
-    model, shape = whole_model(config), (config.train.micro_batch_size, config.train.seq_len)
+    model, shape = model_of(config), (config.train.micro_batch_size, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     with torch.no_grad():
         model({}, Microbatch(tokens, tokens, 0))
@@ -399,7 +397,7 @@ def test_a_pass_without_gradients_keeps_no_route(configure: Configure) -> None:
 def test_a_frozen_mixture_keeps_no_route(configure: Configure) -> None:
     """No backward runs it again: what it keeps of every microbatch would never be freed."""
     config = configure("train.recompute=full")
-    model, shape = whole_model(config), (config.train.micro_batch_size, config.train.seq_len)
+    model, shape = model_of(config), (config.train.micro_batch_size, config.train.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("norm") or "head" in name)
@@ -490,16 +488,16 @@ def test_a_plan_counts_what_a_token_goes_through(configure: Configure) -> None:
     own, dense = (2 * 16 * (3 * 16) + 2 * 16 * 16 + 4 * 16 * 16), 3 * 2 * 16 * 48
     routed = 3 * 2 * 16 * 6 * (2 + 1) + 2 * 16 * 8
     assert block_flops(config, causal=False) == own + (dense + 3 * routed) / 4
-    built = sum(p.numel() for p in whole_model(config, "meta").parameters())
+    built = sum(p.numel() for p in model_of(config, "meta").parameters())
     assert parameters(config) == built
     experts = 3 * 8 * 3 * 6 * 16  # of three blocks, of which two ranks hold halves
-    assert rank_parameters(partitioned(config)) == [built - experts // 2]
+    assert rank_parameters(config) == [built - experts // 2]
 
 
 def test_the_load_of_every_expert_is_logged(configure: Configure) -> None:
     """Of the block that it is of, and of the rank that has most."""
     config = configure("model.num_layers=2 model.first_dense=1 parallel.expert=2 model.capacity_factor=1", 2)
-    stage, mesh = whole_model(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO)
+    stage, mesh = model_of(config), SimpleNamespace(device="cpu", pp=SOLO, world=SOLO)
     stage.blocks["1"].feed_forward.router.note_drops(torch.tensor([[True, False], [True, True]]))  # type: ignore[union-attr, index]
     stage.blocks["1"].feed_forward.router.load.value.copy_(torch.tensor([0.0, 4.0, 0, 0, 1, 1, 1, 1]))  # type: ignore[union-attr, index]
     expert_load = ExpertLoad()
@@ -530,7 +528,7 @@ def test_the_rows_of_a_rank_are_those_of_its_experts_on_its_stage(configure: Con
     """
     config = configure("model.num_layers=3 model.first_dense=1 parallel.expert=2 model.capacity_factor=1", 2)
     stage, mesh = (
-        whole_model(config),
+        model_of(config),
         SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: Group("ep", (0, 1), 1)),
     )
     for block, loads in ("1", [0.0, 4.0, 0, 0, 1, 1, 1, 1]), ("2", [0.0, 0.0, 0, 0, 2, 2, 2, 2]):
@@ -552,10 +550,12 @@ def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: C
     """
     config = configure("model.num_layers=3 model.first_dense=2", 1)
     stage, mesh = (
-        whole_model(config),
+        model_of(config),
         SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: SOLO),
     )
-    stage.blocks["1"].add_module("router", Router(config, alone(config), torch.float32, torch.device("cpu")))  # type: ignore[union-attr, index]
+    stage.blocks["1"].add_module(
+        "router", Router(config, topology_of(config), torch.float32, torch.device("cpu"))
+    )  # type: ignore[union-attr, index]
     expert_load = ExpertLoad()
     expert_load.on_start(config, mesh)  # type: ignore[arg-type]
     expert_load.on_built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]

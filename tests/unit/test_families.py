@@ -13,10 +13,9 @@ from megacore.config import Config
 from megacore.config.model import LongRope, ModelConfig
 from megacore.distributed.buffers import buffers_of
 from megacore.errors import CheckpointError, ConfigError
-from megacore.model.stage import whole_model
 from megacore.tools.interchange.families import FAMILIES, family_for_config, family_for_hf
 from megacore.tools.interchange.mapped import stored_name
-from megacore.tools.settings.load import resolve
+from tests.build import model_of, run_of
 from tests.peers import LLAMA, PEERS, VOCAB_SIZE
 
 ARCHITECTURES = {
@@ -63,7 +62,7 @@ def config_of(model: dict[str, Any]) -> Config:
     """A resolved config with this model section."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE, "ffn_size": 48}
     train = {"seq_len": 12, "precision": "fp32", "device": "cpu"}
-    return resolve({"model": sizes | model, "train": train}, [], "test", 1).config
+    return run_of({"model": sizes | model, "train": train})
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def test_every_parameter_is_mapped_once_and_back(name: str) -> None:
     hf = settings(name)
     family, config = family_for_hf(hf, "config.json"), config_of(read(hf))
     mapping = family.mapped(config)
-    model = whole_model(config)
+    model = model_of(config)
     held = {n: tuple(p.shape) for n, p in model.named_parameters()}
     held |= {n: tuple(b.value.shape) for n, b in buffers_of([model]).items() if n.endswith(".bias")}
     assert {t.name: t.shape for t in mapping} == held

@@ -16,7 +16,8 @@ from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
 from megacore.tools.interchange.families import family_for_hf
-from megacore.tools.settings.load import load, parse_override
+from megacore.tools.settings.load import parse_override
+from tests.build import run_of
 from tests.checkpoints import save
 from tests.commands import ROOT, run_script
 from tests.conversion import random_run
@@ -241,7 +242,7 @@ def test_the_example_of_instructions_is_its_model() -> None:
         "tie_word_embeddings": True,
         "attention_bias": False,
     }
-    config = load(str(ROOT / "configs/finetune_chat.json"), []).config
+    config = run_of(ROOT / "configs/finetune_chat.json")
     imported, ours = family_for_hf(published, "config.json").read(published), config.model.model_dump()
     assert {key: ours[key] for key in imported} == imported and config.checkpoint.weights == "runs/chat"
 

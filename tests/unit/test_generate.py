@@ -12,11 +12,9 @@ import torch
 
 from launch.generate import Output, prompts_in, run, text_config
 from megacore.config import Config
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, UserError
-from megacore.model.stage import Stage, whole_model
-from megacore.tools.settings.load import resolve
+from megacore.model.stage import Stage
 from megacore.tools.text import cache, decoding, sampling
 from megacore.tools.text.cache import KeyValueCache
 from megacore.tools.text.decoding import Decoder
@@ -24,6 +22,7 @@ from megacore.tools.text.sampling import Sampler
 from megacore.tools.text.stream import TextStream
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from tests import training
+from tests.build import mesh_of, model_of, run_of
 
 WINDOW, VOCAB_SIZE = 12, 61
 PROMPT = [3, 1, 4, 1, 5]
@@ -60,12 +59,12 @@ TOLERANCE = 1e-4
 def config_of(**model: Any) -> Config:
     """A small resolved config of one process."""
     raw = {"model": SIZES | model, "train": {"seq_len": WINDOW, "precision": "fp32", "device": "cpu"}}
-    return resolve(raw, [], "test", 1).config
+    return run_of(raw)
 
 
 def decoder_of(config: Config) -> Decoder:
     """The config's model, on this process alone."""
-    return Decoder([whole_model(config).eval()], Mesh(config, RankInfo(), torch.device("cpu")))
+    return Decoder([model_of(config).eval()], mesh_of(config))
 
 
 def full_logits(model: Stage, tokens: list[int]) -> torch.Tensor:
@@ -281,7 +280,7 @@ def test_text_appears_in_whole_characters(sentencepiece: str) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     raw = {"model": SIZES | {"vocab_size": 256}, "train": {"seq_len": WINDOW}, "data": {"tokenizer": "bytes"}}
-    return str(training.write_weights(tmp_path_factory.mktemp("weights"), resolve(raw, [], "test", 1).config))
+    return str(training.write_weights(tmp_path_factory.mktemp("weights"), run_of(raw)))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +347,7 @@ def test_a_diverged_checkpoint_is_one_line(
 ) -> None:
     """Sampling would end in a traceback about probabilities, and the likeliest token would be token 0."""
     raw = {"model": SIZES | {"vocab_size": 256}, "train": {"seq_len": WINDOW}, "data": {"tokenizer": "bytes"}}
-    path = training.write_weights(tmp_path, resolve(raw, [], "test", 1).config, value=value)
+    path = training.write_weights(tmp_path, run_of(raw), value=value)
     arguments = ["--checkpoint", str(path), "--temperature", temperature, "--device", "cpu"]
     with pytest.raises(CheckpointError) as raised:
         run(arguments, RankInfo(guest=True))

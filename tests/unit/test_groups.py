@@ -21,8 +21,9 @@ from megacore.distributed.mesh import Mesh
 from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.dry_run.fake import DryMesh, playing
 from megacore.tools.planner.memory import communicators_of
-from megacore.tools.settings.load import load, smallest_world
+from megacore.tools.settings.load import smallest_world
 from tests import training
+from tests.build import run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 Made = list[tuple[str, tuple[int, ...]]]  # names and ranks, in order
@@ -61,9 +62,9 @@ def config_of(path: str, layout: str) -> Config:
         if key in sizes:
             sizes[key] = int(value)
         overrides += DEEPSPEED if word == "deepspeed" else [WORDS.get(word, f"parallel.{word}")]
-    return load(
-        path, overrides, sizes["pipeline"] * sizes["data"] * sizes["context"] * sizes["tensor"]
-    ).config
+    return run_of(
+        path, *overrides, world=sizes["pipeline"] * sizes["data"] * sizes["context"] * sizes["tensor"]
+    )
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def test_so_do_the_ranks_of_the_configs(path: str) -> None:
         path == "deepseek_v3.json"
     )
     world = smallest_world(str(ROOT / "configs" / path), overrides)
-    config = load(str(ROOT / "configs" / path), overrides, world).config
+    config = run_of(ROOT / "configs" / path, *overrides, world=world)
     made, counts = made_by(config, range(0, world, config.parallel.tensor))
     assert complaints(made) == []
     assert max(counts.values()) == max(communicators_of(config)) <= 7

@@ -35,9 +35,9 @@ from megacore.tools.processes import descendants
 from megacore.tools.records import open_metrics
 from megacore.tools.relaunch import supervisor
 from megacore.tools.relaunch.supervisor import Supervisor
-from megacore.tools.settings.load import load
 from megacore.tools.stop_request import StopRequest
 from tests import training
+from tests.build import run_of
 from tests.drills import drills
 from tests.pool import PATIENCE
 
@@ -219,7 +219,7 @@ def test_a_run_on_one_host_records_why_it_failed(tmp_path: Path) -> None:
     """It has no heartbeats, and a supervisor would say only that the run has ended. A start that does not
     fail leaves no reason.
     """
-    config = load(training.write_config(tmp_path, "nothing"), [], 1).config
+    config = run_of(training.write_config(tmp_path, "nothing"))
     place, cpu = RankInfo(guest=True), torch.device("cpu")
     with joined(config, place, cpu, Guardians(config, place, cpu, tmp_path)):
         pass
@@ -233,7 +233,7 @@ def test_a_run_on_one_host_records_why_it_failed(tmp_path: Path) -> None:
 def test_a_start_that_never_trains_leaves_no_reason_of_an_earlier_run(tmp_path: Path) -> None:
     """A user who mistypes a path would look for a rank that was killed last week."""
     (tmp_path / FAILURE).write_text('{"start": "earlier", "reason": "rank 7 is dead", "hosts": []}')
-    config = load(training.write_config(tmp_path, "/nonexistent"), [f"log.dir={tmp_path}"], 1).config
+    config = run_of(training.write_config(tmp_path, "/nonexistent"), f"log.dir={tmp_path}")
     with pytest.raises(UserError, match="/nonexistent"):
         train(config, RankInfo(), StopRequest())
     assert json.loads((tmp_path / FAILURE).read_text())["reason"] == ""
@@ -247,7 +247,7 @@ def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
         raise TimeoutError("rank 0 did not open the store")
 
     monkeypatch.setattr("megacore.distributed.init.meet", meet)
-    config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
+    config, cpu = run_of(training.write_config(tmp_path, "nothing")), torch.device("cpu")
     places = [RankInfo(number, 2, number, 2, guest=True) for number in range(2)]
     guards = [Guardians(config, place, cpu, tmp_path) for place in places]
     with pytest.raises(TimeoutError), joined(config, places[rank], cpu, guards[rank]):
@@ -259,7 +259,7 @@ def test_a_meeting_that_fails_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
 def test_all_ranks_record_under_one_identifier(tmp_path: Path) -> None:
     """A rank with another one would count as a process of an earlier start, and its reason would be lost."""
     overrides = ["parallel.hang_seconds=null"]
-    config = load(training.write_config(tmp_path, "nothing"), overrides, 2).config
+    config = run_of(training.write_config(tmp_path, "nothing"), *overrides, world=2)
     store, cpu = dist.HashStore(), torch.device("cpu")
     guards = [Guardians(config, RankInfo(rank, 2, rank, 2), cpu, tmp_path) for rank in range(2)]
     for guard in reversed(guards):

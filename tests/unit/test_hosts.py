@@ -13,7 +13,7 @@ from megacore.tools.folder_lock import FolderLock
 from megacore.tools.relaunch import hosts
 from megacore.tools.relaunch.fleet import PROBE, Fleet
 from megacore.tools.relaunch.hosts import hostfile_option, plan, read_hostfile
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.commands import run_script
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
@@ -45,7 +45,7 @@ def test_a_layout_is_found_for_what_is_left(
 ) -> None:
     overrides = [f"parallel.tensor={layout[0]}", f"parallel.pipeline={layout[1]}"]
     planned = plan(config, overrides, ranks)
-    there = load(config, [*overrides, *planned.overrides], planned.ranks).config
+    there = run_of(config, *overrides, *planned.overrides, world=planned.ranks)
     found = (
         there.parallel.tensor,
         there.parallel.pipeline,
@@ -74,7 +74,7 @@ def test_context_ranks_become_fewer(config: str) -> None:
     """A run over long texts would end for good with the host that held a part of its sequences."""
     for ranks, context, data in ((4, 4, 1), (2, 2, 1), (1, 1, 1), (8, 4, 2)):
         planned = plan(config, ["parallel.context=4"], ranks)
-        there = load(config, ["parallel.context=4", *planned.overrides], planned.ranks).config.parallel
+        there = run_of(config, "parallel.context=4", *planned.overrides, world=planned.ranks).parallel
         assert (planned.ranks, there.context, there.data) == (ranks, context, data)
 
 
@@ -88,7 +88,7 @@ def test_a_schedule_from_a_file_gives_way(config: str, tmp_path: Path) -> None:
     overrides = ["parallel.pipeline=2", f"parallel.schedule=file:{file}"]
     assert not any("schedule" in word for word in plan(config, overrides, 2).overrides)
     planned = plan(config, overrides, 1)
-    there = load(config, [*overrides, *planned.overrides], planned.ranks).config
+    there = run_of(config, *overrides, *planned.overrides, world=planned.ranks)
     assert (planned.ranks, there.parallel.schedule) == (1, "1f1b")
 
 

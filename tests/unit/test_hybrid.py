@@ -15,9 +15,9 @@ from megacore.config import Config
 from megacore.data.packing import document_positions
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
-from megacore.tools.settings.load import load
 from megacore.tools.text.cache import DividedCache, KeyValueCache
 from tests import training
+from tests.build import run_of
 from tests.forks import perturbed
 from tests.unit.test_generate import worst_logits
 
@@ -41,7 +41,7 @@ def config_of(folder: Path, *edits: tuple[str, str], **model: object) -> Config:
         text = text.replace(before, after)
     (folder / "hybrid.py").write_text(text, encoding="utf-8")
     sizes = {"source": str(folder / "hybrid.py"), **SIZES, **model}
-    return load(training.write_config(folder, "unused", model=sizes, train={"precision": "fp64"}), []).config
+    return run_of(training.write_config(folder, "unused", model=sizes, train={"precision": "fp64"}))
 
 
 def plain(w: dict[str, Tensor], x: Tensor, heads: int, documents: tuple[tuple[int, ...], ...]) -> Tensor:

@@ -16,7 +16,7 @@ from megacore.data.packing import WholeDocuments
 from megacore.errors import UserError
 from megacore.tools.interchange.instructlab import READ, TOLD, converted, resolve_converted
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load, resolve
+from tests.build import run_of
 
 # What a profile for 8 GPUs states, as InstructLab's configuration 1.0.0 names it, with shorter sequences.
 CURRENT = """
@@ -136,7 +136,7 @@ def test_a_current_recipe(at: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     ):
         assert f"train.{key}: " in said
     assert f"torchrun --nproc-per-node 2 launch/pretrain.py --config {tmp_path}/mine.json" in said
-    assert load(str(tmp_path / "mine.json"), [], 2).config.num_microbatches == sequences // 8
+    assert run_of(tmp_path / "mine.json", world=2).num_microbatches == sequences // 8
 
 
 # What InstructLab's profile for 8 H100 states of the batch, and the values that its configuration has where
@@ -186,7 +186,7 @@ def test_the_batch_is_the_effective_batch_size(
     (tmp_path / "run/config.json").write_text(json.dumps({"model": model}))
     data = write_conversations(tmp_path / "data", lengths)
     sections, _, processes = converted(recipe, at[0], data)
-    config = resolve(sections, [], "test", processes).config
+    config = run_of(sections, world=processes)
     held = len(lengths) / WholeDocuments(IndexedTokens(data), config.train.seq_len).count
     assert config.train.global_batch_size * held == pytest.approx(conversations, rel=0.1)
     assert config.train.micro_batch_size * config.train.seq_len <= recipe["max_batch_len"]
@@ -206,7 +206,7 @@ def test_a_conversation_of_full_length_keeps_sequences_long(at: tuple[str, str],
 def test_one_process_needs_no_sharding(at: tuple[str, str]) -> None:
     """FSDP, InstructLab's default, has nothing to shard on one process."""
     sections, notes, processes = converted({"max_seq_len": 64, "distributed_backend": "fsdp"}, *at)
-    assert resolve(sections, [], "test", processes).config.engine.kind == "native"
+    assert run_of(sections, world=processes).engine.kind == "native"
     assert any(note.startswith("train.distributed_backend: one process") for note in notes)
 
 

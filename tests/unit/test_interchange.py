@@ -24,13 +24,13 @@ from megacore.tools.interchange import import_model as importer
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.interchange.folder import Folder
 from megacore.tools.interchange.mapped import Mapped
-from megacore.tools.settings.load import load
 from tests import peers
+from tests.build import run_of
 from tests.conversion import (
     assert_nothing_written,
     export,
+    imported_model,
     logits,
-    model_of,
     random_run,
     relative,
     stored,
@@ -115,7 +115,7 @@ def test_theirs_in_and_out_again(name, theirs, tmp_path):
     """Every family: our logits are theirs, and what comes out again is what went in, in every bit."""
     folder, expected = theirs(name)
     run = take_in(folder, tmp_path / "run")
-    assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
+    assert relative(logits(imported_model(run), peers.tokens()[0]), expected) < TOLERANCE
     back = export(run, tmp_path / "back")
     before, after = stored(folder), stored(back)
     # it goes out with them side by side
@@ -153,7 +153,7 @@ def test_layers_that_guess_further_ahead_are_left_out(theirs, tmp_path, capsys):
     save_file(weights | {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}, folder / "model.safetensors")
     run = take_in(folder, tmp_path / "run")
     assert "1 tensors of layers behind the last are left out" in capsys.readouterr().out
-    assert relative(logits(model_of(run), peers.tokens()[0]), theirs("deepseek_v3")[1]) < TOLERANCE
+    assert relative(logits(imported_model(run), peers.tokens()[0]), theirs("deepseek_v3")[1]) < TOLERANCE
     save_file(weights | {"model.layers.4.eh_proj.weight": torch.ones(32, 64)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds the tensor model\.layers\.4\.eh_proj"):
         take_in(folder, tmp_path / "other")
@@ -176,7 +176,7 @@ def test_a_bias_that_no_step_moves_comes_in_and_goes_out(theirs, tmp_path):
     """
     folder, expected = theirs("deepseek_v3")
     run = take_in(folder, tmp_path / "run", "model.router_bias_rate=0")
-    assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
+    assert relative(logits(imported_model(run), peers.tokens()[0]), expected) < TOLERANCE
     before, after = stored(folder), stored(export(run, tmp_path / "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_files_of_bounded_size(tmp_path, monkeypatch):
     again = take_in(folder, tmp_path / "again")
     assert len(list(locate(again).glob("*.safetensors"))) > 3
     rows = peers.tokens()[0]
-    assert torch.equal(logits(model_of(again), rows), logits(model_of(tmp_path / "run"), rows))
+    assert torch.equal(logits(imported_model(again), rows), logits(imported_model(tmp_path / "run"), rows))
 
 
 def test_an_import_is_a_run_to_start_from(theirs, tmp_path):
@@ -235,7 +235,7 @@ def test_an_import_is_a_run_to_start_from(theirs, tmp_path):
         "bf16",
         f"{run}_finetuned",
     )
-    on_four = load(str(run / "config.json"), ["data.train=x", "train.steps=70"], 4).config
+    on_four = run_of(run / "config.json", "data.train=x", "train.steps=70", world=4)
     assert (on_four.parallel.data, on_four.optim.decay_steps) == (4, 70), (
         "what follows from other values must follow them"
     )
@@ -255,7 +255,7 @@ def test_other_dtypes_come_in(dtype, tmp_path):
     run = take_in(folder, tmp_path / "run", "train.precision=fp64")
     weights = stored(folder)
     assert torch.equal(
-        model_of(run).embedding.embedding.weight, weights["model.embed_tokens.weight"].double()
+        imported_model(run).embedding.embedding.weight, weights["model.embed_tokens.weight"].double()
     )
 
 
@@ -283,7 +283,7 @@ def test_files_of_old(theirs, tmp_path):
         old | {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}, folder / "model.safetensors"
     )
     run = take_in(folder, tmp_path / "run")
-    assert relative(logits(model_of(run), peers.tokens()[0]), theirs("gpt2")[1]) < TOLERANCE
+    assert relative(logits(imported_model(run), peers.tokens()[0]), theirs("gpt2")[1]) < TOLERANCE
 
 
 # --- planted faults -----------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_without_transformers(theirs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     run = take_in(folder, tmp_path / "run")
     assert "logits were not compared: transformers is not installed" in capsys.readouterr().out
-    assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
+    assert relative(logits(imported_model(run), peers.tokens()[0]), expected) < TOLERANCE
     with pytest.raises(ConfigError, match="pip install"):
         export(run, tmp_path / "out")
     assert_nothing_written(tmp_path / "out")
@@ -490,7 +490,7 @@ def test_names_of_wrapped_models(
     assert "differ from" in capsys.readouterr().out, "logits must be compared"
     plain = take_in(theirs(name)[0], tmp_path / "plain")
     rows = peers.tokens()[0]
-    assert torch.equal(logits(model_of(run), rows), logits(model_of(plain), rows))
+    assert torch.equal(logits(imported_model(run), rows), logits(imported_model(plain), rows))
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kind, _ in PEERS.values()}))

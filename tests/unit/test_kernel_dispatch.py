@@ -7,8 +7,7 @@ import torch
 
 from megacore.kernels import dispatch
 from megacore.model.batch import Microbatch
-from megacore.model.stage import whole_model
-from megacore.tools.settings.load import resolve
+from tests.build import model_of, run_of
 from tests.compiling import graphs_counted
 
 
@@ -57,7 +56,7 @@ def test_auto_leaves_fusing_to_the_compiler(monkeypatch, model):
     }
     x = torch.randn(32, 32, requires_grad=True)
     with graphs_counted() as found:
-        stage = whole_model(resolve(sections, model, "small", 1).config)
+        stage = model_of(run_of(sections, *model))
         context = stage.context(Microbatch(torch.zeros(2, 16, dtype=torch.int64)))
         y = x
         for block in stage.blocks.values():

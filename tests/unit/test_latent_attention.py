@@ -10,11 +10,10 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
-from megacore.model.stage import whole_model
 from megacore.tools.choices.flops import attention_flops, projection_weights
-from megacore.tools.settings.load import load
 from megacore.tools.text.cache import KeyValueCache
 from tests import training
+from tests.build import model_of, run_of
 from tests.forks import perturbed
 from tests.peers import widened
 from tests.unit.test_generate import worst_logits
@@ -27,7 +26,7 @@ BATCH, TOKENS = 3, 16
 
 def config_of(folder: Path, **model: object) -> Config:
     path = training.write_config(folder, "unused", model=SIZES | model, train={"precision": "fp64"})
-    return load(path, []).config
+    return run_of(path)
 
 
 def peer_of(config: Config, weights: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor]:
@@ -129,7 +128,7 @@ def test_of_a_token_only_the_latent_and_the_shared_key_are_kept(tmp_path: Path) 
 def test_operations_are_counted(tmp_path: Path, q_rank: int | None) -> None:
     """A plan, stages and an MFU by the operations of plain attention, whose matrices are others."""
     config = config_of(tmp_path, q_rank=q_rank)
-    attention: Any = whole_model(config, "meta").inner[0].attention
+    attention: Any = model_of(config, "meta").inner[0].attention
     assert projection_weights(config) == sum(p.numel() for p in attention.parameters() if p.dim() > 1)
     assert attention_flops(config, causal=False) == 2 * config.train.seq_len * config.model.num_heads * (
         16 + 7

@@ -15,7 +15,7 @@ from megacore.errors import ConfigError
 from megacore.tools.deepspeed.engine import check_machine
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.launcher_settings import check_launcher
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.commands import run_script
 from tests.training import write_config
 
@@ -69,7 +69,7 @@ Check = Callable[..., None]
 def check(tmp_path: Path) -> Check:
     """`check(env, overrides)`: the tests' small config (fp32, global batch 8, microbatches of 2), 4 ranks."""
     path = write_config(tmp_path, "unused")
-    return lambda env, overrides="": check_launcher(load(path, overrides.split(), 4).config, env)
+    return lambda env, overrides="": check_launcher(run_of(path, *overrides.split(), world=4), env)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_auto_does_not_take_a_gpu_where_the_launcher_says_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accelerate launch --cpu` on a machine with a GPU, which only PyTorch can see."""
-    config = load(write_config(tmp_path, "unused"), ["train.device=auto"], 1).config
+    config = run_of(write_config(tmp_path, "unused"), "train.device=auto")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="train.device=cpu, or a launch without --cpu"):
@@ -275,7 +275,7 @@ def test_deepspeeds_accelerator_is_the_runs_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: str
 ) -> None:
     """DeepSpeed would take another device than the model is on."""
-    config = load(write_config(tmp_path, "unused"), ["engine.kind=deepspeed", ZERO_2], 1).config
+    config = run_of(write_config(tmp_path, "unused"), "engine.kind=deepspeed", ZERO_2)
     monkeypatch.setenv("DS_ACCELERATOR", stated)
     with pytest.raises(ConfigError, match=f"^config error: environment: DS_ACCELERATOR={stated} contradicts"):
         check_machine(config, torch.device("cpu"))

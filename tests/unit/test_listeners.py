@@ -17,9 +17,8 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.pipeline.schedule import Action
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
-from megacore.tools.settings.load import load
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import run_of, step_of
 from tests.unit.test_floors import Source, read_source, sources
 
 CPU = torch.device("cpu")
@@ -68,9 +67,9 @@ class Broken(Listener):
 
 def losses(tmp_path: Path, listeners: list[Listener]) -> list[float]:
     """Of two steps on one process, which have these listeners."""
-    config = load(training.write_config(tmp_path, "nothing"), [], 1).config
+    config = run_of(training.write_config(tmp_path, "nothing"))
     mesh = Mesh(config, RankInfo(), CPU, listeners=Listeners(listeners))
-    step, tokens = TrainStep(config, mesh), torch.arange(32).view(2, 16)
+    step, tokens = step_of(config, mesh), torch.arange(32).view(2, 16)
     listeners = [own for own in listeners if isinstance(own, Witness)]
     for own in listeners:
         own.heard.clear()  # of the construction

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megacore.distributed.shard import LogicalMatrix, shard_of
-from megacore.model.stage import whole_model
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import model_of, run_of
 
 
 def matrices_of(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -26,8 +25,8 @@ def test_queries_keys_and_values_are_matrices(tmp_path: Path, kv_heads: int) -> 
         "model.position=learned",
         "model.qkv_bias=false",
     ]
-    config = load(training.write_config(tmp_path, "unused"), overrides, 1).config
-    attention = whole_model(config).blocks["0"].attention
+    config = run_of(training.write_config(tmp_path, "unused"), *overrides)
+    attention = model_of(config).blocks["0"].attention
     found = matrices_of(attention.qkv.weight)
     heads, size = config.model.num_heads, config.head_size
     shapes = {name: tuple(matrix.shape) for name, matrix in found.items()}
@@ -41,8 +40,8 @@ def test_queries_keys_and_values_are_matrices(tmp_path: Path, kv_heads: int) -> 
 
 
 def test_gate_and_up_are_matrices(tmp_path: Path) -> None:
-    config = load(training.write_config(tmp_path, "unused"), ["model.activation=swiglu"], 1).config
-    weight = whole_model(config).blocks["0"].feed_forward.up.weight
+    config = run_of(training.write_config(tmp_path, "unused"), "model.activation=swiglu")
+    weight = model_of(config).blocks["0"].feed_forward.up.weight
     found = matrices_of(weight)
     assert list(found) == ["gate", "up"]
     assert torch.equal(found["gate"][0], weight[0]) and torch.equal(found["up"][0], weight[1])
@@ -53,8 +52,8 @@ def test_every_weight_says_what_its_matrices_are(tmp_path: Path) -> None:
     must tile the weight.
     """
     for activation in ("gelu", "swiglu"):
-        config = load(training.write_config(tmp_path, "unused"), [f"model.activation={activation}"], 1).config
-        for name, weight in whole_model(config).named_parameters():
+        config = run_of(training.write_config(tmp_path, "unused"), f"model.activation={activation}")
+        for name, weight in model_of(config).named_parameters():
             matrices = shard_of(weight).logical_matrices
             assert bool(matrices) == shard_of(weight).decay, name
             times = torch.zeros(weight.shape)

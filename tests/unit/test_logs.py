@@ -27,16 +27,16 @@ from megacore.tools.monitoring.slow_ranks import SlowRanks, reason
 from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.records import Console, open_metrics
-from megacore.tools.settings.load import load
 from megacore.train.callbacks import Callback, Report
 from megacore.train.metrics import Reporter, unknown_utilisation
+from tests.build import mesh_of, run_of
 from tests.training import run_rank, write_config, write_corpus
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Of a run of 200 steps."""
-    return load(write_config(tmp_path, "unused", train={"steps": 200}), [f"log.dir={tmp_path}/run"]).config
+    return run_of(write_config(tmp_path, "unused", train={"steps": 200}), f"log.dir={tmp_path}/run")
 
 
 def figures(step: int, **others: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_figures_are_arranged_by_theme_and_chosen_by_pattern() -> None:
 def console(config: Config, first_step: int) -> Console:
     """The console of a run on one process that begins with `first_step`."""
     opened = Console()
-    opened.on_start(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    opened.on_start(config, mesh_of(config))
     opened.on_records_open(Path("unused"), first_step)
     return opened
 

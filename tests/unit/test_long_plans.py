@@ -15,7 +15,6 @@ from megacore.config import Config
 from megacore.config.parallel import V_SHAPED
 from megacore.distributed.shard import shard_of
 from megacore.model.layers import LayerSpec
-from megacore.model.stage import whole_model
 from megacore.pipeline import generators
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import plan_of
@@ -28,14 +27,14 @@ from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.group_table import parameter_shards
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import model_of, run_of
 
 
 def config_of(folder: Path, schedule: str, ranks: int, microbatches: int) -> Config:
     sizes = [f"model.num_layers={2 * ranks}", f"parallel.pipeline={ranks}", f"parallel.schedule={schedule}"]
     batch = [f"train.global_batch_size={microbatches}", "train.micro_batch_size=1"]
-    return load(training.write_config(folder, "nothing"), [*sizes, *batch], ranks).config
+    return run_of(training.write_config(folder, "nothing"), *sizes, *batch, world=ranks)
 
 
 def sends(plan: Plan) -> list[int]:
@@ -108,14 +107,14 @@ def test_ranks_that_hold_alike_layers_are_laid_out_once(
     A rank whose names choose another optimizer is not alike.
     """
     layout = ["parallel.pipeline=40", "parallel.data=2", "model.num_layers=80", f"engine.kind={engine}"]
-    config = load(training.write_config(tmp_path, "nothing"), layout, 80).config
+    config = run_of(training.write_config(tmp_path, "nothing"), *layout, world=80)
     parameters._MEASURED.clear()
     name = "units_of" if engine == "fsdp" else "buffers_of"
     with calls_of(monkeypatch, memory, name) as of_memory, calls_of(monkeypatch, traffic, name) as of_traffic:
         assert len(rank_memory(config)) == len(rank_traffic(config)) == 40
     assert max(len(of_memory), len(of_traffic)) <= 4
     groups = '[{"match": ["blocks.7.*"], "kind": "sgd"}]'
-    config = load(training.write_config(tmp_path, "nothing"), [*layout, f"optim.groups={groups}"], 80).config
+    config = run_of(training.write_config(tmp_path, "nothing"), *layout, f"optim.groups={groups}", world=80)
     state = [rank.optimizer for rank in rank_memory(config)]
     assert sum(own < max(state[5:-5]) for own in state[1:-1]) == 1, (
         "one rank has SGD, with half the state, in one block"
@@ -124,7 +123,7 @@ def test_ranks_that_hold_alike_layers_are_laid_out_once(
 
 def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of each of 16,384 layers' parameters were made for every question."""
-    config = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=500"]).config
+    config = run_of(training.write_config(tmp_path, "nothing"), "model.num_layers=500")
     with (
         calls_of(monkeypatch, parameters.Parameter, "named") as named,
         calls_of(monkeypatch, LayerSpec, "build") as built,
@@ -139,10 +138,10 @@ def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pyte
         [],
         ["model.num_experts=4", "model.bias=false", "model.first_dense=2", "model.experts_every=3"],
     ):
-        few = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=12", *more]).config
+        few = run_of(training.write_config(tmp_path, "nothing"), "model.num_layers=12", *more)
         whole = [
             (name, shard_of(parameter).global_shape)
-            for name, parameter in whole_model(few, "meta").named_parameters()
+            for name, parameter in model_of(few, "meta").named_parameters()
         ]
         assert [(name, shard.global_shape) for name, shard in parameter_shards(few).items()] == whole, (
             "with experts in some blocks"

@@ -16,13 +16,12 @@ from megacore.distributed.shard import Shard
 from megacore.engine.alignment import ALIGNMENT
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.batch import Microbatch
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.tools.checkpoint_weights import load_weights
 from megacore.tools.choices.check_engine import check_engine
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.dry_report import against_formulas
 from megacore.tools.dry_run.dry_step import dry_run
-from megacore.tools.settings.load import load, resolve
+from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import Records, missing, pieces_against, scales_of
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.record import run_layout
@@ -30,6 +29,7 @@ from megacore.tools.verify.reference import PLAIN, run_reference
 from megacore.tools.verify.replay import EXACT, Replay
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from tests import training
+from tests.build import model_of, run_of
 from tests.forks import ROOT, perturbed
 
 FORK = ROOT / "configs/forks/lora.py"
@@ -50,7 +50,7 @@ def config_of(folder: Path, prefix: str = "unused", **sections: dict[str, Any]) 
 
 def gpt_of(stage: Stage, folder: Path) -> Stage:
     """The GPT whose matrices are ``W + alpha / rank · up · down``."""
-    gpt, held = whole_model(load(config_of(folder, model={}), []).config), dict(stage.named_parameters())
+    gpt, held = model_of(run_of(config_of(folder, model={}))), dict(stage.named_parameters())
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(held[name])
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_whole_matrices(tmp_path: Path) -> None:
     """By the chain rule from those of a plain GPT: a factor twice or not at all, a bias or an
     activation left out before an adapter.
     """
-    stage = perturbed(load(config_of(tmp_path), []).config, 0.2)
+    stage = perturbed(run_of(config_of(tmp_path)), 0.2)
     gpt = gpt_of(stage, tmp_path)
     ours, theirs = loss_of(stage), loss_of(gpt)
     ours.backward()
@@ -107,10 +107,10 @@ def test_gradients_are_those_of_the_whole_matrices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overrides", [[], ["engine.kind=fsdp", "parallel.tensor=2"]])
 def test_what_is_frozen_has_no_gradient_and_no_state(tmp_path: Path, overrides: list[str]) -> None:
     """By the plan, and by the bytes that a rank holds."""
-    config = load(config_of(tmp_path, train={"precision": "bf16", "device": "cuda"}), overrides, 4).config
+    config = run_of(config_of(tmp_path, train={"precision": "bf16", "device": "cuda"}), *overrides, world=4)
     dry = dry_run(config, 0)
     assert not against_formulas(config, dry)
-    every = list(whole_model(config, "meta").parameters())
+    every = list(model_of(config, "meta").parameters())
     room = sum(-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in every if p.requires_grad)
     assert 0 < dry.held["gradients"] <= 4 * room
     assert 0 < dry.held["optimizer"] <= 12 * room  # masters and both moments
@@ -122,7 +122,7 @@ def test_a_run_from_the_weights_of_a_gpt(tmp_path: Path) -> None:
     it is a GPT of the same logits.
     """
     prefix, log_dir = training.write_corpus(tmp_path), tmp_path / "lora"
-    origin = training.write_weights(tmp_path / "base", load(config_of(tmp_path, prefix, model={}), []).config)
+    origin = training.write_weights(tmp_path / "base", run_of(config_of(tmp_path, prefix, model={})))
     blend = {"train": [[0.6, prefix], [0.4, prefix]]}
     path = config_of(
         tmp_path,
@@ -135,8 +135,8 @@ def test_a_run_from_the_weights_of_a_gpt(tmp_path: Path) -> None:
         assert training.run_rank(path, [f"train.steps={steps}"], str(log_dir)) == 0
     base, tuned = Reader(origin), Reader(locate(log_dir))
     stage, gpt = (
-        whole_model(load(path, []).config),
-        whole_model(load(config_of(tmp_path, prefix, model={}), []).config),
+        model_of(run_of(path)),
+        model_of(run_of(config_of(tmp_path, prefix, model={}))),
     )
     assert torch.equal(loss_of(stage), loss_of(gpt)), "adapters begin with an effect"
     load_weights(base, [gpt])
@@ -153,11 +153,9 @@ def test_a_run_from_the_weights_of_a_gpt(tmp_path: Path) -> None:
     load_weights(tuned, [stage])
     assert merge(log_dir, tmp_path / "merged").endswith("with the adapters of 6 of them in them")
     merged = Reader(locate(tmp_path / "merged"))
-    config = resolve(
-        {key: recorded_sections(merged)[key] for key in ("model", "train")}, [], "merged", 1
-    ).config
+    config = run_of({key: recorded_sections(merged)[key] for key in ("model", "train")})
     assert config.model.source is None
-    one = whole_model(config)
+    one = model_of(config)
     load_weights(merged, [one])
     with torch.no_grad():
         found, right, before = (
@@ -175,15 +173,14 @@ def test_the_proof_knows_what_is_frozen(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "trainer", tmp_path / "plain"
     for folder in (ours, theirs):
         folder.mkdir()
-    run_reference(load(case, [*PLAIN]).config, theirs, "bf16", None)
+    run_reference(run_of(case, *PLAIN), theirs, "bf16", None)
     run_layout(case, parse("one").overrides(), ours, None, theirs)
     found, plain = Records(ours, 1), Records(theirs, 1)
     assert not missing(found, plain)
     trained = [key.removeprefix("gradient 1|") for key in plain.whole if key.startswith("gradient 1|")]
     assert len(trained) == 2 * 8 and all(".adapter." in name for name in trained)
     assert (
-        max(difference.relative for difference in Replay(found, load(case).config, trained).differences())
-        < EXACT
+        max(difference.relative for difference in Replay(found, run_of(case), trained).differences()) < EXACT
     )
     assert (
         max(
@@ -197,21 +194,19 @@ def test_the_proof_knows_what_is_frozen(tmp_path: Path) -> None:
 
 def test_wrong_use_is_refused_in_one_line(tmp_path: Path) -> None:
     prefix = training.write_corpus(tmp_path)
-    config = load(
-        config_of(tmp_path, prefix, model=LORA | {"adapt": ["*.attention.*", "*.mlp.*"]}), []
-    ).config
+    config = run_of(config_of(tmp_path, prefix, model=LORA | {"adapt": ["*.attention.*", "*.mlp.*"]}))
     with pytest.raises(
         ConfigError, match=r"model.adapt: \*.mlp.\* matches no matrix \(a pattern of names such as blocks.0"
     ):
-        whole_model(config)
+        model_of(config)
     with pytest.raises(ConfigError, match="model.attention_gate's products have no adapters"):
         load(config_of(tmp_path, prefix, model=LORA | {"attention_gate": "headwise"}), [])
     path = config_of(tmp_path, prefix, model=LORA | {"adapt": ["blocks.1.*"]})
     with pytest.raises(ConfigError, match="of the layers of pipeline rank 0 no parameter is trained"):
-        check_engine(partitioned(load(path, ["parallel.pipeline=2"], 2).config), torch.device("cpu"))
-    base = load(config_of(tmp_path, prefix, model={}), []).config
+        check_engine(run_of(path, "parallel.pipeline=2", world=2), torch.device("cpu"))
+    base = run_of(config_of(tmp_path, prefix, model={}))
     origin = training.write_weights(tmp_path / "base", base, but="blocks.0.norm1.weight")
     with pytest.raises(CheckpointError, match="has no tensor model/blocks.0.norm1.weight"):
-        check_weights(Reader(origin), load(config_of(tmp_path, prefix), []).config)
+        check_weights(Reader(origin), run_of(config_of(tmp_path, prefix)))
     with pytest.raises(CheckpointError, match="its model has no adapters"):
         merge(origin, tmp_path / "merged")

@@ -10,18 +10,15 @@ from torch import Tensor, nn
 
 from megacore.distributed import cpu
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.engine.native import NativeEngine
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
 from megacore.model.batch import Microbatch
-from megacore.model.stage import whole_model
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import Plan
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tensor_parallel.linear import ColumnLinear
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, model_of, run_of
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 
@@ -109,14 +106,14 @@ def gradients(path: str, overrides: str, plan: Plan | None = None) -> tuple[dict
     """Of the second of two steps of three microbatches, by the native engine or, without a plan, by autograd
     alone; and the parameters that autograd gives a gradient of their own.
     """
-    config = load(path, ["train.precision=fp64", *overrides.split()]).config
-    stage, given = whole_model(config), set()
+    config = run_of(path, "train.precision=fp64", *overrides.split())
+    stage, given = model_of(config), set()
     for name, parameter in stage.named_parameters():
         parameter.register_hook(lambda gradient, name=name: given.add(name) if gradient is not None else None)
     train = config.train
     shape = (2, 3, 2, train.micro_batch_size, train.seq_len)
     steps = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
-    native = NativeEngine(config, [stage], Mesh(config, RankInfo(), CPU)) if plan else None
+    native = NativeEngine(config, [stage], mesh_of(config)) if plan else None
     for step in steps:
         if native is None or plan is None:
             stage.zero_grad()

@@ -15,8 +15,8 @@ from megacore.tools.choices.torch_patches import on_meta
 from megacore.tools.dry_run.dry_report import against_formulas
 from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.planner.activations import rank_activations
-from megacore.tools.settings.load import load
 from tests import forks
+from tests.build import run_of
 
 TINY = str(forks.ROOT / "configs/gpt_tiny.json")
 GPU = ["train.device=cuda", "train.precision=bf16"]
@@ -41,7 +41,7 @@ def test_without_triton_a_gpu_is_planned_the_same() -> None:
         "model.position=rope",
         "model.dropout=0.1",
     ]
-    config = load(TINY, sizes, 1).config
+    config = run_of(TINY, *sizes)
     here = [cost_of(config, layer).kept for layer in (0, 1, config.model.num_layers + 1)]
     there = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON, TINY, *sizes],
@@ -63,7 +63,7 @@ def test_a_model_of_ones_own_is_planned_as_it_runs(layout: list[str], tmp_path: 
     """Formulas would be of the GPT's block: this one has no gate, and keeps its scores."""
     forks.written(tmp_path)
     sizes = ["train.seq_len=64", "train.global_batch_size=8", *GPU, *layout]
-    config = load(TINY, [f"model.source={tmp_path}/my_model.py", *sizes], 2).config
+    config = run_of(TINY, f"model.source={tmp_path}/my_model.py", *sizes, world=2)
     ranks = [dry_run(config, rank) for rank in (0, 1)]
     assert [line for dry in ranks for line in against_formulas(config, dry)] == []
     for dry in ranks:
@@ -71,7 +71,7 @@ def test_a_model_of_ones_own_is_planned_as_it_runs(layout: list[str], tmp_path: 
         assert peak.total - peak.transfers <= counted <= 1.01 * peak.total, (
             "but for how many messages are under way"
         )
-    plain = load(TINY, sizes, 2).config
+    plain = run_of(TINY, *sizes, world=2)
     assert cost_of(config, 1).kept != cost_of(plain, 1).kept or "train.recompute=full" in layout, (
         "what could fail"
     )
@@ -80,11 +80,11 @@ def test_a_model_of_ones_own_is_planned_as_it_runs(layout: list[str], tmp_path: 
 def test_equal_layers_are_measured_once() -> None:
     """Data ranks, stages and schedules change nothing of a layer: a search would measure thousands."""
     one, other = (
-        load(TINY, [*GPU, *layout], 4).config
+        run_of(TINY, *GPU, *layout, world=4)
         for layout in ([], ["parallel.pipeline=2", "parallel.schedule=gpipe"])
     )
     assert by_itself(one) == by_itself(other) and cost_of(one, 1) is cost_of(other, 2)
-    assert by_itself(one) != by_itself(load(TINY, [*GPU, "parallel.tensor=2"], 4).config)
+    assert by_itself(one) != by_itself(run_of(TINY, *GPU, "parallel.tensor=2", world=4))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

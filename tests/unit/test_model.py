@@ -16,7 +16,6 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import shard_of
-from megacore.distributed.topology import Topology
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.rope import rope
 from megacore.model import context, head
@@ -25,11 +24,11 @@ from megacore.model.context import Context
 from megacore.model.layers import DTYPES
 from megacore.model.norm import Norm
 from megacore.model.rotary import rope_tables
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.tensor_parallel.linear import row_stride
 from megacore.tools.planner.parameters import parameters
-from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
+from tests.build import model_of, run_of, topology_of
 from tests.pieces import dim_of
 from tests.training import VOCAB_SIZE, write_config
 
@@ -59,7 +58,7 @@ Configure = Callable[..., Config]
 def configure(tmp_path: Path) -> Configure:
     """`configure(overrides, world=1)`: the tests' small config in fp64, resolved."""
     path = write_config(tmp_path, "unused", train={"precision": "fp64"})
-    return lambda overrides="", world=1: load(path, overrides.split(), world).config
+    return lambda overrides="", world=1: run_of(path, *overrides.split(), world=world)
 
 
 def tokens_of(config: Config, seed: int = 0) -> Tensor:
@@ -163,7 +162,7 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
 def test_equals_a_plain_gpt(configure: Configure, variant: str) -> None:
     """A block wired, scaled or masked differently would still train, only worse."""
     config = configure(VARIANTS[variant])
-    stage = shake(whole_model(config))
+    stage = shake(model_of(config))
     p = {name: parameter.detach().clone().requires_grad_() for name, parameter in stage.named_parameters()}
     logits = plain_gpt(config, p, tokens_of(config))
     right = F.cross_entropy(logits.flatten(0, 1), tokens_of(config, 1).flatten(), reduction="sum")
@@ -188,7 +187,7 @@ def test_padding_between_logits_is_never_counted(
         room = torch.full((size[0] * stride[0],), torch.nan, **options)
         return torch.empty(0, **options).set_(room.untyped_storage(), 0, size, stride)
 
-    stage = shake(whole_model(configure(f"model.vocab_size={vocab_size}")))
+    stage = shake(model_of(configure(f"model.vocab_size={vocab_size}")))
     right, wanted = loss_and_gradients(stage)
     with torch.no_grad():
         logits = stage.logits(stage.hidden(tokens_of(stage.config)))
@@ -217,7 +216,7 @@ def test_layouts_cut_the_same_initial_parameters(
     configure: Configure, variant: str, tp: int, pp: int
 ) -> None:
     """Counted once each, they are as many as planned; and put together, bitwise those of one device."""
-    alone = whole_model(configure(VARIANTS[variant]))
+    alone = model_of(configure(VARIANTS[variant]))
     whole = dict(alone.named_parameters())
     tp = min(tp, alone.config.kv_heads)  # a key head is not cut
     config = configure(
@@ -228,7 +227,7 @@ def test_layouts_cut_the_same_initial_parameters(
     for stage in range(pp):
         # anywhere, also between the ends and their neighbours
         layers = range(7 * stage // pp, 7 * (stage + 1) // pp)
-        topologies = [Topology(config, stage * tp + rank) for rank in range(tp)]
+        topologies = [topology_of(config, stage * tp + rank) for rank in range(tp)]
         ranks = [Stage(config, layers, topology, CPU) for topology in topologies]
         held_by = [
             (topology, *named)
@@ -251,7 +250,7 @@ def test_initial_deviations(configure: Configure) -> None:
     number; zero biases; unit norms.
     """
     config = configure("model.hidden_size=128 model.num_layers=8")
-    for name, parameter in whole_model(config).named_parameters():
+    for name, parameter in model_of(config).named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
         elif "norm" in name:
@@ -268,7 +267,7 @@ def test_initial_deviations(configure: Configure) -> None:
 )
 def test_no_position_sees_a_later_one(configure: Configure, overrides: str) -> None:
     """A leak makes the training loss fall for nothing: the model copies its target."""
-    stage = shake(whole_model(configure(overrides))).eval()
+    stage = shake(model_of(configure(overrides))).eval()
     tokens = tokens_of(stage.config)
     batch, seq = tokens.shape
     logits = stage.logits(stage.hidden(tokens)).view(batch, seq, -1)
@@ -314,7 +313,7 @@ def test_rotary_angles_at_long_context(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("overrides", ["", LLAMA, "model.num_kv_heads=2"])
 def test_eager_attention_equals_sdpa(configure: Configure, overrides: str) -> None:
     losses = [
-        loss_and_gradients(shake(whole_model(configure(f"{overrides} model.attention={a}"))))
+        loss_and_gradients(shake(model_of(configure(f"{overrides} model.attention={a}"))))
         for a in ("sdpa", "eager")
     ]
     assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-13)
@@ -324,8 +323,8 @@ def test_eager_attention_equals_sdpa(configure: Configure, overrides: str) -> No
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_grouped_queries_equal_repeated_key_heads(configure: Configure, attention: str) -> None:
     """A query head that read another group's keys would be a different, undocumented model."""
-    grouped = shake(whole_model(configure(f"model.num_kv_heads=2 model.attention={attention}")))
-    full = whole_model(configure(f"model.attention={attention}"))
+    grouped = shake(model_of(configure(f"model.num_kv_heads=2 model.attention={attention}")))
+    full = model_of(configure(f"model.attention={attention}"))
     state = grouped.state_dict()
     for name in [name for name in state if ".qkv." in name]:
         groups = state[name]  # [2, 2 queries + key + value, head, …]
@@ -343,7 +342,7 @@ def test_heads_without_rotation_are_views(configure: Configure, kv_heads: int) -
 
     Queries of groups need one: no one stride has their heads.
     """
-    attention = whole_model(configure(f"model.num_kv_heads={kv_heads}")).blocks["0"].attention
+    attention = model_of(configure(f"model.num_kv_heads={kv_heads}")).blocks["0"].attention
     qkv = torch.randn(2, 5, kv_heads, 4 // kv_heads + 2, attention.head_size)
     views = [
         x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for x in attention.heads(qkv, None)
@@ -358,7 +357,7 @@ def test_recomputation_changes_memory_and_nothing_else(configure: Configure, ove
     """
     results, kept = [], []
     for recompute in ("none", "selective", "full"):
-        stage = shake(whole_model(configure(f"{overrides} model.dropout=0.2 train.recompute={recompute}")))
+        stage = shake(model_of(configure(f"{overrides} model.dropout=0.2 train.recompute={recompute}")))
         own = {parameter.data_ptr() for parameter in stage.parameters()}
         saved: dict[int, int] = {}
 
@@ -400,8 +399,8 @@ def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
     parts = [dropped(1, 0, "attention", group=Group("tp", (0, 1), rank), sequence=True) for rank in range(2)]
     assert torch.equal(torch.cat(parts), masks[0]), "sequence parallelism must cut the mask, not draw another"
 
-    stage = shake(whole_model(configure("model.dropout=0.2")))
-    still = shake(whole_model(configure()))
+    stage = shake(model_of(configure("model.dropout=0.2")))
+    still = shake(model_of(configure()))
     tokens = tokens_of(stage.config)
     assert torch.equal(stage.hidden(tokens, 1), stage.hidden(tokens, 1))
     assert not torch.equal(stage.hidden(tokens, 1), stage.hidden(tokens, 2))
@@ -448,7 +447,7 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(
 
     monkeypatch.setattr(context, "bias_dropout_residual", noted)
     config = configure("model.dropout=0.2")
-    whole_model(config).hidden(tokens_of(config), 1)
+    model_of(config).hidden(tokens_of(config), 1)
     in_one = keys.copy()
     assert len(in_one) == len(set(in_one)) == 1 + 2 * config.model.num_layers, (
         "the embedding, and two in every block"
@@ -456,7 +455,9 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(
     keys.clear()
     flow: dict[str, Tensor] = {}
     for layers in (range(4), range(4, 7)):
-        flow, _ = Stage(config, layers, Topology(config), CPU)(flow, Microbatch(tokens_of(config), key=1))
+        flow, _ = Stage(config, layers, topology_of(config, 0), CPU)(
+            flow, Microbatch(tokens_of(config), key=1)
+        )
     assert keys == in_one
 
 
@@ -464,7 +465,7 @@ def test_another_seed_draws_other_weights(configure: Configure) -> None:
     """Runs of several seeds, to see what is chance, would all begin with one model; and two
     parameters of a shape with one tensor.
     """
-    models = [dict(whole_model(configure(f"train.seed={seed}")).named_parameters()) for seed in (0, 1)]
+    models = [dict(model_of(configure(f"train.seed={seed}")).named_parameters()) for seed in (0, 1)]
     drawn = [p for model in models for p in model.values() if shard_of(p).init_std is not None]
     for i, p in enumerate(drawn):
         assert not any(p.shape == other.shape and (p == other).any() for other in drawn[:i])
@@ -478,7 +479,7 @@ def test_a_chunked_loss_is_the_models_loss(configure: Configure, variant: str) -
     sizes = "train.micro_batch_size=17 train.global_batch_size=17"
     results = []
     for chunked in ("false", "true"):
-        stage = shake(whole_model(configure(f"{VARIANTS[variant]} {sizes} model.chunked_loss={chunked}")))
+        stage = shake(model_of(configure(f"{VARIANTS[variant]} {sizes} model.chunked_loss={chunked}")))
         results.append(loss_and_gradients(stage))
         with torch.no_grad():
             evaluated = stage.eval().loss(stage.hidden(tokens_of(stage.config)), tokens_of(stage.config, 1))

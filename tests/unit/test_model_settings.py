@@ -11,10 +11,10 @@ from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.tools.choices.activations import stage_activations
 from megacore.tools.choices.flops import block_flops
-from megacore.tools.settings.load import resolve
+from tests.build import model_of, run_of
 
 SIZES = {
     "num_layers": 3,
@@ -29,12 +29,12 @@ SIZES = {
 
 def config_of(**model: Any) -> Config:
     train = {"seq_len": 12, "precision": "fp64", "device": "cpu", "global_batch_size": 1}
-    return resolve({"model": SIZES | model, "train": train}, [], "test", 1).config
+    return run_of({"model": SIZES | model, "train": train})
 
 
 def built(**model: Any) -> Stage:
     """A model whose norms are off one, and whose layers do not begin at zero."""
-    stage = whole_model(config_of(**model))
+    stage = model_of(config_of(**model))
     for parameter in stage.parameters():
         parameter.data.add_(
             0.2
@@ -116,14 +116,14 @@ def test_activations(activation: str, right: Any) -> None:
 
 
 def test_the_layers_that_write_to_the_residual_begin_at_zero() -> None:
-    stage = whole_model(config_of(zero_init=True))
+    stage = model_of(config_of(zero_init=True))
     zero = {name for name, parameter in stage.named_parameters() if not parameter.any()}
     assert zero == {
         f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("attention.output", "feed_forward.down")
     }
     tokens = torch.arange(12)[None]
     assert torch.equal(
-        stage.hidden(tokens), whole_model(config_of(num_layers=1, zero_init=True)).hidden(tokens)
+        stage.hidden(tokens), model_of(config_of(num_layers=1, zero_init=True)).hidden(tokens)
     ), "blocks change nothing"
 
 

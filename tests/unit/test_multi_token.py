@@ -15,16 +15,14 @@ from configs.forks import speculate
 from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.config.source import source_of
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.stage import Stage
-from megacore.tools.settings.load import load
 from megacore.tools.text.cache import KeyValueCache
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from tests import forks, training
+from tests.build import mesh_of, run_of
 from tests.conversion import random_run
 
 CPU = torch.device("cpu")
@@ -37,7 +35,7 @@ def config_of(folder: Path, kind: str, **model: object) -> Config:
     path = training.write_config(
         folder, "unused", model=sizes, train={"precision": "fp64", "seq_len": LENGTH}
     )
-    return load(path, []).config
+    return run_of(path)
 
 
 def stage_of(config: Config) -> Stage:
@@ -119,11 +117,7 @@ def test_guesses_do_not_change_the_text(
     config = config_of(tmp_path, kind, window=window)
     stage = stage_of(config).eval()
     prompt = [3, 1, 4, 1, 5]
-    plain = list(
-        Decoder([stage], Mesh(config, RankInfo(), CPU)).generate(
-            prompt, 40, Sampler(0.0, WORDS, 1.0, 0, WORDS)
-        )
-    )
+    plain = list(Decoder([stage], mesh_of(config)).generate(prompt, 40, Sampler(0.0, WORDS, 1.0, 0, WORDS)))
     found = speculate.write(stage, prompt, 40)
     assert found.tokens[:40] == plain and len(set(plain)) > 3
     assert len(found.tokens) == found.passes + found.right and found.guessed == found.passes - 1

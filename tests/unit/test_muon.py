@@ -14,12 +14,11 @@ from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.shard import shard_of
 from megacore.errors import ConfigError
-from megacore.model.stage import whole_model
 from megacore.optimizers.muon import Muon, MuonSettings, orthogonalised
 from megacore.optimizers.rule import ParameterShard
 from megacore.tools.choices.check_engine import check_engine
 from megacore.tools.settings.group_table import group_table
-from megacore.tools.settings.load import load
+from tests.build import model_of, run_of
 from tests.training import write_config
 
 CPU = torch.device("cpu")
@@ -30,8 +29,8 @@ LEAST, MOST = 0.66, 1.22  # where five steps take the singular values from 1/100
 def configure(tmp_path: Path) -> Callable[..., Config]:
     """`configure(overrides)`: the tests' small config with Muon, resolved."""
     path = write_config(tmp_path, "unused", model={"num_layers": 2})
-    return lambda *overrides: (
-        load(path, ["optim.kind=muon", *overrides], 2 if "engine.kind=deepspeed" in overrides else 1).config
+    return lambda *overrides: run_of(
+        path, "optim.kind=muon", *overrides, world=2 if "engine.kind=deepspeed" in overrides else 1
     )
 
 
@@ -100,7 +99,7 @@ def test_it_is_pytorchs_on_one_matrix(shape: tuple[int, int], nesterov: bool, sc
 def group_of(config: Config) -> dict[str, str]:
     """The rule of every parameter, by name."""
     groups = ParameterGroups(config.optim)
-    return {name: groups.of(name).rule.name for name, _ in whole_model(config, "meta").named_parameters()}
+    return {name: groups.of(name).rule.name for name, _ in model_of(config, "meta").named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_groups_of_the_user_come_first(configure: Callable[..., Config], tmp_pat
     )
     check_engine(config, CPU)
     (tmp_path / "config.json").write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-    assert load(str(tmp_path / "config.json")).config.optim == config.optim, "a recorded config is complete"
+    assert run_of(tmp_path / "config.json").optim == config.optim, "a recorded config is complete"
 
 
 SOURCE = """
@@ -187,7 +186,7 @@ def test_heads_are_rows_of_one_matrix_or_matrices(configure: Callable[..., Confi
     """With grouped queries, which lie strided in their weight: each kind tiles its part once."""
     from megacore.engine.whole_matrices import matrices_of
 
-    shard = shard_of(whole_model(configure("model.num_kv_heads=2"), "meta").blocks["0"].attention.qkv.weight)
+    shard = shard_of(model_of(configure("model.num_kv_heads=2"), "meta").blocks["0"].attention.qkv.weight)
     sizes = {
         by: [m.sizes(shard.global_shape) for m in matrices_of(Muon(MuonSettings(muon_heads=by)), shard)]
         for by in ("joined", "apart")

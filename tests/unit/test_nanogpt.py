@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.errors import CheckpointError, UserError
-from tests.conversion import assert_nothing_written, logits, model_of, relative, take_in
+from tests.conversion import assert_nothing_written, imported_model, logits, relative, take_in
 
 ARGUMENTS = {
     "n_layer": 2,
@@ -111,7 +111,7 @@ def test_logits_are_the_peers(bias, prefix, tmp_path, capsys):
     peer = Peer(arguments)
     rows = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(1))
     file = write(tmp_path / "ckpt.pt", peer, arguments, prefix)
-    model = model_of(take_in(file, tmp_path / "run", kind="nanogpt"))
+    model = imported_model(take_in(file, tmp_path / "run", kind="nanogpt"))
     assert relative(logits(model, rows), peer(rows)) < 1e-5  # fp32
     assert (model.config.model.dropout, model.config.model.tie_embeddings, model.config.max_positions) == (
         0.1,
@@ -119,7 +119,7 @@ def test_logits_are_the_peers(bias, prefix, tmp_path, capsys):
         16,
     )
     assert "every bit" in capsys.readouterr().out
-    old = model_of(take_in(file, tmp_path / "old", "model.activation=gelu", kind="nanogpt"))
+    old = imported_model(take_in(file, tmp_path / "old", "model.activation=gelu", kind="nanogpt"))
     assert relative(logits(old, rows), peer(rows)) > 1e-4
 
 
@@ -127,7 +127,9 @@ def test_a_head_of_its_own_is_kept(tmp_path):
     peer = Peer(ARGUMENTS)
     peer.lm_head.weight = nn.Parameter(torch.randn(61, 24))
     rows = torch.arange(16)[None]
-    model = model_of(take_in(write(tmp_path / "ckpt.pt", peer, ARGUMENTS), tmp_path / "run", kind="nanogpt"))
+    model = imported_model(
+        take_in(write(tmp_path / "ckpt.pt", peer, ARGUMENTS), tmp_path / "run", kind="nanogpt")
+    )
     assert not model.config.model.tie_embeddings and relative(logits(model, rows), peer(rows)) < 1e-5
 
 

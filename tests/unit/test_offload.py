@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.model import offload
 from megacore.model.offload import ActivationOffload, Away
-from megacore.model.stage import Stage, whole_model
-from megacore.tools.settings.load import load
+from megacore.model.stage import Stage
+from tests.build import model_of, run_of
 from tests.training import write_config
 
 MODELS = [
@@ -26,7 +26,7 @@ MODELS = [
 
 
 def gradients(path: str, overrides: str) -> tuple[Stage, list[torch.Tensor]]:
-    stage = whole_model(load(path, overrides.split()).config)
+    stage = model_of(run_of(path, *overrides.split()))
     for key in (1, 2):
         tokens = torch.arange(32).view(2, 16) * key % 65
         stage.loss(stage.hidden(tokens, key), tokens).backward()

@@ -19,12 +19,11 @@ from megacore.distributed.shard import shard_of
 from megacore.engine.learning_rate import learning_rate
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
-from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, ReferenceStep, Rule, register, unregister
 from megacore.tools.choices.check_engine import check_engine
 from megacore.tools.settings.group_table import group_table, parameter_shards
-from megacore.tools.settings.load import load
 from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
+from tests.build import model_of, run_of
 from tests.commands import run_script
 from tests.one_rank import CPU, accumulate, engine_of
 from tests.training import write_config
@@ -47,7 +46,7 @@ def configure(tmp_path: Path) -> Callable[..., Config]:
         train=train,
         optim={"weight_decay": 0.3, "warmup_steps": 4},
     )
-    return lambda groups, *overrides: load(path, [f"optim.groups={json.dumps(groups)}", *overrides]).config
+    return lambda groups, *overrides: run_of(path, f"optim.groups={json.dumps(groups)}", *overrides)
 
 
 def expected(config: Config, name: str) -> tuple[Rule[Any], float, float]:
@@ -200,7 +199,7 @@ def test_a_skipped_step_is_skipped_by_all_groups(
 def test_without_groups_buffers_are_as_before(configure: Callable[..., Config]) -> None:
     """One entry that changes nothing may divide the buffers, but no entry may not."""
     config = configure([])
-    engine = NativeEngine(config, [whole_model(config)], engine_of(config)[1].mesh)
+    engine = NativeEngine(config, [model_of(config)], engine_of(config)[1].mesh)
     assert len(engine.buffers) == 2 and len(engine.optimizer.parts) == 1, (
         "matrices, and what has no weight decay"
     )

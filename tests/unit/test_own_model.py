@@ -15,7 +15,6 @@ from megacore.distributed.collectives import own_part
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import shard_of
 from megacore.errors import CheckpointError, ConfigError
-from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, unregister
 from megacore.tools.choices.compiling import can_compile
 from megacore.tools.choices.flops import counted_layers, flops_per_token, layer_cost, model_flops
@@ -27,13 +26,14 @@ from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
 from tests import forks, training
+from tests.build import model_of, run_of
 
 TINY = str(forks.ROOT / "configs/gpt_tiny.json")
 
 
 def with_source(text: str, folder: Path, *overrides: str, world: int = 1) -> Config:
     (folder / "model.py").write_text(text)
-    return load(TINY, [f"model.source={folder}/model.py", *overrides], world).config
+    return run_of(TINY, f"model.source={folder}/model.py", *overrides, world=world)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_counted_products_are_those_of_the_formulas(tmp_path: Path, overrides: l
     """megacore's own block, taken for one of the user's: a product that is missed, or
     counted twice, is another number.
     """
-    plain = load(TINY, ["model.attention=eager", *overrides]).config
+    plain = run_of(TINY, "model.attention=eager", *overrides)
     own = with_source(
         "from megacore.model.block import Block\n", tmp_path, "model.attention=eager", *overrides
     )
@@ -118,7 +118,7 @@ def test_a_field_may_be_a_tensor(tmp_path: Path) -> None:
 def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The GPT's formulas would count 1,377,408."""
     own = with_source(forks.documented(), tmp_path)
-    whole = sum(math.prod(shard_of(p).global_shape) for p in whole_model(own, "meta").parameters())
+    whole = sum(math.prod(shard_of(p).global_shape) for p in model_of(own, "meta").parameters())
     source = f"model.source={tmp_path}/model.py"
     assert (
         plan.run(
@@ -161,7 +161,7 @@ def test_megacores_block_as_one_of_the_users_is_planned_alike(
     (tmp_path / "house.py").write_text("from megacore.model.block import Block\n")
     path = str(forks.ROOT / f"configs/{name}.json")
     plain, own = (
-        load(path, [*layout, *source], world).config for source in ([], [f"model.source={tmp_path}/house.py"])
+        run_of(path, *layout, *source, world=world) for source in ([], [f"model.source={tmp_path}/house.py"])
     )
     assert rank_memory(own) == rank_memory(plain)
     expected, found = (predict(config).terms for config in (plain, own))
@@ -231,7 +231,7 @@ def test_a_dry_run_needs_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_own_layers_are_compiled_only_if_told(tmp_path: Path) -> None:
     """`auto` tries on every long run: code that does not compile would end it."""
-    assert can_compile(load(TINY, ["train.steps=1000000"]).config, torch.device("cpu"))
+    assert can_compile(run_of(TINY, "train.steps=1000000"), torch.device("cpu"))
     assert not can_compile(
         with_source(forks.documented(), tmp_path, "train.steps=1000000"), torch.device("cpu")
     )

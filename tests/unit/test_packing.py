@@ -17,13 +17,11 @@ from megacore.data import packing
 from megacore.data.indexed import MASK, IndexedTokens
 from megacore.data.packing import WholeDocuments, best_fit
 from megacore.data.samples import EvalSamples, SampleStream
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, DataError
 from megacore.tools.inputs import Inputs
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
+from tests.build import mesh_of, run_of
 from tests.training import run_rank, write_config, write_corpus
 
 LENGTHS = [5, 1, 8, 2, 30, 3, 9, 17, 4, 7, 2, 16, 25, 1, 6]
@@ -152,10 +150,8 @@ def test_a_microbatch_keeps_documents_and_padding_apart(tmp_path: Path) -> None:
         train={"seq_len": SEQ, "global_batch_size": 2},
         model={"vocab_size": 200},
     )
-    config = load(
-        path, ["data.packing=best_fit", "data.document_mask=true", f"log.dir={tmp_path}/run"], 1
-    ).config
-    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    config = run_of(path, "data.packing=best_fit", "data.document_mask=true", f"log.dir={tmp_path}/run")
+    mesh = mesh_of(config)
     stream = Inputs(config, 0).stream
     loader, seen = Loader(config, mesh, stream), 0
     for step in range(1, stream.counts[0] // 2 + 1):
@@ -177,7 +173,7 @@ def test_targets_are_counted_where_some_may_be_masked(tmp_path: Path) -> None:
     """Ranks and the prediction of traffic must agree on whether there is one collective more."""
 
     def masks(*overrides: str) -> bool:
-        return masks_targets(load(write_config(tmp_path, str(tmp_path / "c")), list(overrides), 1).config)
+        return masks_targets(run_of(write_config(tmp_path, str(tmp_path / "c")), *overrides))
 
     assert not masks() and masks("data.packing=best_fit") and masks("data.document_mask=true")
     Path(str(tmp_path / "d") + MASK).touch()

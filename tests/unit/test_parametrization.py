@@ -12,16 +12,14 @@ import torch
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.shard import Shard, shard_of
-from megacore.distributed.topology import Topology
 from megacore.errors import ConfigError
 from megacore.model import parametrization
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.optimizers.rule import register, unregister
 from megacore.pipeline.partition import layer_ranges
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.settings.group_table import group_table
-from megacore.tools.settings.load import load
+from tests.build import model_of, run_of, topology_of
 from tests.training import write_config
 from tests.unit.test_engine import accumulate, engine_of
 
@@ -45,7 +43,7 @@ def configure(tmp_path: Path) -> Callable[..., Config]:
     path = write_config(
         tmp_path, "unused", model={"num_layers": 2}, train={"precision": "fp64"}, optim={"weight_decay": 0.25}
     )
-    return lambda *overrides, world=1: load(path, list(overrides), world).config
+    return lambda *overrides, world=1: run_of(path, *overrides, world=world)
 
 
 def is_hidden(name: str) -> bool:
@@ -54,7 +52,7 @@ def is_hidden(name: str) -> bool:
 
 
 def parameters(config: Config) -> dict[str, torch.nn.Parameter]:
-    return dict(whole_model(config).named_parameters())
+    return dict(model_of(config).named_parameters())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -157,9 +155,8 @@ def test_at_the_base_width_it_is_the_standard_parametrization(
 
 def of_ranks(config: Config) -> list[Shard]:
     """The records of every parameter on two tensor ranks."""
-    config = partitioned(config)
     stages = [
-        Stage(config, layers, Topology(config, rank), "meta")
+        Stage(config, layers, topology_of(config, rank), "meta")
         for rank in range(2)
         for layers in layer_ranges(config)
     ]
@@ -212,13 +209,13 @@ def test_a_model_of_ones_own(configure: Callable[..., Config], tmp_path: Path) -
     """
     (tmp_path / "mine.py").write_text(SOURCE)
     config = configure(*WIDE, f"model.source={tmp_path / 'mine.py'}")
-    found = {name: shard_of(parameter) for name, parameter in whole_model(config, "meta").named_parameters()}
+    found = {name: shard_of(parameter) for name, parameter in model_of(config, "meta").named_parameters()}
     assert (found["blocks.1.experts"].width, found["blocks.1.experts"].init_std) == (4.0, 0.01)
     assert (found["blocks.1.narrow"].width, found["blocks.1.narrow"].init_std) == (1.0, 0.02)
     with pytest.raises(
         ConfigError, match=r"model\.parametrization: blocks\.0\.experts does not say which matrices it has"
     ):
-        whole_model(configure(*WIDE, f"model.source={tmp_path / 'mine.py'}", "model.stated=false"), "meta")
+        model_of(configure(*WIDE, f"model.source={tmp_path / 'mine.py'}", "model.stated=false"), "meta")
 
 
 def test_the_table_shows_the_rates(configure: Callable[..., Config]) -> None:

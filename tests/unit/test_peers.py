@@ -17,14 +17,12 @@ from benchmarks.peers.report import ratios_by_layout, summary, table
 from benchmarks.rounds import ROOT, Contender, Race, Record
 from benchmarks.rounds import race as start_race
 from benchmarks.training import Training
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology
 from megacore.errors import ConfigError
 from megacore.model.stage import Stage
 from megacore.tools.choices import compiling
 from megacore.tools.choices.flops import attention_flops, block_flops, head_flops
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, run_of
 from tests.unit.test_plain_gpt import small_gpt
 
 
@@ -269,11 +267,11 @@ def test_all_train_at_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("benchmarks.peers.contenders.python_of", lambda environment: environment)
     warming = str(ROOT / "configs" / "gpt_124m.json")
-    assert load(warming, []).config.optim.warmup_steps
+    assert run_of(warming).optim.warmup_steps
     running, _ = contenders(parse(["--config", warming]), "one", "fp32", OWN, None)
     assert len(running) > 3
     for contender in running:
-        optim = load(warming, list(contender.overrides)).config.optim
+        optim = run_of(warming, *contender.overrides).optim
         assert (optim.schedule, optim.warmup_steps) == ("constant", 0)
     with pytest.raises(ConfigError, match="optim.warmup_steps: 5 is not what the peers have"):
         contenders(parse(["optim.warmup_steps=5"]), "one", "fp32", OWN, None)
@@ -288,7 +286,7 @@ def test_a_training_is_compiled_as_its_run_would_be(
     """
     monkeypatch.setattr(compiling, "measure", lambda config, mesh: (compiled, "measured"))
     config = small_gpt("train.compile=auto", f"train.steps={compiling.LEAST_STEPS}")
-    training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    training = Training(config, mesh_of(config))
     assert training.config.train.compile is compiled and training.compile_choice == "measured"
     blocks = training.train_step.stages[0].blocks.values()
     assert all((block._compiled_call_impl is not None) == compiled for block in blocks)

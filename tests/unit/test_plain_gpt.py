@@ -12,12 +12,9 @@ from benchmarks.peers.plain_gpt import GPT, PlainGPTLoop
 from benchmarks.peers.transformers_loop import gpt2
 from benchmarks.training import Training, random_batch
 from megacore.config import Config
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
-from megacore.model.stage import whole_model
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors
 from megacore.tools.interchange.nanogpt import nanogpt_tensors
-from megacore.tools.settings.load import resolve
+from tests.build import mesh_of, model_of, run_of
 
 FP32 = 1e-5  # relative: sums of some hundred terms in another order
 
@@ -35,7 +32,7 @@ def small_gpt(*overrides: str) -> Config:
         },
         "optim": {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.5},
     }
-    return resolve(sections, list(overrides), "small", 1).config
+    return run_of(sections, *overrides)
 
 
 def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mapped]) -> float:
@@ -43,7 +40,7 @@ def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mappe
     model, with `model`'s own weights.
     """
     (microbatch, *_) = random_batch(config, torch.device("cpu"))
-    ours = whole_model(config)
+    ours = model_of(config)
     theirs = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in mapping:
@@ -125,7 +122,7 @@ def test_the_plain_gpt_trains_as_megacore_does(monkeypatch: pytest.MonkeyPatch) 
     # which would take a minute, and is not what is looked at
     monkeypatch.setattr(torch, "compile", lambda model: model)
     config = small_gpt()
-    ours = losses(Training(config, Mesh(config, RankInfo(), torch.device("cpu"))))
+    ours = losses(Training(config, mesh_of(config)))
     assert ours[-1] < ours[0] - 0.1
     assert losses(PlainGPTLoop(config)) == pytest.approx(ours, rel=1e-5)
     for difference in ("optim.weight_decay=0", "optim.grad_clip=0.01", "train.seed=5"):
@@ -146,6 +143,6 @@ def test_the_model_of_transformers_starts_with_megacores_weights() -> None:
             return peer.named_parameters()
 
     theirs = dict(peer.named_parameters())
-    ours = dict(whole_model(config).named_parameters())
+    ours = dict(model_of(config).named_parameters())
     assert all(torch.equal(tensor.join(theirs), ours[tensor.name]) for tensor in mapping)  # type: ignore[arg-type]
     assert farthest_from_megacore(WithLoss(), config, mapping) < FP32

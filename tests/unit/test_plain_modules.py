@@ -15,8 +15,8 @@ from megacore.model.batch import Microbatch
 from megacore.model.plain.build import module_of, plain_model, seeded
 from megacore.model.plain.outline import order_of
 from megacore.model.plain.parts import Parts, Role, parts_of_plan
-from megacore.model.stage import Stage, whole_model
-from megacore.tools.settings.load import load
+from megacore.model.stage import Stage
+from tests.build import model_of, run_of
 from tests.plain_modules import write_example, write_folder
 
 Edit = tuple[str, str]
@@ -43,7 +43,7 @@ OUTPUT = "self.output = nn.Linear(width, width)"
 
 def config_of(folder: Path, edits: tuple[Edit, ...], *overrides: str) -> Config:
     source = f"model.source={write_example(folder, *edits)}"
-    return load(str(ROOT / "configs/forks/plain_gpt.json"), [source, *SMALL, *overrides]).config
+    return run_of(ROOT / "configs/forks/plain_gpt.json", source, *SMALL, *overrides)
 
 
 def batch_of(config: Config) -> Microbatch:
@@ -54,7 +54,7 @@ def batch_of(config: Config) -> Microbatch:
 
 def first_pass(config: Config) -> Stage:
     """Build the layers of a config and run them once, as the first microbatch of a run does."""
-    model = whole_model(config)
+    model = model_of(config)
     sums = model({}, batch_of(config))[1]
     torch.stack(list(sums.values())).sum().backward()
     return model
@@ -110,7 +110,7 @@ def test_a_wrong_table_is_rejected_when_layers_are_built(name: str, tmp_path: Pa
     """In every layout, also in those with one tensor rank, where it would change nothing."""
     edit, words = TABLES[name]
     with pytest.raises(ConfigError, match=words) as raised:
-        whole_model(config_of(tmp_path, (edit,)), "meta")
+        model_of(config_of(tmp_path, (edit,)), "meta")
     assert raised.value.where == "model.source" and "docs/models.md" in raised.value.right
 
 
@@ -214,13 +214,13 @@ def test_a_module_that_layouts_cannot_compute_is_rejected_when_layers_are_built(
     """Otherwise it would train in silence as another model, or fail within PyTorch in the first step."""
     edits, words = MODULES[name]
     with pytest.raises(ConfigError, match=words):
-        whole_model(config_of(tmp_path, edits), "meta")
+        model_of(config_of(tmp_path, edits), "meta")
 
 
 def test_embedding_and_head_that_are_tied_against_the_config(tmp_path: Path) -> None:
     """Other ranks would hold a second head."""
     with pytest.raises(ConfigError, match=r"head.weight and tokens.weight are one, and .* is false"):
-        whole_model(config_of(tmp_path, (), "model.tie_embeddings=false"), "meta")
+        model_of(config_of(tmp_path, (), "model.tie_embeddings=false"), "meta")
 
 
 PASSES: dict[str, tuple[tuple[Edit, ...], str]] = {
@@ -344,7 +344,7 @@ def test_first_weights_are_the_module_s_own(tmp_path: Path) -> None:
     config = config_of(tmp_path, ((TIED, TIED + INITIAL),))
     with seeded(config.train.seed):
         expected = dict(module_of(config, "").named_parameters(remove_duplicate=False))
-    model = whole_model(config)
+    model = model_of(config)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.view(expected[name].shape), expected[name]), name
     weights = dict(model.named_parameters())
@@ -360,8 +360,8 @@ def test_first_weights_of_a_class_are_those_of_its_own_initialisation(
     hf = write_folder(tmp_path, kind, num_hidden_layers=2)
     (tmp_path / "run.json").write_text("{}")
     overrides = [f"model.hf={hf}", "train.device=cpu", "train.seq_len=8", "train.precision=fp32"]
-    config = load(str(tmp_path / "run.json"), overrides).config
-    model, plain = whole_model(config), plain_model(config)
+    config = run_of(tmp_path / "run.json", *overrides)
+    model, plain = model_of(config), plain_model(config)
 
     layers = [*plain.blocks, plain.embedding, plain.head, *plain.outer]
     for name, parameter in model.named_parameters():
@@ -402,7 +402,7 @@ def test_a_class_that_needs_its_own_mask_is_rejected(kind: str, wrong: str, tmp_
     config.write_text('{"train": {"seq_len": 8, "micro_batch_size": 2, "global_batch_size": 2}}')
     overrides = [f"model.hf={tmp_path}", f"model.source={table}", *SMALL[4:]]
     with pytest.raises(ConfigError, match=wrong):
-        first_pass(load(str(config), overrides).config)
+        first_pass(run_of(config, *overrides))
 
 
 def test_a_layer_of_a_block_with_a_row_for_each_token_is_not_the_head(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_plan_with_a_shared_expert_is_rejected(kind: str, wrong: str, tmp_path
     transformers.AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
     config = tmp_path / "run.json"
     config.write_text('{"train": {"seq_len": 8, "micro_batch_size": 2, "global_batch_size": 2}}')
-    loaded = load(str(config), [f"model.hf={tmp_path}", *SMALL[4:]]).config
+    loaded = run_of(config, f"model.hf={tmp_path}", *SMALL[4:])
     if not wrong:
         assert plain_model(loaded).parts.role("mlp").kind == "sum"
         return
@@ -436,7 +436,7 @@ def test_logits_that_are_computed_from_each_other_are_rejected(tmp_path: Path) -
     """Each tensor rank would normalise the logits that it has, and train another loss."""
     edits = ((END, "return F.log_softmax(self.head(self.norm(x)), -1)"),)
     with pytest.raises(ConfigError, match="computes logits from each other"):
-        whole_model(config_of(tmp_path, edits))
+        model_of(config_of(tmp_path, edits))
 
 
 def test_logits_that_backward_needs_are_not_written_over(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from megacore.context_parallel import ring_blocks as blocks
 from megacore.data.packing import document_positions
 from megacore.distributed import cpu
 from megacore.distributed.shard import shard_of
-from megacore.distributed.topology import Topology
 from megacore.model.batch import Microbatch
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, stage_layers
 from megacore.tools.choices.activations import stage_activations
 from megacore.tools.choices.devices import peak_flops
@@ -32,15 +31,15 @@ from megacore.tools.choices.flops import (
     layer_cost,
 )
 from megacore.tools.choices.measured import cost_of
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner import activations
 from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.parameters import parameters, rank_parameters, stage_parameters
 from megacore.tools.planner.traffic import rank_traffic
-from megacore.tools.settings.load import load, resolve
+from megacore.tools.settings.load import load
 from megacore.train.metrics import AttendedPairs
 from tests import forks
+from tests.build import model_of, run_of, topology_of
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,18 +79,14 @@ def make(model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = 
         "parallel": {"data": 1} | (parallel or {}),
         "train": steps | train,
     }
-    return partitioned(
-        resolve(
-            sections, [], "small", (parallel or {}).get("tensor", 1) * (parallel or {}).get("pipeline", 1)
-        ).config
-    )
+    return run_of(sections, world=(parallel or {}).get("tensor", 1) * (parallel or {}).get("pipeline", 1))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_are_the_models(variant: dict[str, Any]) -> None:
     """A weight or bias that the model has would be missing from the count, or the other way round."""
     config = make(variant)
-    assert parameters(config) == sum(p.numel() for p in whole_model(config).parameters())
+    assert parameters(config) == sum(p.numel() for p in model_of(config).parameters())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -101,7 +96,7 @@ def test_parameters_of_a_rank_are_the_stages(variant: dict[str, Any]) -> None:
     """
     config = make(variant, {"tensor": 2, "pipeline": 2})
     built = [
-        sum(p.numel() for p in Stage(config, layers, Topology(config), "cpu").parameters())
+        sum(p.numel() for p in Stage(config, layers, topology_of(config, 0), "cpu").parameters())
         for layers in layer_ranges(config)
     ]
     assert rank_parameters(config) == built
@@ -115,7 +110,7 @@ def test_blocks_that_are_built_once_stand_for_all(variant: dict[str, Any], seque
     """
     config = make(variant, {"tensor": 2, "pipeline": 2, "sequence": sequence})
     for stage, layers in enumerate(layer_ranges(config)):
-        built = Stage(config, layers, Topology(config), "meta").named_parameters()
+        built = Stage(config, layers, topology_of(config, 0), "meta").named_parameters()
         stated = [
             (name, p.numel(), tuple({"tp"}.intersection(shard_of(p).partial_over)), shard_of(p).along)
             for name, p in built
@@ -136,7 +131,7 @@ def test_blocks_of_a_source_are_counted_one_by_one(tmp_path: Path) -> None:
     )
     path = forks.written(tmp_path, ("self.index = index", more))
     config = make({"source": str(path)})
-    whole = {name: p.numel() for name, p in whole_model(config, "meta").named_parameters()}
+    whole = {name: p.numel() for name, p in model_of(config, "meta").named_parameters()}
     assert whole["blocks.1.more.weight"] == 15 and "blocks.0.more.weight" not in whole
     assert {p.name: p.elements for p in stage_parameters(config, 0).all} == whole and parameters(
         config
@@ -159,7 +154,7 @@ def test_parameters_of_published_models(name: str, published: int) -> None:
 
 def counted_flops(config: Config) -> float:
     """Operations a token, forward and backward, that PyTorch's own counter sees."""
-    model, tokens = whole_model(config), torch.zeros(2, 32, dtype=torch.long)
+    model, tokens = model_of(config), torch.zeros(2, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model.loss(model.hidden(tokens), tokens).backward()
     return counter.get_total_flops() / tokens.numel()
@@ -187,7 +182,7 @@ def test_flops_of_documents_are_what_attention_multiplies(monkeypatch: pytest.Mo
     positions = torch.from_numpy(np.stack([document_positions(bounds) for bounds in documents]))
     # products that the counter sees: in backward the scores once more
     monkeypatch.setattr(blocks, "has_kernel", lambda q: False)
-    model, tokens = whole_model(masked), torch.zeros(2, 32, dtype=torch.long)
+    model, tokens = model_of(masked), torch.zeros(2, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model.loss(model.hidden(tokens, 0, documents, positions), tokens).backward()
     pairs = sum((stop - start) ** 2 for bounds in documents for start, stop in pairwise(bounds))
@@ -254,7 +249,7 @@ def block_activations(config: Config) -> int:
 
 def saved_bytes(config: Config) -> int:
     """Bytes that autograd keeps for the backward of one microbatch, parameters aside."""
-    model = whole_model(config)
+    model = model_of(config)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}  # by storage; the tensor too, lest its memory be used again
 
@@ -343,7 +338,7 @@ def test_each_term_of_tokens_halves_with_twice_the_context_ranks(
         }
         train = {"seq_len": 256, "precision": "bf16", "device": "cpu", "recompute": recompute} | batch
         world = axes["tensor"] * axes["pipeline"] * axes["context"]
-        config = partitioned(resolve({**sections, "train": train}, [], "laws", world).config)
+        config = run_of({**sections, "train": train}, world=world)
         stages = stage_activations(config, stage_layers(config))
         found: dict[str, Any] = {
             "a block": block_activations(config),
@@ -441,11 +436,11 @@ def test_bytes_a_parameter_under_fsdp() -> None:
             "engine": {"kind": "fsdp"} | engine,
             "train": {"precision": "bf16"} | train,
         }
-        (stage,) = rank_memory(config := resolve(sections, [], "fsdp", 8).config)
+        (stage,) = rank_memory(config := run_of(sections, world=8))
         assert stage.peak == rank_activations(config)[0] and stage.gathered < 18 * parameters(config)
         return stage
 
-    n = parameters(resolve({"model": {"num_layers": 4}}, [], "native", 8).config)
+    n = parameters(run_of({"model": {"num_layers": 4}}, world=8))
     assert memory({}).held == pytest.approx(16 * n / 8)
     assert memory({"shard_size": 2}, precision="fp64").held == 32 * n / 2
     offloaded = memory({"cpu_offload": True})
@@ -495,7 +490,7 @@ HARDWARE = {
 
 
 def resolved(name: str, world: int | None = None) -> Config:
-    return load(str(ROOT / "configs" / f"{name}.json"), [], world or HARDWARE[name][0]).config
+    return run_of(ROOT / "configs" / f"{name}.json", world=world or HARDWARE[name][0])
 
 
 def test_every_config_has_its_hardware() -> None:
@@ -565,7 +560,7 @@ def test_plan_command(tmp_path: Path) -> None:
     ):
         assert text in done.stdout
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-    setting = load(config, ["train.global_batch_size=64"], 8).config
+    setting = run_of(config, "train.global_batch_size=64", world=8)
     fullest = max(rank_memory(setting), key=lambda memory: memory.total)
     assert (
         f"A GPU needs {(fullest.total + besides(fullest, communicators_of(setting)).total) / 2**30:.2f} GiB"

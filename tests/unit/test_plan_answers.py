@@ -21,6 +21,7 @@ from megacore.tools.planner.memory import fullest_rank
 from megacore.tools.planner.own_layout import changed
 from megacore.tools.planner.run_cost import cost
 from megacore.tools.settings.load import load
+from tests.build import run_of
 
 CONFIG = "configs/gpt_7b.json"
 ALONE = [
@@ -57,7 +58,7 @@ def test_a_plan_for_a_given_world_starts_with_the_plan(capsys: pytest.CaptureFix
 
 def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Users had to compare two numbers of a table; --memory-gib is the measure if it is named."""
-    needs = fullest_rank(load(CONFIG, [], 8).config)[2]
+    needs = fullest_rank(run_of(CONFIG, world=8))[2]
     fits = (
         f"fits          yes: pipeline rank 1 needs most, {needs:.2f} GiB of 79.1 (h100); "
         f"{79.1 - needs:.2f} GiB are left\n"
@@ -94,7 +95,7 @@ def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> 
     found = dict(re.fullmatch(r"(.*) \(([\d.]+)\)", one).groups() for one in advice.split("; "))  # type: ignore[union-attr,misc]
     assert "train.micro_batch_size=1" in found and len(found) > 1
     for words, gib in found.items():
-        needs = fullest_rank(load(CONFIG, [*LARGE, *words.split()], 8).config)[2]
+        needs = fullest_rank(run_of(CONFIG, *LARGE, *words.split(), world=8))[2]
         assert needs <= 80 and f"{needs:.2f}" == gib, words
 
 
@@ -105,7 +106,7 @@ def test_a_change_that_the_ds_config_excludes_is_not_named(tmp_path: Path) -> No
         json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}})
     )
     settings = [*LARGE, "engine.shard_optimizer=false", "engine.kind=deepspeed", f"engine.config={ds_config}"]
-    named = [words for words, _ in changed(load(CONFIG, settings, 8).config)]
+    named = [words for words, _ in changed(run_of(CONFIG, *settings, world=8))]
     assert "train.recompute=full" in named
     for words in named:
         load(CONFIG, [*settings, *words.split()], 8)
@@ -127,7 +128,7 @@ def test_the_run_of_this_layout_is_priced(
 ) -> None:
     """Only the layouts that a search liked had a price."""
     out = said(capsys, "--gpu", "h100", "--cluster", "dgx_h100", *options)[0]
-    config, step = load(CONFIG, [], 8).config, float(re.findall(r"predicted +([\d.]+) s", out)[0])
+    config, step = run_of(CONFIG, world=8), float(re.findall(r"predicted +([\d.]+) s", out)[0])
     tokens = tokens or config.train.steps * config.train.global_batch_size * config.train.seq_len
     found = cost(config, step, tokens, 8, 8, price, 700)
     days, hours = re.findall(
@@ -196,7 +197,7 @@ def test_what_fits_nowhere_says_how_much_lacks_and_what_would_fit() -> None:
     [(layout, needs, missing, part)] = re.findall(pattern, line)
     assert "microbatch 1, native" in layout and part.startswith("optimizer (75.")
     assert float(needs) - 79.1 == pytest.approx(float(missing), abs=0.11)
-    least = load(CONFIG, [*ALONE, "train.recompute=full"], 1).config
+    least = run_of(CONFIG, *ALONE, "train.recompute=full")
     assert float(needs) <= fullest_rank(least)[2] + 0.1, "a layout that needs less was left out"
     assert f"(devices of {needs} GiB, such as h200 139.7, " in line and "mi300x 191.6" in line
     assert re.search(r"; or --world 2: tensor 1 × pipeline 1 × data 2, .*, [\d.]+ GiB\)", line), (

@@ -13,13 +13,11 @@ from torch import nn
 
 from benchmarks.planner_rows import read
 from launch import plan as script
-from megacore.distributed.topology import alone
 from megacore.errors import ConfigError
 from megacore.model.expert_block import MixtureOfExperts
 from megacore.tools.choices.flops import projection_weights
 from megacore.tools.choices.measured import mixtures_of
 from megacore.tools.choices.meta_watch import MetaWatch
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.planner import search as search_module
 from megacore.tools.planner.devices import read_cluster, read_device
@@ -31,7 +29,7 @@ from megacore.tools.planner.routing import read_routing
 from megacore.tools.planner.search import Candidate, fitting, replace_config, search
 from megacore.tools.planner.step_time import Prediction, predict
 from megacore.tools.planner.workload import Mixture, Setting, routed, setting_of
-from megacore.tools.settings.load import load
+from tests.build import run_of, topology_of
 from tests.training import write_config
 
 LARGE = Setting(
@@ -113,7 +111,7 @@ def test_latent_attention_is_its_own_products() -> None:
     """DeepSeek-V3's: what is multiplied has as many weights as the model, and
     tensor ranks divide what they do.
     """
-    config = partitioned(load("configs/deepseek_v3.json", [], 2048).config)
+    config = run_of("configs/deepseek_v3.json", world=2048)
     s = setting_of(config)
     assert s.attention_weights == projection_weights(config) == 187_105_280
     assert s.head_size == 192 and s.latent is not None
@@ -200,7 +198,7 @@ def test_the_search_sends_rows_in_halves_where_that_is_faster(path: str) -> None
     ]
     every = ((16, wide, True), (8, ["parallel.expert=8"], False))
     for world, sizes, faster in every:
-        layout = load(path, [*sizes, "train.global_batch_size=32"], world).config
+        layout = run_of(path, *sizes, "train.global_batch_size=32", world=world)
         with patch.object(search_module, "layouts", lambda *_, layout=layout: [layout]):
             found = search(
                 layout, world, read_device("h100"), read_cluster("dgx_h100"), profile("megacore"), 1e6
@@ -238,14 +236,12 @@ def test_a_runs_loads_say_how_many_rows_the_busiest_rank_has(
     metrics = logged(tmp_path, [2.0, 0.0, 1, 1, 1.5, 1.5, 0.5, 0.5])
     routing = read_routing(metrics, 8)
     assert [routing.busiest(ranks) for ranks in (1, 2, 4, 8)] == [1.0, 1.0, 1.5, 2.0]
-    setting = setting_of(partitioned(load(path, ["parallel.expert=4"], 4).config))
+    setting = setting_of(run_of(path, "parallel.expert=4", world=4))
     assert setting.mixture == Mixture(8, 2, 64, 64, 0.5, ranks=4)
     found = routed(setting, routing).mixture
     assert found is not None and found.busiest == 1.5
     for factor, most in ((2.0, 1.5), (1.25, 1.25)):  # a capacity bounds it
-        bounded = setting_of(
-            partitioned(load(path, ["parallel.expert=4", f"model.capacity_factor={factor}"], 4).config)
-        )
+        bounded = setting_of(run_of(path, "parallel.expert=4", f"model.capacity_factor={factor}", world=4))
         assert (found := routed(bounded, routing).mixture) is not None and found.busiest == most
     command = [
         "--config",
@@ -296,7 +292,7 @@ def test_the_fullest_ranks_rows_decide_whether_a_plan_fits(
         logged(tmp_path, [4.0, 4.0, 0, 0, 0, 0, 0, 0]),
         ["parallel.expert=4", "train.seq_len=8192"],
     )
-    config = partitioned(load(path, layout, 4).config)
+    config = run_of(path, *layout, world=4)
     even, uneven = (fullest_rank(config, routing)[2] for routing in (None, read_routing(metrics, 8)))
     assert uneven > 1.01 * even
     limit = str((even + uneven) / 2)
@@ -319,9 +315,10 @@ def test_the_fullest_ranks_rows_decide_whether_a_plan_fits(
 
 def test_a_mixture_elsewhere_has_no_loads_of_a_block(path: str) -> None:
     """A model of one's own may have one in its first layer: no plan could be made of it."""
-    config = load(path, [], 1).config
+    config = run_of(path)
     one, other = (
-        MixtureOfExperts(config, alone(config), torch.float32, torch.device("meta"), 0.02) for _ in range(2)
+        MixtureOfExperts(config, topology_of(config), torch.float32, torch.device("meta"), 0.02)
+        for _ in range(2)
     )
     stage = nn.ModuleDict(
         {"front": one, "blocks": nn.ModuleDict({"3": nn.ModuleDict({"feed_forward": other})})}
@@ -339,15 +336,13 @@ def test_the_search_divides_experts(path: str) -> None:
         "model.shared_experts=0",
         "train.global_batch_size=2",
     ]
-    config = load(path, wide, 1).config
+    config = run_of(path, *wide)
     found = search(config, 2, read_device("h100"), read_cluster("dgx_h100"), profile("megacore"), 1.3)
     plain = [c for c in found.fit if c.config.engine.kind == "native" and not c.config.engine.shard_optimizer]
     assert plain and all(c.config.expert_sizes["ep"] * c.config.expert_sizes["etp"] == 2 for c in plain)
     assert {(c.config.parallel.expert, c.config.parallel.expert_tensor) for c in plain} == {(1, 2), (2, 1)}
     best = plain[0]
-    assert rank_memory(partitioned(load(path, [*wide, *best.overrides()], 2).config)) == rank_memory(
-        best.config
-    )
+    assert rank_memory(run_of(path, *wide, *best.overrides(), world=2)) == rank_memory(best.config)
 
 
 ROW = {
@@ -433,6 +428,6 @@ def test_rows_of_mixtures_are_read(cells: dict[str, str], found: Mixture | None,
 )
 def test_a_rank_has_as_many_communicators_as_planned(layout: str, path: str) -> None:
     """Each takes memory; groups of the same ranks share one."""
-    config = partitioned(load(path, ["parallel.tensor=2", *layout.split()], 8).config)
+    config = run_of(path, "parallel.tensor=2", *layout.split(), world=8)
     with playing(as_on_its_device(config), 0, MetaWatch()) as mesh:
         assert communicators_of(config) == [sum(group is not None for group in mesh.communicators.values())]

@@ -34,7 +34,7 @@ from megacore.tools.preflight.launching import dry_run, launch_together, reason_
 from megacore.tools.preflight.patience import patience
 from megacore.tools.preflight.rank_checks import VERDICT_SECONDS, short
 from megacore.tools.preflight.reach import Hosts, forwarded
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.pool import PATIENCE, ROOT
 
 GIB = 1 << 30
@@ -449,10 +449,7 @@ def test_limits_grow_with_the_world_and_keep_their_order(world: int) -> None:
     verdict = START_UP * float(limits["parallel.hang_seconds"])
     assert verdict >= 1047 / 2048 * world * 0.97 and verdict >= 60
     assert verdict < patience(world) + VERDICT_SECONDS < patience(world) + launching.END_SECONDS
-    assert (
-        load(str(ROOT / "configs/gpt_tiny.json"), short(world)).config.parallel.hang_seconds
-        == verdict / START_UP
-    )
+    assert run_of(ROOT / "configs/gpt_tiny.json", *short(world)).parallel.hang_seconds == verdict / START_UP
 
 
 def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ import yaml
 
 from launch.monitoring import picture
 from megacore.distributed.axes import AXES
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.run import trainer_of
@@ -39,10 +38,11 @@ from megacore.tools.monitoring import scrapes, step_parts
 from megacore.tools.monitoring.prometheus import DEVICES, OTHERS, PARTS, RANKS, RUN, Exporter
 from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
-from megacore.tools.settings.load import load, resolve
+from megacore.tools.settings.load import resolve
 from megacore.tools.stop_request import STOP
 from megacore.train.callbacks import Report
 from megacore.train.trainer import STOPPED
+from tests.build import mesh_of, run_of
 from tests.commands import run_script
 from tests.pool import PATIENCE, ROOT
 from tests.training import write_config, write_corpus
@@ -110,9 +110,9 @@ def served_by_rank(config_path: str, log_dir: str, hosts: list[str]) -> list[str
     os.environ["MEGACORE_HOST"] = host
     place = replace(place, local_rank=hosts[: place.rank].count(host), local_world_size=hosts.count(host))
     port = free_port()  # here all hosts are one machine
-    config = load(config_path, [f"log.dir={log_dir}", f"log.prometheus_port={port}"], place.world_size).config
+    config = run_of(config_path, f"log.dir={log_dir}", f"log.prometheus_port={port}", world=place.world_size)
     exporter = Exporter(port, place, CPU)
-    mesh = Mesh(config, place, CPU)
+    mesh = mesh_of(config, place)
     mesh.listeners.add(exporter)
     trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     served: list[str] = []
@@ -479,9 +479,9 @@ def test_parts_of_a_step() -> None:
     }
     found = parts.of(8.0, waits, 2, {})  # the bubble is more than the waits for the pipeline
     assert found["bubble"] == 2.0 and found["pp"] == 0.0 and found["world"] == 0.0 and found["dp"] == 3.0
-    with_more = resolve(
-        {"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2
-    ).config
+    with_more = run_of(
+        {"parallel": {"pipeline": 2}}, "train.global_batch_size=64", "train.micro_batch_size=1", world=2
+    )
     assert 0 < StepParts(with_more, mesh).idle < 0.2, "one round of two stages over 64 microbatches"
     with mock.patch.object(step_parts, "step_times", lambda config: (12.0, [12.0, 4.0])):
         assert StepParts(with_more, mesh).idle == 2.0, (

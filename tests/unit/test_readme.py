@@ -12,8 +12,8 @@ from benchmarks.kernel_compile import TARGETS
 from benchmarks.proof_picture import read_proof
 from megacore.tools.interchange.families import FAMILIES
 from megacore.tools.planner.parameters import parameters
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import DEFAULT
+from tests.build import run_of
 from tests.documents.idioms import text_of
 from tests.documents.pages import ROOT, Page, read_page
 
@@ -26,7 +26,7 @@ def project() -> dict[str, Any]:
 
 
 def million_parameters() -> str:
-    config = load(str(ROOT / "configs/gpt_tiny.json"), [], 1).config
+    config = run_of(ROOT / "configs/gpt_tiny.json")
     return f"{parameters(config) / 1e6:.1f} million parameters"
 
 

@@ -22,7 +22,8 @@ from megacore.config.model import ModelConfig
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.settings import other_words
-from megacore.tools.settings.load import flatten, load, parse_override
+from megacore.tools.settings.load import flatten, parse_override
+from tests.build import run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -71,7 +72,7 @@ def test_the_readmes_runs_fit_their_devices() -> None:
         number = re.search(r"(?:--num_gpus|--ntasks) (\d+)", " ".join(words))
         devices = int(number[1]) if number else 512 if "--hostfile" in words else 1
         config = words.index("--config")
-        parallel = load(str(ROOT / words[config + 1]), words[config + 2 :], devices).config.parallel
+        parallel = run_of(ROOT / words[config + 1], *words[config + 2 :], world=devices).parallel
         assert parallel.tensor * parallel.pipeline * int(parallel.data) == devices, words
         found.append(devices)
     assert found == [1, 8, 512, 512]
@@ -84,7 +85,7 @@ def test_the_recipe_of_gpt2_is_what_the_page_says() -> None:
     page = ROOT / "docs/recipes.md"
     runs = [words for words in commands(page, "pretrain") if "configs/gpt_124m.json" in words]
     fineweb, openwebtext = (
-        load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs
+        run_of(ROOT / words[words.index("--config") + 1], *overrides(words), world=8) for words in runs
     )
     batch = [config.train.global_batch_size * config.train.seq_len for config in (fineweb, openwebtext)]
     assert batch == [524_288, 491_520]

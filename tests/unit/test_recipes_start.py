@@ -15,7 +15,7 @@ from launch import prepare
 from megacore.config import Config
 from megacore.errors import UserError
 from megacore.tools.local_ranks import free_port, rank_environment
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.commands import ROOT, run_script
 from tests.documents.commands import QUICKSTART, launched_ranks
 from tests.documents.pages import Fence, Page, read_page
@@ -109,7 +109,7 @@ def train(command: Command, folder: Path) -> None:
     """Start a recipe's training for two steps, with at most two ranks along each axis."""
     words = command.words[command.words.index("--config") + 1 :]
     config, overrides = str(ROOT / words[0]), words[1:]
-    user = load(config, overrides, launched_ranks(command.words) or 1).config
+    user = run_of(config, *overrides, world=launched_ranks(command.words) or 1)
     small = smaller(user)
     world = small["parallel.tensor"] * small["parallel.pipeline"]
     world *= small["parallel.context"] * small["parallel.data"]

@@ -11,7 +11,6 @@ from megacore.config import Config
 from megacore.config.implied import attention_of, check_settled, compiles, why_whole
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.model.attention import Attention
-from megacore.model.stage import whole_model
 from megacore.pipeline.partition import plan_of
 from megacore.tools.choices import resolve_auto as choices
 from megacore.tools.choices.compiling import with_choices, with_compile
@@ -26,6 +25,7 @@ from megacore.tools.planner.devices import device_names, read_device
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.planner.workload import setting_of
 from megacore.tools.settings.load import resolve
+from tests.build import model_of
 
 
 def config_of(model: dict[str, Any], **train: Any) -> Config:
@@ -75,7 +75,7 @@ def test_the_model_does_what_is_chosen(monkeypatch: pytest.MonkeyPatch, seq_len:
         return sdpa(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    whole_model(config_of({}, seq_len=seq_len)).hidden(torch.zeros(1, seq_len, dtype=torch.long))
+    model_of(config_of({}, seq_len=seq_len)).hidden(torch.zeros(1, seq_len, dtype=torch.long))
     assert ("sdpa" if called else "eager") == chosen
 
 
@@ -106,7 +106,7 @@ def test_blocks_are_compiled_where_somebody_asks_for_it(
     """`auto` is a word, and so true: a model that took it for a boolean would compile everywhere."""
     blocks: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda block, **_: blocks.append(block))
-    whole_model(config_of({}, compile=asked))
+    model_of(config_of({}, compile=asked))
     assert len(blocks) == compiled
 
 
@@ -144,9 +144,7 @@ def test_low_precision_attention_is_rounded_a_few_times_only(dtype: torch.dtype)
     q, k, v = torch.randn(3, 2, 2, 64, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     v = v.clamp(-1, 1)
     attention = (
-        whole_model(config_of({}, precision="bf16" if dtype == torch.bfloat16 else "fp32"))
-        .blocks["0"]
-        .attention
+        model_of(config_of({}, precision="bf16" if dtype == torch.bfloat16 else "fp32")).blocks["0"].attention
     )
     assert isinstance(attention, Attention) and attention.kind(q) == "eager"
     right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)

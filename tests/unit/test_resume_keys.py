@@ -22,8 +22,9 @@ from megacore.optimizers.rule import ReferenceStep, Rule, State, register, unreg
 from megacore.optimizers.sgd import SGDSettings
 from megacore.tools.choices.resolve_auto import resolved_auto
 from megacore.tools.inputs import Inputs, recorded_rule
-from megacore.tools.settings.load import flatten, load
+from megacore.tools.settings.load import flatten
 from megacore.tools.startup_lines import HOW, UNHEARD, changes
+from tests.build import run_of
 from tests.checkpoints import save
 from tests.manifests import edit_text
 from tests.pieces import piece
@@ -95,7 +96,7 @@ def test_every_key_is_decided() -> None:
 def run(tmp_path: Path) -> tuple[Config, Path]:
     """A config, and the checkpoint of step 3 in its run's folder."""
     write_corpus(tmp_path, "other", seed=1)
-    config = load(write_config(tmp_path, write_corpus(tmp_path)), [f"log.dir={tmp_path}/run"]).config
+    config = run_of(write_config(tmp_path, write_corpus(tmp_path)), f"log.dir={tmp_path}/run")
     # as the trainer settles them
     config = changed(changed(config, "model.attention", "sdpa"), "train.compile", False)
     engine = {"updates": 3.0, "skipped": 0.0}

@@ -14,7 +14,7 @@ from megacore.config.model import RopeScaling
 from megacore.errors import ConfigError
 from megacore.model.rotary import frequencies, rope_tables, yarn_ramp
 from megacore.tools.interchange.families import family_for_config, family_for_hf
-from megacore.tools.settings.load import resolve
+from tests.build import run_of
 from tests.peers import LLAMA
 
 HEAD, THETA, POSITIONS = 16, 10000.0, 64
@@ -149,7 +149,7 @@ def config_with(method: dict[str, Any] | None, **model: Any) -> Any:
         "rope_scaling": method,
     }
     sections = {"model": sizes | model, "train": {"seq_len": 12, "precision": "fp32", "device": "cpu"}}
-    return resolve(sections, [], "test", 1).config
+    return run_of(sections)
 
 
 def test_ntk_goes_to_peers_as_a_base() -> None:

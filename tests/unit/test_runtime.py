@@ -15,18 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.distributed.communicator import SOLO
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.kernels import cross_entropy
 from megacore.model.batch import Microbatch
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.pipeline import generators, schedule
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices.held import peak_live
-from megacore.tools.choices.partition import partitioned
-from megacore.tools.settings.load import load
+from tests.build import mesh_of, model_of, run_of
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 
@@ -37,15 +34,15 @@ Configure = Callable[..., Config]
 def configure(tmp_path: Path) -> Configure:
     """`configure(overrides)`: the tests' small config in fp64, resolved."""
     path = write_config(tmp_path, "unused", model={"num_layers": 2}, train={"precision": "fp64"})
-    return lambda overrides="": partitioned(load(path, overrides.split()).config)
+    return lambda overrides="": run_of(path, *overrides.split())
 
 
 def engine_of(config: Config) -> tuple[list[Stage], NativeEngine]:
     """The stages of all chunks of one rank, with drawn weights, and their engine."""
-    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    mesh = mesh_of(config)
     stages = build_stages(config, mesh)
     engine = NativeEngine(config, stages, mesh)
-    copy = dict(whole_model(config).named_parameters())
+    copy = dict(model_of(config).named_parameters())
     with torch.no_grad():
         for stage in stages:
             for name, parameter in stage.named_parameters():
@@ -73,7 +70,7 @@ def test_a_plan_gives_the_sum_of_losses_and_their_gradient(
         generators.build(name, 1, microbatches), batch, {"cross_entropy": 0.125}
     )["cross_entropy"]
 
-    copy = whole_model(config)
+    copy = model_of(config)
     losses = torch.stack([copy.loss(copy.hidden(m.tokens, m.key), m.targets) for m in batch])
     (losses.sum() * 0.125).backward()
     assert float((loss - losses.sum()).detach().abs()) < 1e-10 and not loss.requires_grad
@@ -202,7 +199,7 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     activations; dropout would blur its loss.
     """
     config = configure("model.dropout=0.3")
-    stage = whole_model(config).eval()
+    stage = model_of(config).eval()
     batch = batch_of(config, 3)
     targets = batch[1].targets.clone()
     targets[0, 3:] = IGNORED
@@ -211,7 +208,7 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     with watched([stage]) as seen:
         loss = runtime.run(schedule.forward_only(schedule.looped(1), 3), batch)["cross_entropy"]
         assert all(storage.expired() for storage in seen)
-    plain = whole_model(configure())
+    plain = model_of(configure())
     right = sum(float(plain.loss(plain.hidden(m.tokens), m.targets).detach()) for m in batch)
     assert loss.item() == pytest.approx(right, rel=1e-13)
     assert runtime.peak_live == 0 and not runtime.roots

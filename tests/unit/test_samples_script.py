@@ -21,10 +21,10 @@ from megacore.distributed.events import Listeners
 from megacore.distributed.mesh import Mesh
 from megacore.errors import UserError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.settings.load import load
 from megacore.tools.verify import coverage
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
 from megacore.train.loader import Loader
+from tests.build import run_of
 
 # their lengths; a's samples: 26, b's 12, c's 2
 DOCUMENTS = {"a": [7, 1, 30, 22, 5, 66], "b": [40, 2, 19], "c": [9, 3]}
@@ -76,7 +76,7 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
     assert [(row["step"], row["position"]) for row in rows] == [
         (step, position) for step in (4, 5) for position in range(8)
     ]
-    resolved = load(config, [f"parallel.data={data_size}"], data_size).config
+    resolved = run_of(config, f"parallel.data={data_size}", world=data_size)
     stream = training_stream(resolved)
     for rank in range(data_size):
         dp = Group("dp", tuple(range(data_size)), rank)
@@ -140,7 +140,7 @@ def test_the_plot_counts_what_the_run_reads(
 ) -> None:
     """Against every sample of the run looked up on its own, at each step that is drawn."""
     parts = found(config, tmp_path, "--plot", str(tmp_path / "blend.png"))
-    stream = training_stream(load(config).config)
+    stream = training_stream(run_of(config))
     read = [stream.where(index)[0] for index in range(60 * 8)]
     for part, (_, name), size in zip(parts, SHARES, (26, 12, 2), strict=True):
         assert part["prefix"] == str(tmp_path / name) and part["size"] == size
@@ -176,7 +176,7 @@ def test_the_proof_is_a_plain_count(
     """
     monkeypatch.setattr(coverage, "BLOCK", 20)
     findings = found(config, tmp_path, "--prove", f"--epoch={epoch}", "--layouts", "dp2:3,dp4:9,dp1")
-    stream = training_stream(load(config).config)
+    stream = training_stream(run_of(config))
     places = [stream.where(index) for index in range(1600)]
     for finding, tokens, count in zip(findings, stream.corpora, (26, 12, 2), strict=True):
         own = [index for index, (prefix, e, _) in enumerate(places) if prefix == tokens.prefix and e == epoch]
@@ -186,7 +186,7 @@ def test_the_proof_is_a_plain_count(
 
 
 def test_visits_count_the_blend(config: str) -> None:
-    stream = training_stream(load(config).config)
+    stream = training_stream(run_of(config))
     corpora = [stream.where(index)[0] for index in range(300)]
     for corpus, tokens in enumerate(stream.corpora):
         assert [visits(stream.shares, corpus, n) for n in range(301)] == [
@@ -247,7 +247,7 @@ def test_planted_faults_are_found(
     broken, legs = FAULTS[fault]
     if broken is not None:
         monkeypatch.setattr(coverage, "dealt", lambda *arguments: broken(batches.dealt(*arguments)))
-    resolved = load(config).config
+    resolved = run_of(config)
     stream = training_stream(resolved)
     finding = Epoch(stream, corpus, 0, legs, resolved.train).check()
     last = finding.last_step
@@ -269,7 +269,7 @@ def test_planted_faults_are_found(
 
 def test_where_a_sample_is_read_twice_is_named(config: str) -> None:
     """The step, the data rank and the microbatch, on both sides of a resume that repeats step 2."""
-    resolved = load(config, ["data.train=" + load(config).config.data.train[0][1]]).config  # type: ignore[index]
+    resolved = run_of(config, "data.train=" + run_of(config).data.train[0][1])  # type: ignore[index]
     finding = Epoch(training_stream(resolved), 0, 0, [Leg(4, 1, 2), Leg(1, 2)], resolved.train).check()
     assert (finding.repeated, finding.missing) == (8, 0)
     stream = training_stream(resolved)
@@ -284,7 +284,7 @@ def test_where_a_sample_is_read_twice_is_named(config: str) -> None:
 
 def test_a_count_that_wraps_is_not_taken_for_one(config: str) -> None:
     """A byte holds 257 reads as 1: the number of reads tells."""
-    resolved = load(config, ["data.train=" + load(config).config.data.train[2][1]]).config  # type: ignore[index]
+    resolved = run_of(config, "data.train=" + run_of(config).data.train[2][1])  # type: ignore[index]
     finding = Epoch(training_stream(resolved), 0, 0, [Leg(1)] * 257, resolved.train).check()
     assert (finding.samples, finding.reads, finding.holds) == (2, 514, False)
 

@@ -20,7 +20,7 @@ from megacore.tools.scaling import budget, finished, isoflop, parametric
 from megacore.tools.scaling.finished import Run, read_runs
 from megacore.tools.scaling.minimise import Array, Numbers, minimise
 from megacore.tools.scaling.parametric import Law
-from megacore.tools.settings.load import load
+from tests.build import run_of
 
 HOFFMANN = Law(1.69, math.log(406.4), math.log(410.7), 0.34, 0.28)
 OTHER = Law(2.2, math.log(900.0), math.log(3000.0), 0.45, 0.37)
@@ -304,7 +304,7 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["law"]["alpha"]["value"] == pytest.approx(0.42, rel=0.01) and len(found["runs"]) == 20
     assert found["held_out"][0]["predicted"] == pytest.approx(found["held_out"][0]["loss"], rel=1e-3)
     assert Path(files["law.png"]).stat().st_size > 20_000
-    config = load(files["best.json"], [], 2).config
+    config = run_of(files["best.json"], world=2)
     assert config.world_size == 2 and config.train.global_batch_size == 64
     assert found["optimal"]["tokens"] == config.train.steps * 64 * SEQUENCE
     assert scaling.run([str(sweep), "--least-ratio", "6", "--resamples", "5"]) == 0

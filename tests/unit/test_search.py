@@ -16,7 +16,6 @@ from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS
 from megacore.pipeline.partition import plan_of
 from megacore.tools.choices.held import peak_held
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import fullest
 from megacore.tools.planner.devices import read_cluster, read_device
 from megacore.tools.planner.memory import besides, communicators_of, rank_memory
@@ -26,14 +25,14 @@ from megacore.tools.planner.search import Found, layouts, lost, offloaded, repla
 from megacore.tools.planner.search_plot import label_of
 from megacore.tools.planner.search_report import launcher
 from megacore.tools.planner.step_time import Prediction
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "train.micro_batch_size=1"]
 
 
 def searched(name: str, world: int, gib: float, *overrides: str) -> Found:
-    config = load(f"configs/{name}.json", [*overrides, *ALONE], 1).config
+    config = run_of(f"configs/{name}.json", *overrides, *ALONE)
     return search(config, world, read_device("h100"), read_cluster("dgx_h100"), profile(), gib)
 
 
@@ -51,10 +50,13 @@ def test_fullest_states_are_those_of_the_whole_plan(
         f"parallel.schedule={schedule}",
         "train.micro_batch_size=1",
     ]
-    config = load(
-        training.write_config(tmp_path, "nothing"), [*sizes, f"train.global_batch_size={microbatches}"], ranks
-    ).config
-    plan = plan_of(partitioned(config))
+    config = run_of(
+        training.write_config(tmp_path, "nothing"),
+        *sizes,
+        f"train.global_batch_size={microbatches}",
+        world=ranks,
+    )
+    plan = plan_of(config)
     for waiting in (0.5, 3.0):
         kept = [1.0 + 0.3 * stage for stage in range(plan.stages)]
         found = []
@@ -70,7 +72,7 @@ def test_layouts_run_and_fit() -> None:
     """A command that pretrain refuses, a layout that does not fit, or a slower one before a faster."""
     found = searched("gpt_7b", 64, 80.0)
     for candidate in found.fit[:: max(1, len(found.fit) // 40)]:
-        config = load("configs/gpt_7b.json", candidate.overrides(), 64).config
+        config = run_of("configs/gpt_7b.json", *candidate.overrides(), world=64)
         assert rank_memory(config) == rank_memory(candidate.config)
         assert max(memory.total for memory in rank_memory(config)) / 2**30 < candidate.needs_gib <= 80
     seconds = [round(candidate.seconds / found.fit[0].seconds, 4) for candidate in found.fit]
@@ -108,7 +110,7 @@ def test_a_row_by_hand() -> None:
     a_token = 6 * (matrices + vocab * hidden) + 12 * layers * hidden * tokens
     assert row.tokens_per_second == pytest.approx(1024 * tokens / row.seconds)
     assert row.mfu == pytest.approx(row.tokens_per_second * a_token / (8 * 989.5e12), rel=1e-6)
-    stages = load("configs/gpt_7b.json", ["parallel.tensor=2", "train.micro_batch_size=2"], 8).config
+    stages = run_of("configs/gpt_7b.json", "parallel.tensor=2", "train.micro_batch_size=2", world=8)
     communicators = besides(rank_memory(stages)[0], communicators_of(stages)).communicators / 2**30
     assert communicators == pytest.approx(0.15 * 5), (
         "tensor, data, the world, and one each way of the pipeline"
@@ -119,14 +121,14 @@ def test_layouts_keep_the_engines_rules() -> None:
     """FSDP cannot divide an embedding that one rank holds twice: the search would
     offer what pretrain refuses.
     """
-    config = load("configs/gpt_tiny.json", ["model.num_layers=8", *ALONE], 1).config
+    config = run_of("configs/gpt_tiny.json", "model.num_layers=8", *ALONE)
     found = {(c.engine.kind, c.parallel.schedule) for c in layouts(config, 4, read_cluster("dgx_h100"))}
     assert ("native", "zb_v") in found and ("fsdp", "zb_h1") in found and ("fsdp", "zb_v") not in found
 
 
 def test_every_layout_is_counted_once() -> None:
     """By tensor, pipeline and data: what divides, and nothing twice."""
-    config = load("configs/gpt_tiny.json", [*ALONE, "parallel.sequence=false"], 1).config
+    config = run_of("configs/gpt_tiny.json", *ALONE, "parallel.sequence=false")
     found: list[Config] = list(layouts(config, 8, read_cluster("dgx_h100")))
     axes = {(c.parallel.tensor, c.parallel.pipeline, c.data_size) for c in found}
     assert axes == {(t, p, 8 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 8}
@@ -158,7 +160,7 @@ def test_layouts_are_those_within_all_limits(kv_heads: int, ffn: int, decides: s
         f"train.global_batch_size={batch}",
         f"train.seq_len={tokens}",
     ]
-    config = load("configs/gpt_tiny.json", [*overrides, *ALONE], 1).config
+    config = run_of("configs/gpt_tiny.json", *overrides, *ALONE)
     nodes = read_cluster("dgx_h100")
     nodes = replace(nodes, levels=(replace(nodes.levels[0], ranks=4), *nodes.levels[1:]))
     limits: dict[str, Callable[[int, int, int, int], bool]] = {
@@ -198,7 +200,7 @@ def test_long_sequences_are_divided() -> None:
     long = ["train.seq_len=32768", "train.global_batch_size=8", *ALONE]
 
     def ways(*overrides: str) -> set[tuple[int, str]]:
-        config = load("configs/gpt_tiny.json", [*long, *overrides], 1).config
+        config = run_of("configs/gpt_tiny.json", *long, *overrides)
         found = list(layouts(config, 8, read_cluster("dgx_h100")))
         assert all(c.world_size == 8 for c in found)
         return {(c.parallel.context, c.parallel.context_method) for c in found}
@@ -216,9 +218,13 @@ def test_a_long_sequence_that_fits_nowhere_else_is_divided() -> None:
     found = searched("llama_8b", 8, 80.0, "train.seq_len=131072", "train.global_batch_size=8")
     best = found.fit[0]
     assert best.config.parallel.context > 1 and any(c.config.parallel.context == 1 for c in found.too_large)
-    again = load(
-        "configs/llama_8b.json", ["train.seq_len=131072", "train.global_batch_size=8", *best.overrides()], 8
-    ).config
+    again = run_of(
+        "configs/llama_8b.json",
+        "train.seq_len=131072",
+        "train.global_batch_size=8",
+        *best.overrides(),
+        world=8,
+    )
     assert (
         rank_memory(again) == rank_memory(best.config)
         and f"context {again.parallel.context} (" in best.describe()
@@ -244,7 +250,7 @@ def test_checkpoints_are_saved_at_the_best_interval() -> None:
     for delta, between in ((30.0, 356_000.0), (60.0, 11_000.0)):
         best = min(loss(interval, delta, between) for interval in range(100, 40_000, 10))
         assert loss(best_interval(delta, between), delta, between) == pytest.approx(best, rel=0.01)
-    config = load("configs/gpt_7b.json", [], 16).config
+    config = run_of("configs/gpt_7b.json", world=16)
     found = cost(config, 2.0, 1e9, 16, 8, 2.5, 700)
     assert found.steps == 477 and found.money == pytest.approx(2.5 * found.device_hours)
     assert found.days == pytest.approx(477 * 2.0 / 86400) and found.energy_mwh == pytest.approx(
@@ -258,7 +264,7 @@ def test_checkpoints_are_saved_at_the_best_interval() -> None:
 )
 def test_a_runs_time_is_said_in_units_that_fit_it(step: float, lasts: str) -> None:
     """A tiny run lasted 8e-05 days."""
-    line = cost_lines(load("configs/gpt_tiny.json", [], 1).config, step, 122 * 32 * 128, 8, None, None)[0]
+    line = cost_lines(run_of("configs/gpt_tiny.json"), step, 122 * 32 * 128, 8, None, None)[0]
     assert f"are 122 steps: {lasts} (" in line and "e-" not in line
 
 
@@ -266,7 +272,7 @@ def test_a_run_of_64_devices_costs_what_arithmetic_says() -> None:
     """Failures of one device, a checkpoint of weights alone, or one host that writes for all: each would
     move the interval or the bill.
     """
-    config = load("configs/gpt_7b.json", [], 64).config
+    config = run_of("configs/gpt_7b.json", world=64)
     found, step, failure = cost(config, 2.5, 1e11, 64, 8, None, 700), 2.5, 16384 * 54 * 24 / 419 * 3600 / 64
     assert found.checkpoint_seconds == pytest.approx(12 * 6_738_415_616 / 8e9), (
         "fp32 masters and two moments, from eight hosts"
@@ -285,7 +291,7 @@ def test_a_run_of_64_devices_costs_what_arithmetic_says() -> None:
 
 def test_offloaded_activations_go_there_and_back() -> None:
     """Counted one way, offload would look twice as fast as the bus."""
-    config = load("configs/gpt_1b.json", ["train.offload_activations=true"], 1).config
+    config = run_of("configs/gpt_1b.json", "train.offload_activations=true")
     idle = Prediction(dict.fromkeys(("products", "attention", "passes"), 0.0))
     kept = rank_memory(replace_config(config, "train", offload_activations=False))[0].activations
     assert offloaded(config, idle).terms["offload"] == pytest.approx(
@@ -321,9 +327,9 @@ def test_a_bar_is_named_by_its_layout() -> None:
         "parallel.schedule=zb_h1",
         "engine.shard_optimizer=true",
     ]
-    config = load(
-        "configs/gpt_7b.json", [*words, "train.micro_batch_size=2", "train.recompute=selective"], 32
-    ).config
+    config = run_of(
+        "configs/gpt_7b.json", *words, "train.micro_batch_size=2", "train.recompute=selective", world=32
+    )
     found: Any = SimpleNamespace(config=config)
     assert label_of(found) == "tp4 pp2 dp4 sp @zb_h1, microbatch 2, sharded, recompute selective"
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from launch import verify
 from megacore.config.implied import has_masks
-from megacore.tools.settings.load import load
 from megacore.tools.verify import line_workers
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.self_check import gradient
@@ -22,6 +21,7 @@ from megacore.tools.verify.self_check.report import lines
 from megacore.tools.verify.self_check.run import run_check, self_check
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from tests import forks
+from tests.build import run_of
 from tests.commands import Prover
 from tests.faults import self_check as faults
 
@@ -32,7 +32,7 @@ def checked(folder: Path, config: str, *overrides: str) -> Report:
     """What the self-checks of a config's small case say, in this process."""
     user = load_whole(str(forks.ROOT / config), list(overrides))
     case = write_case(folder, shrink(user, [Layout("one")], 3, "fp64"), has_masks(user))
-    return self_check(load(str(case), [*EXACT]).config, folder)
+    return self_check(run_of(case, *EXACT), folder)
 
 
 def by_check(report: Report, check: str) -> Finding:

@@ -8,7 +8,6 @@ import pytest
 
 from megacore.config.implied import has_masks
 from megacore.tools.interchange import export_hf as exporter
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.line_workers import Workers
 from megacore.tools.verify.self_check.case import EXACT, Case
@@ -16,6 +15,7 @@ from megacore.tools.verify.self_check.export import check_export
 from megacore.tools.verify.self_check.finding import Finding
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from tests import forks
+from tests.build import run_of
 
 TINY, MOE = "configs/gpt_tiny.json", "configs/moe_tiny.json"
 
@@ -24,7 +24,7 @@ def exported(folder: Path, config: str, *overrides: str) -> Finding:
     """What the check finds of a config's small case."""
     user = load_whole(str(forks.ROOT / config), list(overrides))
     path = write_case(folder, shrink(user, [Layout("one")], 3, "fp64"), has_masks(user))
-    (finding,) = check_export(Case(load(str(path), [*EXACT]).config, folder))
+    (finding,) = check_export(Case(run_of(path, *EXACT), folder))
     return finding
 
 

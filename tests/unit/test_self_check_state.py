@@ -8,7 +8,6 @@ import pytest
 
 from megacore.checkpoint import Reader
 from megacore.config.implied import has_masks
-from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.self_check import state
 from megacore.tools.verify.self_check.case import EXACT, Case
@@ -17,6 +16,7 @@ from megacore.tools.verify.self_check.generation import check_cache
 from megacore.tools.verify.self_check.state import check_evaluation_and_resume, check_state_by_step
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from tests import forks
+from tests.build import run_of
 from tests.faults import self_check_state as faults
 
 TINY, MOE = "configs/gpt_tiny.json", "configs/moe_tiny.json"
@@ -29,7 +29,7 @@ def findings_of(folder: Path, config: str, *overrides: str) -> dict[str, Finding
     """What these checks say of a config's small case, by check."""
     user = load_whole(str(forks.ROOT / config), list(overrides))
     path = write_case(folder, shrink(user, [Layout("one")], 3, "fp64"), has_masks(user))
-    case = Case(load(str(path), [*EXACT]).config, folder)
+    case = Case(run_of(path, *EXACT), folder)
     findings = [*check_cache(case), *check_state_by_step(case), *check_evaluation_and_resume(case)]
     return {finding.check: finding for finding in findings}
 

@@ -22,9 +22,7 @@ def configure(tmp_path: Path) -> Configure:
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    configure: Configure, precision: str, bad: float
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(precision: str, bad: float) -> None:
     """One overflow would turn every weight into NaN; a skipped step that counted would
     bend bias correction.
     """
@@ -51,7 +49,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
 
 @pytest.mark.parametrize("bad", ["weight", "loss", "gradient", "spike"])
 @pytest.mark.parametrize("kind", RULES)
-def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: str, bad: str) -> None:
+def test_a_step_that_is_not_taken_leaves_everything(kind: str, bad: str) -> None:
     """By every rule and for every reason: no weight, moment or momentum moves, no norm is
     remembered, and one step is one skip, also where loss and gradient are both bad, as they are
     behind a weight that is not finite.
@@ -105,7 +103,7 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
     assert engine.state() == resumed.state() | {"skipped": 1}
 
 
-def test_a_step_that_is_not_taken_leaves_the_routers_biases(configure: Configure) -> None:
+def test_a_step_that_is_not_taken_leaves_the_routers_biases() -> None:
     """They would follow the tokens of batches that nothing was learned from."""
     experts = "model.num_experts=4 model.experts_per_token=2 model.router_bias_rate=0.1"
     config = configure(f"{experts} model.router_balance=none")
@@ -120,7 +118,7 @@ def test_a_step_that_is_not_taken_leaves_the_routers_biases(configure: Configure
     assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
 
 
-def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:
+def test_spikes_move_neither_their_own_bar_nor_the_loss_scale() -> None:
     """More spikes than norms before them: remembered, they would be the usual norm by the end.
 
     Nor does a spike overflow: forty of them that halved the loss scale would leave gradients that underflow.
@@ -134,7 +132,7 @@ def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configu
     assert engine.state()["loss_scale"] == scale
 
 
-def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
+def test_loss_scale_leaves_the_gradient_as_it_is() -> None:
     """A gradient that is not unscaled before the clip steps by its bound in every step,
     however small it is.
     """
@@ -205,7 +203,7 @@ def test_learning_rate_without_room() -> None:
         assert [learning_rate(cut, step, 20) for step in (1, 15, 20)] == pytest.approx([1 / 30, 0.5, 2 / 3])
 
 
-def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> None:
+def test_scaling_starts_afresh_behind_a_run_without() -> None:
     """fp16 on from a bf16 checkpoint at a loss scale of 1 would lose its gradients to underflow."""
     _, bf16 = engine_of(configure("train.precision=bf16"))
     _, fp16 = engine_of(configure("train.precision=fp16"))
@@ -215,7 +213,7 @@ def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> Non
 
 
 @pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])
-def test_every_loss_scale_is_restored(configure: Configure, scale: float) -> None:
+def test_every_loss_scale_is_restored(scale: float) -> None:
     """One that many overflows have made small would be taken for that of a run that did not scale: the
     resumed run would start afresh, skip all those steps again, and part from the uninterrupted one.
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.model.batch import Microbatch
-from megacore.tools.settings.load import load
 from tests import training
+from tests.build import run_of
 from tests.forks import perturbed
 from tests.unit.test_generate import worst_logits
 
@@ -27,7 +27,7 @@ def config_of(folder: Path, **model: object) -> Config:
     path = training.write_config(
         folder, "unused", model={**SIZES, **WINDOWS, **model}, train={"precision": "fp64"}
     )
-    return load(path, []).config
+    return run_of(path)
 
 
 def rms(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.start_up import fake_rank, run
 from megacore.pipeline.partition import placement_of
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.pool import PATIENCE
 
 LAYOUT = ["parallel.tensor=2", "parallel.pipeline=2", "train.global_batch_size=64", "engine.bucket_mib=0.05"]
@@ -39,7 +39,7 @@ def test_a_run_does_not_load_the_compiler() -> None:
 
 def test_fake_ranks_have_the_groups_of_real_ones() -> None:
     """Their coordinates, and one communicator for each group of more than one rank."""
-    config = load(CONFIG, LAYOUT, 8).config
+    config = run_of(CONFIG, *LAYOUT, world=8)
     assert len(placement_of(config)) == 2
     for rank in range(8):
         with fake_rank(config, rank, 8) as mesh:

@@ -35,7 +35,7 @@ from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.traffic import Transfer
 from megacore.tools.planner.workload import Setting, setting_of
 from megacore.tools.schedules.simulate import simulate
-from megacore.tools.settings.load import resolve
+from tests.build import run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # A device with round numbers, and 4 ranks a machine.
@@ -394,30 +394,27 @@ def test_stages_are_cut_by_the_frameworks_rule() -> None:
 
 def test_a_config_becomes_a_setting() -> None:
     """What the planner predicts for a config is what the config trains."""
-    config = resolve(
+    config = run_of(
         {"model": {"num_layers": 4, "activation": "swiglu", "hidden_size": 64, "num_heads": 4}},
-        ["parallel.tensor=2"],
-        "x",
-        4,
-    ).config
+        "parallel.tensor=2",
+        world=4,
+    )
     setting = setting_of(config)
     assert (setting.layers, setting.tensor, setting.data, setting.world, setting.gated) == (4, 2, 2, 4, True)
     assert (
         setting.microbatches == config.num_microbatches and setting.precision == "bf16" and setting.zero == 0
     )
     divided = setting_of(
-        resolve(
-            {}, ["parallel.context=2", "parallel.pipeline=2", "parallel.schedule=interleaved"], "x", 8
-        ).config
+        run_of({}, "parallel.context=2", "parallel.pipeline=2", "parallel.schedule=interleaved", world=8)
     )
     assert (divided.context, divided.pipeline, divided.data, divided.chunks, divided.world) == (2, 2, 2, 2, 8)
     assert divided.tokens == divided.seq * divided.micro_batch // 2
-    halves = setting_of(resolve({}, ["engine.reduce_dtype=bf16"], "x", 8).config)
+    halves = setting_of(run_of({}, "engine.reduce_dtype=bf16", world=8))
     assert (setting.gradient_bytes, halves.gradient_bytes) == (4, 2), "what travels, not what is added up"
     engines = ([], ["engine.shard_optimizer=true"], ["engine.kind=fsdp"])
-    assert [setting_of(resolve({}, own, "x", 8).config).zero for own in engines] == [0, 1, 3]
+    assert [setting_of(run_of({}, *own, world=8)).zero for own in engines] == [0, 1, 3]
     piped = [["engine.kind=fsdp", "parallel.pipeline=2", *more] for more in ([], ["engine.reshard=true"])]
-    assert [setting_of(resolve({}, own, "x", 8).config).zero for own in piped] == [2, 3], (
+    assert [setting_of(run_of({}, *own, world=8)).zero for own in piped] == [2, 3], (
         "whole during a step, unless it says otherwise"
     )
 
@@ -527,9 +524,9 @@ def test_a_run_calibrates_its_machine(tmp_path: Path) -> None:
         == predict(many, SMOOTH, CLUSTER, PLAIN).terms["data"]
     )
     assert calibrated(PLAIN, SETTING, 1e9, SMOOTH, CLUSTER) is None
-    config = resolve(
-        {"model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}, ["parallel.tensor=2"], "x", 4
-    ).config
+    config = run_of(
+        {"model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}, "parallel.tensor=2", world=4
+    )
     (tmp_path / "config.json").write_text(config.model_dump_json(by_alias=True))
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step_seconds": {t}}}\n' for t in (9, 9, 9, 1, 1, 2, 1))
@@ -611,9 +608,7 @@ def test_a_forward_that_is_computed_again_waits_again(monkeypatch: pytest.Monkey
     for recompute in ("none", "selective", "full"):
         train = {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 1, "recompute": recompute}
         model = {"num_layers": 1, "num_heads": 8, "hidden_size": 64, "vocab_size": 2}
-        config = resolve(
-            {"model": model, "train": train, "parallel": {"context": 4}}, [], "context", 4
-        ).config
+        config = run_of({"model": model, "train": train, "parallel": {"context": 4}}, world=4)
         found[recompute] = context_method_of(config)
     assert found == {"none": "gather", "selective": "gather", "full": "ring"}
 
@@ -639,9 +634,7 @@ def test_on_a_cpu_auto_takes_what_was_fastest_there() -> None:
             "global_batch_size": 1,
             "device": "cpu",
         }
-        config = resolve(
-            {"model": model, "train": train, "parallel": {"context": 4}}, [], "context", 4
-        ).config
+        config = run_of({"model": model, "train": train, "parallel": {"context": 4}}, world=4)
         assert context_method_of(config) == min(rows, key=rows.__getitem__)
         own = setting_of(config).divided
         attention = 2 * own.tokens * own.seq * own.size / CPU.operations

@@ -22,6 +22,7 @@ from megacore.tools.sweep.folder import SweepFolder
 from megacore.tools.sweep.results import Results, rows_of
 from megacore.tools.sweep.spec import Spec, read_spec
 from megacore.tools.sweep.trials import trials_of
+from tests.build import run_of
 from tests.conftest import Refused
 from tests.pool import ROOT
 
@@ -318,7 +319,7 @@ def test_job_array(tmp_path: Path, stand_in: None, capfd: pytest.CaptureFixture[
     }
     done = subprocess.run(["bash", str(job)], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == f"{tmp_path}/out/configs/lr=0.04.json", done.stderr
-    assert load(done.stdout.split()[-1], []).config.optim.lr == 0.04
+    assert run_of(done.stdout.split()[-1]).optim.lr == 0.04
 
 
 @pytest.mark.parametrize(("given", "cores"), [({"SLURM_CPUS_PER_TASK": "12"}, "12"), ({}, "1")])

@@ -30,11 +30,11 @@ from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.inputs import Inputs
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
-from megacore.tools.settings.load import load
 from megacore.train.checkpointing import Origin
-from megacore.train.step import StepResult, TrainStep
+from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.build import mesh_of, run_of, step_of
 from tests.unit.test_prometheus import scrape
 
 META = torch.device("meta")
@@ -122,10 +122,8 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
     """Forward, backward, reduction, norm, guard and update of two steps."""
-    config = load(
-        training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1
-    ).config
-    step = TrainStep(config, Mesh(config, RankInfo(), META), draw=False)
+    config = run_of(training.write_config(tmp_path, "nothing"), "model.kernels=eager", *CONFIGS[case])
+    step = step_of(config, mesh_of(config, device=META), draw=False)
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     with refusing():
         for number in (1, 2):
@@ -151,7 +149,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     path = training.write_config(
         tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True}
     )
-    config = load(path, overrides, 1).config
+    config = run_of(path, *overrides)
     exporter = Exporter(port, RankInfo(), META)
     with (
         mock.patch.object(Trainer, "restore", lambda self: Origin()),

@@ -14,11 +14,10 @@ from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
 from megacore.model.plain.exact import in_fp64
-from megacore.model.stage import whole_model
 from megacore.tools.interchange.mapped import Mapped, renamed, transposed
-from megacore.tools.settings.load import load
 from megacore.tools.verify.reference import PLAIN
 from megacore.tools.verify.untouched import Untouched, UntouchedReference, plain_logits, untouched_of
+from tests.build import model_of, run_of
 from tests.forks import ROOT
 
 SMALL = (
@@ -38,7 +37,7 @@ TENSOR_NAMES = {
 
 
 def config_of(*overrides: str) -> Config:
-    return load(str(ROOT / "configs/gpt_tiny.json"), [*SMALL, *PLAIN, *overrides]).config
+    return run_of(ROOT / "configs/gpt_tiny.json", *SMALL, *PLAIN, *overrides)
 
 
 class Plain(nn.Module):
@@ -62,7 +61,7 @@ class Plain(nn.Module):
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in whole_model(config, "meta").named_parameters()}
+    return {name: tuple(p.shape) for name, p in model_of(config, "meta").named_parameters()}
 
 
 def records(config: Config) -> list[Mapped]:
@@ -81,7 +80,7 @@ def plain_of(config: Config) -> Untouched:
 def test_weights_and_gradients_go_through_the_records() -> None:
     """Split, transposed and tied: what a record maps one way must come back the other."""
     config = config_of()
-    model, plain = whole_model(config), plain_of(config)
+    model, plain = model_of(config), plain_of(config)
     assert plain.tensors is not None
     del plain.module.embed, plain.module.unembed
     table = nn.Parameter(torch.zeros(16, 24, dtype=torch.float64))
@@ -165,13 +164,13 @@ def test_what_does_not_correspond_is_named(kind: str) -> None:
     change, complaint = WRONG[kind]
     config = config_of()
     with pytest.raises(ConfigError) as raised:
-        UntouchedReference(change(plain_of(config)), whole_model(config))
+        UntouchedReference(change(plain_of(config)), model_of(config))
     assert complaint in raised.value.wrong, raised.value.wrong
 
 
 def test_a_frozen_parameter_gets_the_weight_and_no_gradient() -> None:
     config = config_of()
-    model, plain = whole_model(config), plain_of(config)
+    model, plain = model_of(config), plain_of(config)
     weight = dict(model.named_parameters())["embedding.weight"].requires_grad_(False)
     reference = UntouchedReference(plain, model)
     assert torch.equal(plain.module.embed.weight, weight)  # type: ignore[union-attr, arg-type]
@@ -197,7 +196,7 @@ def test_a_frozen_parameter_gets_the_weight_and_no_gradient() -> None:
 )
 def test_what_call_returns_is_checked(call: Callable[[Tensor], Tensor], complaint: str) -> None:
     config = config_of()
-    reference = UntouchedReference(replace(plain_of(config), call=call), whole_model(config))
+    reference = UntouchedReference(replace(plain_of(config), call=call), model_of(config))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     with pytest.raises(RuntimeError) as raised:
         reference.sums(Microbatch(tokens, tokens))
@@ -214,7 +213,7 @@ def test_every_document_is_a_sequence_of_its_own() -> None:
         lengths.append(tuple(tokens.shape))
         return plain.module(tokens)  # type: ignore[no-any-return]
 
-    reference = UntouchedReference(replace(plain, call=call), whole_model(config))
+    reference = UntouchedReference(replace(plain, call=call), model_of(config))
     tokens = torch.arange(16).view(2, 8)
     batch = Microbatch(tokens, tokens, documents=((0, 3, 8), (0, 8)), positions=tokens)
     logits = reference.logits(batch)
@@ -232,7 +231,7 @@ def test_a_loss_over_targets_is_the_module_s_if_all_count(ignored: bool, listed:
         logits = plain.module(tokens)
         return logits, {"z_loss": logits.logsumexp(-1).square().sum()}
 
-    reference = UntouchedReference(replace(plain, call=call), whole_model(config))
+    reference = UntouchedReference(replace(plain, call=call), model_of(config))
     targets = torch.arange(16).view(2, 8)
     if ignored:
         targets[0, 0] = -100
@@ -245,12 +244,12 @@ def test_dropout_cannot_be_compared() -> None:
     """Masks of the module are drawn otherwise; every gradient would differ, and none be wrong."""
     config = config_of("model.dropout=0.1")
     with pytest.raises(ConfigError, match=r"model.dropout: 0.1 is not 0"):
-        UntouchedReference(plain_of(config), whole_model(config))
+        UntouchedReference(plain_of(config), model_of(config))
     config = config_of()
     plain = plain_of(config)
     plain.module.drop = nn.Dropout(0.2)
     with pytest.raises(ConfigError, match=r"drop of tests.Plain has dropout 0.2"):
-        UntouchedReference(plain, whole_model(config))
+        UntouchedReference(plain, model_of(config))
 
 
 def source(folder: Path, text: str) -> Config:

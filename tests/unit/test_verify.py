@@ -24,11 +24,8 @@ from megacore.distributed.shard import Shard
 from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
-from megacore.model.stage import whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.tensor_parallel.gradient import MainGradient
-from megacore.tools.choices.partition import partitioned
-from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing
 from megacore.tools.verify.first_divergence import apart
 from megacore.tools.verify.flight import Flight, Flights, in_flight, memory_of
@@ -48,6 +45,7 @@ from megacore.tools.verify.shrink import (
 )
 from megacore.tools.verify.tolerances import Bounds
 from megacore.tools.verify.trace import SeenGradient
+from tests.build import model_of, run_of
 from tests.pieces import piece
 
 CONFIGS = sorted(Path(__file__).resolve().parents[2].glob("configs/*.json"))
@@ -156,7 +154,7 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
     ]
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
     for layout in layouts:
-        small = load(str(case), layout.overrides(), layout.world).config
+        small = run_of(case, *layout.overrides(), world=layout.world)
     kinds = (
         "block",
         "norm",
@@ -173,7 +171,7 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
     assert small.model.num_heads // small.kv_heads == min(user.model.num_heads // user.kv_heads, 4)
     assert small.model.vocab_size % 4 == user.model.vocab_size % 4
     assert small.train.recompute == user.train.recompute and small.parallel.schedule == user.parallel.schedule
-    parameters = sum(p.numel() for p in whole_model(load(str(case)).config).parameters())
+    parameters = sum(p.numel() for p in model_of(run_of(case)).parameters())
     assert parameters < 2_500_000
     # 61 blocks of two kinds and a V: no few blocks are cut alike
     for stages in () if path.stem == "deepseek_v3" else (2, 4):
@@ -194,12 +192,12 @@ def test_an_uneven_split_stays_uneven(
 ) -> None:
     """With a block a stage, or as many on each, one that runs `layers // stages` of them would be right."""
     user = load_whole(path, overrides)
-    assert [len(layers) for layers in stage_layers(partitioned(with_stages(user, stages)))] == split
-    small = load(str(write_case(tmp_path, shrink(user, [parse(f"pp{stages}")], 3, "fp64")))).config
+    assert [len(layers) for layers in stage_layers(run_of(with_stages(user, stages)))] == split
+    small = run_of(write_case(tmp_path, shrink(user, [parse(f"pp{stages}")], 3, "fp64")))
     assert unevenness(small, stages) == unevenness(user, stages)
     short = [
         len(layers) > small.model.num_layers // stages
-        for layers in stage_layers(partitioned(with_stages(small, stages)))
+        for layers in stage_layers(run_of(with_stages(small, stages)))
     ]
     assert any(short) == (len(set(split)) > 1)
 
@@ -224,9 +222,7 @@ def test_fewer_microbatches_than_stages_stay_fewer(
     user = load_whole("configs/gpt_1b.json", ["train.micro_batch_size=1", f"train.global_batch_size={batch}"])
     layouts = [parse(name) for name in names.split(",")]
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
-    assert {
-        x.name: load(str(case), x.overrides(), x.world).config.num_microbatches for x in layouts
-    } == wanted
+    assert {x.name: run_of(case, *x.overrides(), world=x.world).num_microbatches for x in layouts} == wanted
 
 
 @pytest.mark.parametrize(("users", "small"), [(1, 1), (2, 2), (3, 3), (4, 2), (7, 3), (16, 2)])
@@ -236,9 +232,7 @@ def test_an_odd_micro_batch_stays_odd(users: int, small: int, tmp_path: Path) ->
         "configs/gpt_1b.json", [f"train.micro_batch_size={users}", f"train.global_batch_size={16 * users}"]
     )
     assert (
-        load(
-            str(write_case(tmp_path, shrink(user, [parse("tp2sp")], 3, "fp64")))
-        ).config.train.micro_batch_size
+        run_of(write_case(tmp_path, shrink(user, [parse("tp2sp")], 3, "fp64"))).train.micro_batch_size
         == small
     )
 
@@ -251,13 +245,11 @@ def test_a_chunked_loss_keeps_several_chunks(micro_batch: int, tmp_path: Path) -
         f"train.micro_batch_size={micro_batch}",
         f"train.global_batch_size={16 * micro_batch}",
     ]
-    train = load(
-        str(
-            write_case(
-                tmp_path, shrink(load_whole("configs/gpt_1b.json", overrides), [parse("tp4sp")], 3, "fp64")
-            )
+    train = run_of(
+        write_case(
+            tmp_path, shrink(load_whole("configs/gpt_1b.json", overrides), [parse("tp4sp")], 3, "fp64")
         )
-    ).config.train
+    ).train
     tokens = train.micro_batch_size * train.seq_len
     assert default_chunk(tokens, "cpu") < tokens < 3 * default_chunk(tokens, "cpu")
 
@@ -271,7 +263,7 @@ def test_every_case_trains_on_a_blend(batch: int, masked: bool, tmp_path: Path) 
     """
     overrides = [DOCUMENTS, f"train.global_batch_size={batch}", "train.micro_batch_size=1"]
     sections = shrink(load_whole("configs/gpt_tiny.json", overrides), [parse("one")], 3, "fp64")
-    config = load(str(write_case(tmp_path, sections, masked))).config
+    config = run_of(write_case(tmp_path, sections, masked))
     stream = training_stream(config)
     read = stream.locate(np.arange(3 * batch))[0].reshape(-1, max(3, batch))
     assert all({*row} == {0, 1} for row in read.tolist()) and len(set(stream.shares)) == 2
@@ -306,7 +298,7 @@ def test_a_document_is_cut_in_a_learned_sample(data: list[str], masked: bool, tm
             3,
             "fp64",
         )
-        assert min(learned_at_cuts(load(str(write_case(folder, sections, masked))).config)) > 0
+        assert min(learned_at_cuts(run_of(write_case(folder, sections, masked)))) > 0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
@@ -514,7 +506,7 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
     for layout in layouts:
         assert impossible(layout, user) is None
-        small = load(str(case), layout.overrides(), layout.world).config
+        small = run_of(case, *layout.overrides(), world=layout.world)
         assert small.model.vocab_size % layout.size("tensor") == user.model.vocab_size % layout.size("tensor")
         assert small.num_microbatches >= 2 and small.model.num_layers >= 4
         # a rank's number must not do for that of its first head

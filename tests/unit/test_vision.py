@@ -12,17 +12,13 @@ import torch.nn.functional as F
 
 from megacore.config import Config
 from megacore.config.schema import IGNORED
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
 from megacore.model.layers import fields_of
-from megacore.tools.choices.settle import settled_alone
-from megacore.tools.settings.load import load
 from megacore.tools.text.cache import KeyValueCache
-from megacore.train.step import TrainStep
 from tests import training
+from tests.build import run_of, step_of
 from tests.forks import perturbed
 
 FORK = Path(__file__).parents[2] / "configs/forks/vision.py"
@@ -37,9 +33,7 @@ SIZES: dict[str, Any] = {
 
 
 def config_of(folder: Path, **model: object) -> Config:
-    return load(
-        training.write_config(folder, "unused", model=SIZES | model, train={"precision": "fp64"}), []
-    ).config
+    return run_of(training.write_config(folder, "unused", model=SIZES | model, train={"precision": "fp64"}))
 
 
 def batch_of(config: Config, tokens: np.ndarray, targets: np.ndarray | None = None) -> Microbatch:
@@ -79,11 +73,11 @@ def test_no_target_is_a_token_of_an_image(tmp_path: Path, fault: tuple[str, str]
     text = FORK.read_text(encoding="utf-8")
     assert fault is None or text.count(fault[0]) == 1
     (tmp_path / "vision.py").write_text(text.replace(*fault) if fault else text, encoding="utf-8")
-    config = settled_alone(config_of(tmp_path, source=str(tmp_path / "vision.py")))
+    config = config_of(tmp_path, source=str(tmp_path / "vision.py"))
     batch = batch_of(config, random_tokens())
     learned = batch["targets"][:, 3:-1]
     assert (learned == batch.tokens[:, 4:]).all()  # the last patch says the first token
-    step = TrainStep(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    step = step_of(config)
     mean = float(step.loss_weights([batch])["cross_entropy"])
     assert (mean == 1 / learned.numel() and int((batch["targets"] != IGNORED).sum()) == learned.numel()) == (
         fault is None

@@ -8,8 +8,8 @@ import pytest
 from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.prepare import prepare
-from megacore.tools.settings.load import resolve
 from megacore.tools.text.vocabulary import vocabulary_warnings
+from tests.build import run_of
 from tests.commands import run_script
 
 
@@ -24,9 +24,7 @@ def said(
         Sidecar(9, 1, 3, made_with, tokens, 1.0, 9).save(str(folder / name))
     train = [[1.0, str(folder / name)] for name in [*corpora, "without a sidecar"]]
     raw = {"model": {"vocab_size": vocab_size}, "data": {"train": train, "tokenizer": tokenizer}}
-    return [
-        line.replace(f"{folder}/", "") for line in vocabulary_warnings(resolve(raw, [], "test", 1).config)
-    ]
+    return [line.replace(f"{folder}/", "") for line in vocabulary_warnings(run_of(raw))]
 
 
 GPT2 = {"owt": ("gpt2", 50257)}

@@ -13,10 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
@@ -25,6 +22,7 @@ from megacore.tools.monitoring.tags import tagged
 from megacore.tools.settings.load import load
 from megacore.tools.settings.print_config import config_table
 from tests import forks
+from tests.build import mesh_of, run_of
 from tests.commands import run_script
 from tests.pool import PATIENCE
 from tests.training import write_config, write_corpus
@@ -122,9 +120,9 @@ def test_wandb_never_ends_or_stalls_a_run(
     """A run that waits for a server, or ends because it does not answer; or a line for every step."""
     monkeypatch.setattr(tracking, "COMMAND", [sys.executable, "-c", code])
     monkeypatch.setattr(tracking, "GRACE", 0.3 if "sleep" in code else PATIENCE)
-    config = load(
+    config = run_of(
         write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run"), "wandb": "online"})
-    ).config
+    )
     lines: list[str] = []
     tracker = tracking.Tracker()
     mesh: Any = SimpleNamespace(print=lines.append)
@@ -143,9 +141,9 @@ ECHO = "import pathlib, sys; pathlib.Path('{}').write_text(sys.stdin.readline())
 
 def config_told(path: str, folder: str) -> Any:
     """What wandb's process is told of a run's config."""
-    config, told = load(path, [f"log.dir={folder}"]).config, Path(folder) / "told"
+    config, told = run_of(path, f"log.dir={folder}"), Path(folder) / "told"
     with mock.patch.object(tracking, "COMMAND", [sys.executable, "-c", ECHO.format(told)]):
-        mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+        mesh = mesh_of(config)
         mesh.listeners.add(tracking.Tracker())
         trainer = trainer_of(config, mesh, Inputs(config, 0))
         trainer.run()
@@ -177,11 +175,11 @@ def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     """A run would train for hours, and nothing would be there to look at."""
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     path = write_config(tmp_path, write_corpus(tmp_path))
-    tracking.check_wandb(load(path).config)
+    tracking.check_wandb(run_of(path))
     with pytest.raises(
         ConfigError, match=r"log.wandb: wandb is not installed \(pip install 'megacore\[wandb\]', or off\)"
     ):
-        tracking.check_wandb(load(path, ["log.wandb=offline"]).config)
+        tracking.check_wandb(run_of(path, "log.wandb=offline"))
 
 
 def test_a_run_that_begins_anew_is_a_new_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.planner.whole_updates import Place, WholeUpdates, whole_updates
 from megacore.tools.planner.workload import setting_of
-from megacore.tools.settings.load import load
+from tests.build import run_of
 from tests.training import write_config
 
 # Ranks, overrides, and the ranks that are run: of each kind of holders one that differs from the first.
@@ -44,8 +44,8 @@ LAYOUTS = {
 def configure(tmp_path: Path) -> Callable[..., Config]:
     """`configure(ranks, overrides)`: the tests' small config with Muon, resolved."""
     path = write_config(tmp_path, "unused", model={"num_layers": 2}, train={"precision": "fp32"})
-    return lambda ranks, overrides: (
-        load(path, ["optim.kind=muon", "engine.bucket_mib=0.02", *overrides], ranks).config
+    return lambda ranks, overrides: run_of(
+        path, "optim.kind=muon", "engine.bucket_mib=0.02", *overrides, world=ranks
     )
 
 
