@@ -553,9 +553,8 @@ def test_a_router_outside_of_the_blocks_with_experts_is_passed_over(configure: C
         model_of(config),
         SimpleNamespace(device="cpu", pp=SOLO, world=SOLO, group=lambda _: SOLO),
     )
-    stage.blocks["1"].add_module(
-        "router", Router(config, topology_of(config), torch.float32, torch.device("cpu"))
-    )  # type: ignore[union-attr, index]
+    router = Router(config, topology_of(config), torch.float32, torch.device("cpu"))
+    stage.blocks["1"].add_module("router", router)  # type: ignore[union-attr, index]
     expert_load = ExpertLoad()
     expert_load.on_start(config, mesh)  # type: ignore[arg-type]
     expert_load.on_built(SimpleNamespace(stages=[stage]))  # type: ignore[arg-type]

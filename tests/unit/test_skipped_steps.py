@@ -1,7 +1,8 @@
 """Loss scale, steps that are not taken, and the rate of the steps that are."""
 
 import math
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,7 @@ from megacore.engine.learning_rate import learning_rate
 from megacore.engine.loss_scale import LossScale
 from megacore.engine.spike_detector import ENOUGH
 from megacore.optimizers.rule import RULES
-from tests.one_rank import CPU, Configure, accumulate, backward_of, configuring, engine_of
-
-
-@pytest.fixture
-def configure(tmp_path: Path) -> Configure:
-    """See `configuring`."""
-    return configuring(tmp_path)
+from tests.one_rank import CPU, accumulate, backward_of, configure, engine_of
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
@@ -210,6 +205,21 @@ def test_scaling_starts_afresh_behind_a_run_without() -> None:
     initial = float(fp16.loss_scale.value)
     fp16.load_state(bf16.state(), fp16.tensors())
     assert float(fp16.loss_scale.value) == initial > 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_older_checkpoints_say_a_scale_of_1_without_scaling(precision: str) -> None:
+    """Taken at its word, an fp16 run on from a bf16 checkpoint would begin at 1."""
+    _, fp16 = engine_of(configure("train.precision=fp16"))
+    engine = {"updates": 3.0, "skipped": 1.0, "loss_scale": 1.0, "good_steps": 0.0}
+    sections: dict[str, Any] = {"model": {}, "data": {}, "train": {"precision": precision}}
+    reader: Any = SimpleNamespace(state={"engine": engine, "config": sections})
+    initial = fp16.state()["loss_scale"]
+    fp16.load_state(engine_state(reader), fp16.tensors())
+    assert (
+        fp16.state()["loss_scale"] == (initial if precision == "bf16" else 1.0)
+        and fp16.state()["updates"] == 3
+    )
 
 
 @pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])
