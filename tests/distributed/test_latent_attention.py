@@ -10,8 +10,8 @@ import pytest
 
 from megacore.model import latent_attention
 from tests import training
-from tests.distributed.test_experts import MODEL, of, trained
-from tests.steps import Found, apart
+from tests.distributed.test_experts import MODEL, of
+from tests.steps import Found, apart, train_rank
 
 TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, in gradients of single numbers
 LATENT = {"num_layers": 4, "head_size": 4, "q_rank": 20, "kv_rank": 12, "plain_size": 6, "value_size": 7}
@@ -40,8 +40,10 @@ def test_every_layout_is_one_process(pool: Any, config_path: str, name: str) -> 
     given another's matrix.
     """
     ranks, layout = LAYOUTS[name]
-    (one,) = pool.run(1, trained, config_path, [word for word in layout.split() if word.startswith("optim.")])
-    assert apart(pool.run(ranks, trained, config_path, of(layout)), one) < TOLERANCE
+    (one,) = pool.run(
+        1, train_rank, config_path, [word for word in layout.split() if word.startswith("optim.")]
+    )
+    assert apart(pool.run(ranks, train_rank, config_path, of(layout)), one) < TOLERANCE
 
 
 MISTAKES: dict[str, tuple[str, Any, str]] = {
@@ -62,13 +64,16 @@ replicated = latent_attention.replicated
 def mistaken(config_path: str, overrides: list[str], mistake: str) -> Found:
     """Some steps with a mistake."""
     with mock.patch.object(latent_attention, *MISTAKES[mistake][:2]):
-        return trained(config_path, overrides)
+        return train_rank(config_path, overrides)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_caught(pool: Any, config_path: str, mistake: str) -> None:
     """One process computes the same with and without them."""
     ranks, layout = LAYOUTS[MISTAKES[mistake][2]]
-    (one,), (alone,) = pool.run(1, trained, config_path, []), pool.run(1, mistaken, config_path, [], mistake)
+    (one,), (alone,) = (
+        pool.run(1, train_rank, config_path, []),
+        pool.run(1, mistaken, config_path, [], mistake),
+    )
     assert apart([alone], one) < TOLERANCE
     assert apart(pool.run(ranks, mistaken, config_path, of(layout), mistake), one) > 1e-6

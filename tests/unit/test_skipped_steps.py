@@ -1,8 +1,6 @@
 """Loss scale, steps that are not taken, and the rate of the steps that are."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -205,21 +203,6 @@ def test_scaling_starts_afresh_behind_a_run_without() -> None:
     initial = float(fp16.loss_scale.value)
     fp16.load_state(bf16.state(), fp16.tensors())
     assert float(fp16.loss_scale.value) == initial > 1
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_older_checkpoints_say_a_scale_of_1_without_scaling(precision: str) -> None:
-    """Taken at its word, an fp16 run on from a bf16 checkpoint would begin at 1."""
-    _, fp16 = engine_of(configure("train.precision=fp16"))
-    engine = {"updates": 3.0, "skipped": 1.0, "loss_scale": 1.0, "good_steps": 0.0}
-    sections: dict[str, Any] = {"model": {}, "data": {}, "train": {"precision": precision}}
-    reader: Any = SimpleNamespace(state={"engine": engine, "config": sections})
-    initial = fp16.state()["loss_scale"]
-    fp16.load_state(engine_state(reader), fp16.tensors())
-    assert (
-        fp16.state()["loss_scale"] == (initial if precision == "bf16" else 1.0)
-        and fp16.state()["updates"] == 3
-    )
 
 
 @pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])
