@@ -70,12 +70,13 @@ class Saving:
         self.saver = Saver(
             folder, Ranks(mesh), clean=prune, background=config.checkpoint.async_, device=mesh.device
         )
-        self.step = 0  # of the last save that began
-        self.latest: Path | None = None  # the newest checkpoint that was saved
+        self.step = 0  # of the save that began last
+        # The newest checkpoint that all ranks know to be whole, which they do when they finish the save.
+        self.latest: Path | None = None
         self.latest_step = 0
         self.reported: Path | None = None
-        self.took = 0.0  # seconds from the beginning of the newest save until it was on disk
-        self.seconds = 0.0  # spent waiting for saves since the last reading
+        self.last_save_seconds = 0.0  # from a save's beginning until it was on disk
+        self.waited_seconds = 0.0  # that training spent waiting for saves since the last reading
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Save the step just done, with the trainer's `progress`.
@@ -93,7 +94,7 @@ class Saving:
         }
         self.step = step
         self.saver.start(step, self.engine.tensors(), state)
-        self.seconds += time.perf_counter() - started
+        self.waited_seconds += time.perf_counter() - started
         if not config.checkpoint.async_:
             self.finish()
 
@@ -115,7 +116,7 @@ class Saving:
             if saved is not None:
                 self.latest, self.latest_step = saved.path, self.step
                 self._report(saved)
-        self.seconds += time.perf_counter() - started
+        self.waited_seconds += time.perf_counter() - started
 
     def poll(self, *, failed: bool) -> None:
         """Report a save that is done; called between steps.
@@ -130,14 +131,18 @@ class Saving:
     def _report(self, saved: Saved) -> None:
         if saved.path == self.reported:
             return
-        self.reported, self.took = saved.path, saved.seconds
+        self.reported, self.last_save_seconds = saved.path, saved.seconds
         self.mesh.print(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
         self.mesh.listeners.notify(Callback.on_checkpoint, saved.path)
 
     def read_seconds(self) -> float:
         """Return the seconds that training has waited for saves since the last reading."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds, self.waited_seconds = self.waited_seconds, 0.0
         return seconds
+
+    def forget(self) -> None:
+        """Forget what this run has saved, because it went back to an older checkpoint."""
+        self.latest, self.latest_step = None, 0
 
 
 def choose_checkpoint(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:

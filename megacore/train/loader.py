@@ -49,8 +49,8 @@ class Loader:
         self.executor = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,)
         )
-        self.reading_ahead: tuple[int, Future[list[Microbatch]]] | None = None  # a batch's number, and it
-        self.thread: int | None = None  # reads ahead
+        self.reading_ahead: tuple[int, Future[list[Microbatch]]] | None = None  # number and microbatches
+        self.thread: int | None = None  # the identifier of the thread that reads ahead
 
     def read(self, number: int) -> list[Microbatch]:
         """Return this rank's microbatches of batch `number` (from 1), and begin to read the next batch."""

@@ -231,6 +231,7 @@ class Reporter:
             **result.losses,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
+            # without the batches that rollbacks have passed over
             "tokens": train.samples_through(result.step) * train.seq_len,
             "tokens_per_second": tokens_per_second,
             "step_seconds": step_seconds,
@@ -260,7 +261,7 @@ class Reporter:
             by_part=dict(zip(parts, rows[len(measured) :], strict=True)),
             stragglers=stragglers,
             checkpoint_step=checkpoint_step,
-            checkpoint_seconds=self.saving.took,
+            checkpoint_seconds=self.saving.last_save_seconds,
         )
 
     def read_step_parts(self, busy_seconds: float, waits: Waits, steps: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ class Skips:
         """
         self.limit, self.max_rollbacks = limit, max_rollbacks
         self.in_a_row = 0
-        self.skipped = 0.0  # since the run began
+        self.skipped_so_far = 0.0  # updates since the run began
         self.rollbacks = 0
 
     def restore(self, skipped: float, rollbacks: int) -> None:
@@ -29,13 +29,13 @@ class Skips:
 
         A checkpoint that the run goes back to does not know of that rollback, so the larger number counts.
         """
-        self.skipped = skipped
+        self.skipped_so_far = skipped
         self.rollbacks = max(self.rollbacks, rollbacks)
 
     def count(self, result: StepResult[float]) -> bool:
         """Count a step, and return whether it was skipped."""
-        is_skipped = result.skipped_so_far > self.skipped
-        self.skipped = result.skipped_so_far
+        is_skipped = result.skipped_so_far > self.skipped_so_far
+        self.skipped_so_far = result.skipped_so_far
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         return is_skipped
 

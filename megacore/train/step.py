@@ -40,7 +40,9 @@ class StepResult(Generic[Number]):
     lr: float  # learning rate of this step's update
     loss: Number  # mean over the global batch, before the update; of several losses the sum
     grad_norm: Number  # of the whole model, before clipping
-    skipped_so_far: Number  # updates of the run; their loss or gradient was not finite, or a spike
+    skipped_so_far: (
+        Number  # updates skipped since the run began: a loss or gradient was not finite, or a spike
+    )
     flags: Mapping[str, Number]  # by name, the number of ranks that raised the flag in this step
     losses: Mapping[str, Number]  # by name, each times its coefficient; empty if the model has one loss
 
@@ -167,7 +169,7 @@ class TrainStep:
             # divides the loss's tokens among them (`sp`).
             divided_by = (self.mesh.tp.name,) if loss.sp and self.config.parallel.sequence else ()
             is_counted = self.mesh.counts(*divided_by)
-            value = loss_sums[loss.name] * weights[loss.name]
+            value = loss_sums[name] * weights[name]  # zero on stages without this loss
             local_losses[name] = (
                 value.double() if is_counted else torch.zeros_like(value, dtype=torch.float64)
             )

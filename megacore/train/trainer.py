@@ -86,7 +86,8 @@ class Trainer:
         self.loader = Loader(config, mesh, inputs.stream)
 
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
-        self.batch_offset = 0  # batches that rollbacks have passed over: step i trains on batch i + offset
+        # Step i trains on batch i + offset: rollbacks pass over batches, and so may another batch size.
+        self.batch_offset = 0
         # Entries of a checkpoint's state that training does not use: from the checkpoint that the run began
         # with, and from the script that trains.
         self.extra_state = dict[str, Any]()
@@ -104,7 +105,8 @@ class Trainer:
     def run(self, stop_requested: Callable[[], bool] = lambda: False) -> int:
         """Train from the step after the last checkpoint to `train.steps`. Return the exit status.
 
-        `stop_requested` says whether this rank is asked to stop; it is called in every step.
+        `stop_requested` says whether this rank is asked to stop. It is called in every step, and must stay
+        true once it is true.
         """
         self.stop_requested = stop_requested
         train, checkpoint = self.config.train, self.config.checkpoint
@@ -114,21 +116,24 @@ class Trainer:
             while self.step < train.steps:
                 self.step += 1
                 batch = self.next_batch()
-                # An update must not change tensors that a save in the background still copies.
-                hold_update = self.saving.saver.hold_update
-                result = self.train_step(self.step, batch, self.flags, before_update=hold_update)
+                # `hold_update`: the update must not change tensors that a save in the background still
+                # copies. On a GPU its stream waits for the copy, on a CPU the host does.
+                result = self.train_step(
+                    self.step, batch, self.flags, before_update=self.saving.saver.hold_update
+                )
                 self.reporter.count(batch)
 
-                # Results of earlier steps on a GPU, so that the host can launch the next step meanwhile.
-                arrived = self.arrived_results(result)
-                self.saving.poll(failed=any(earlier.flags["save_failed"] for earlier in arrived))
+                # On a GPU these are of an earlier step: its host launches the next step meanwhile.
+                self.pending.post(result)
+                results = self.take_results(all_of_them=self.is_logged)
+                self.saving.poll(failed=any(arrived.flags["save_failed"] for arrived in results))
                 if self.is_logged:
-                    self.log(arrived[-1])
-                self.count_skips(arrived)
+                    self.log(results[-1])
+                self.count_skips(results)
                 if self.skips.are_too_many:
                     self.roll_back()
                     continue
-                if any(earlier.flags["stop"] for earlier in arrived) and not self.is_last:
+                if any(arrived.flags["stop"] for arrived in results) and not self.is_last:
                     raise StopAgreed
 
                 validates = self.is_due(train.eval_every) and not self.is_last
@@ -162,7 +167,7 @@ class Trainer:
         return every is not None and every > 0 and self.step % every == 0
 
     def next_batch(self) -> list[Microbatch]:
-        """Return this rank's microbatches of the current step, which begins."""
+        """Begin the current step: tell callbacks, and return this rank's microbatches."""
         self.notify(Listener.on_step_begin, self.step, self.is_logged)
         self.mesh.listeners.phase("data")
         return self.loader.read(self.step + self.batch_offset)
@@ -171,17 +176,15 @@ class Trainer:
         """Return what ranks decide together in a step: each flag counts if any rank raises it."""
         return {"stop": self.must_stop, "save_failed": self.saving.saver.failed}
 
-    def arrived_results(self, result: StepResult[torch.Tensor]) -> list[StepResult[float]]:
-        """Return the results that are due on the host: on a CPU that of this step, on a GPU an older one.
+    def take_results(self, *, all_of_them: bool) -> list[StepResult[float]]:
+        """Return the results that are due, and tell callbacks: on a CPU of this step, on a GPU of step i - 2.
 
-        So a GPU's host waits until the step before the last one is done. If this step is logged, it waits for
-        this step, and returns the results of all.
+        So a GPU's host waits until step i - 2 is done. With `all_of_them` it waits for this step too.
         """
-        self.pending.post(result)
-        arrived = self.pending.take(all_of_them=self.is_logged)
-        for earlier in arrived:
-            self.notify(Callback.on_step, earlier)
-        return arrived
+        results = self.pending.take(all_of_them=all_of_them)
+        for result in results:
+            self.notify(Callback.on_step, result)
+        return results
 
     # Logs and validation
 
@@ -284,7 +287,7 @@ class Trainer:
                 self.skips.restore(reader.state["engine"]["skipped"], reader.state["rollbacks"])
                 batches = self.config.train.batches_in(reader.state["samples"])
                 self.batch_offset = batches - origin.step
-        self.train_step.begin(origin.step)  # if no step is left, a validation still depends on the last one
+        self.train_step.begin(origin.step)  # a validation before the next step has the settings of the last
         return origin
 
     # Recovery from bad batches
@@ -299,7 +302,7 @@ class Trainer:
         """Go back to the last checkpoint, and continue from there with samples that were not read yet."""
         self.skips.count_rollback()
         # Steps that were launched meanwhile are undone too, and their samples are passed over.
-        for result in self.pending.take(all_of_them=True):
+        for result in self.take_results(all_of_them=True):
             self.report_skipped(result)
         self.saving.finish()
         if self.saved_step == 0:
@@ -311,6 +314,7 @@ class Trainer:
             self.inputs.look_again(self.origin.checkpoint, self.origin.step)
         with self.reporter.timer.pause(), self.mesh.listeners.pause("going back to a checkpoint"):
             self.origin = self.restore()
+        self.saving.forget()  # a newer checkpoint than this one turned out to be damaged
         self.step = self.origin.step
         self.batch_offset = batch_number - self.step
 
@@ -349,8 +353,12 @@ class Trainer:
             raise StopAgreed
 
     def finish(self) -> int:
-        """End a run whose steps are all done: save, validate, and print where everything is."""
-        with self.mesh.listeners.pause("saving"):  # so `tools.drift` checks the last weights too
+        """End a run whose steps are all done: finish the last save, validate, print where everything is.
+
+        Raises `StopAgreed` if a rank is asked to stop during the validation.
+        """
+        # Callbacks that check the weights before a save, as `tools.drift` does, check the last ones too.
+        with self.mesh.listeners.pause("saving"):
             self.saving.finish(last=True)
         loss = self.validate()
         if loss is not None:
@@ -373,6 +381,7 @@ class Trainer:
 
     def stop(self) -> int:
         """End a run that all ranks have agreed to stop, with a checkpoint to resume."""
+        self.count_skips(self.take_results(all_of_them=True))
         self.save_before_exit()
         self.check_records()
         self.mesh.print(f"stopped on request after step {self.step}; the same command resumes from there")
