@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,9 @@ from tests import costs
 from tests.kernel_checks import interpret
 from tests.plain_modules import PRELOAD
 from tests.pool import CONTEXT, Pool
+
+if TYPE_CHECKING:
+    from megacore.tools.verify.workers import ProofWorkers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,6 +86,15 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator["ProofWorkers"]:
+    """The ranks of proofs, which `prove` takes; they live as long as a test file."""
+    from tests.commands import provers  # seconds to import: only where it is wanted
+
+    with provers() as workers:
+        yield workers
 
 
 @pytest.fixture

@@ -51,11 +51,11 @@ def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
     return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(pairs)]
 
 
-def train(config: Config, mesh: Mesh, layers: Layers | None = None, steps: int = STEPS) -> Found:
+def train(config: Config, mesh: Mesh, layers: Layers | None = None) -> Found:
     """Some steps, without a trainer around them. `layers`: of another model than the config's."""
     step, figures = step_of(run_of(config), mesh, layers=layers), []
     sources = fields_of(layers_of(config) if layers is None else layers)
-    for number in range(1, steps + 1):
+    for number in range(1, STEPS + 1):
         whole = batch_of(config, number, mesh.sample_group)
         batch = [
             microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, m.key, sources=sources) for m in whole

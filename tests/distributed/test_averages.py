@@ -1,7 +1,6 @@
 """Averages of weights, by `optim.ema` or by a rule: what they are, where they stand, and who uses them."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,91 +11,9 @@ import pytest
 from megacore.checkpoint import Reader
 from megacore.distributed.shard import Shard
 from megacore.engine.held_tensors import HeldTensors
-from megacore.tools.verify.layouts import parse
-from megacore.tools.verify.run import Options, prove
-from megacore.tools.verify.workers import ProofWorkers
 from tests import training
-from tests.commands import provers
 from tests.distributed.test_evaluate import figures_of
-from tests.pool import ROOT, Pool
-
-TINY = str(ROOT / "configs/gpt_tiny.json")
-# Every elementwise rule in one model; a rule that takes signs steps by noise where a gradient is zero, as
-# that of the keys' biases.
-MIXED = (
-    "model.qkv_bias=false",
-    "optim.slow_warmup=10",
-    'optim.groups=[{"match": ["blocks.0.*", "embedding.*"], "kind": "lion"}, {"match": ["blocks.1.*", '
-    '"*norm*"], "kind": "ademamix"}]',
-)
-EMA = (*MIXED, "optim.ema=0.7")
-FEW = "train.global_batch_size=16"  # four microbatches: two for each data rank or stage of a pipeline
-FREE = ("optim.kind=schedule_free",)
-SOAP = ("optim.kind=soap", "optim.ema=0.7")
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[ProofWorkers]:
-    with provers() as workers:
-        yield workers
-
-
-@pytest.mark.parametrize(
-    "rules", [EMA, FREE, SOAP], ids=["lion, ademamix, ema", "schedule_free", "soap, ema"]
-)
-@pytest.mark.parametrize(
-    ("layout", "engine"),
-    [
-        ("tp2pp2", "engine.kind=native"),
-        ("tp2dp2", "engine.shard_optimizer=true"),
-        ("tp2dp2", "engine.kind=fsdp"),
-    ],
-)
-def test_every_layout_is_the_papers_formula(
-    workers: ProofWorkers, layout: str, engine: str, rules: tuple[str, ...]
-) -> None:
-    """Weights, state, averages, and the validation loss, which is that of the averages."""
-    proof = prove(Options(TINY, [FEW, *rules, engine], [parse(layout)]), workers=workers)
-    found = {key: d for result in proof.results for key, d in result.differences.items()}
-    assert proof.holds and max(d.relative for d in found.values()) < 1e-11
-    kinds = {kind for kind, _, _ in found}
-    assert "average" in kinds and kinds >= OWN[rules]
-    assert any(name == "valid_loss" for _, _, name in found)
-
-
-def swapped_betas() -> Any:
-    """A mistake, for `prove`: Lion steps by the mean that it keeps, and keeps the one that it steps by."""
-    from megacore.optimizers.lion import Lion
-
-    direction = Lion.direction
-
-    def swapped(self: Lion, given: Any) -> Any:
-        own = self.settings
-        other = own.model_copy(update={"lion_beta1": own.lion_beta2, "lion_beta2": own.lion_beta1})
-        return direction(Lion(other), given)
-
-    return mock.patch.object(Lion, "direction", swapped)
-
-
-def first_weights_in_the_mean() -> Any:
-    """Another: the mean of `optim.ema` keeps the part of the first weights, as if
-    there had been steps before.
-    """
-    from megacore.engine.averages import WeightAverages
-
-    update = WeightAverages.update
-    return mock.patch.object(
-        WeightAverages, "update", lambda self, updates, skip: update(self, updates + 1, skip)
-    )
-
-
-@pytest.mark.parametrize("mistake", [swapped_betas, first_weights_in_the_mean])
-def test_a_mistake_in_a_rule_is_found(workers: ProofWorkers, mistake: Any) -> None:
-    proof = prove(
-        Options(TINY, [FEW, *EMA], [parse("dp2")], plant=f"{__name__}:{mistake.__name__}"), workers=workers
-    )
-    kinds = {difference.kind for difference in proof.results[0].beyond}
-    assert not proof.holds and kinds >= ({"lion_m", "parameter"} if mistake is swapped_betas else {"average"})
+from tests.pool import Pool
 
 
 def not_restored(config: str, overrides: list[str], log_dir: str) -> int:
@@ -145,7 +62,6 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and bool(a) and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-OWN = {EMA: {"lion_m", "ademamix_slow"}, FREE: {"free_sum"}, SOAP: {"soap_qr", "soap_v", "adam_m"}}
 SHARDED = ("parallel.data=2", "engine.shard_optimizer=true")
 RESUMED = {"ema": ("optim.ema=0.9",), "schedule_free": ("optim.kind=schedule_free",)}
 

@@ -4,7 +4,6 @@ Which samples each step has, what is proved, logged and resumed.
 """
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,14 +13,10 @@ from megacore.data.samples import SampleStream
 from megacore.errors import CheckpointError
 from megacore.tools.inputs import Inputs
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
-from megacore.tools.verify.layouts import parse
-from megacore.tools.verify.run import Options, prove
 from tests import training
 from tests.build import run_of
-from tests.commands import provers
-from tests.pool import ROOT, Pool
+from tests.pool import Pool
 
-TINY = str(ROOT / "configs/gpt_tiny.json")
 RAMP = ((2, 4), (5, 8), (6, 12))
 GROWING = "train.batch_ramp=[[2,4],[5,8]]"
 
@@ -63,32 +58,6 @@ def test_an_epoch_is_read_once(tmp_path: Path) -> None:
         assert coverage(tmp_path).missing, (
             "the planted fault: a step begins where it would among full batches"
         )
-
-
-def test_growing_batches_are_proved() -> None:
-    """Weights of losses, samples, keys of microbatches and schedules, in layouts with
-    other numbers of microbatches.
-    """
-    with provers() as workers:
-        for layouts, more in (
-            ("tp2,pp2,dp2@gpipe", ()),
-            ("pp2dp2", ("engine.shard_optimizer=true", "model.dropout=0.1")),
-        ):
-            options = Options(TINY, ["train.batch_ramp=[[9,4]]", *more], list(map(parse, layouts.split(","))))
-            assert prove(options, workers=workers).holds, layouts
-        options = Options(
-            TINY, ["train.batch_ramp=[[9,4]]"], [parse("dp2")], plant=f"{__name__}:always_the_last_size"
-        )
-        assert not prove(options, workers=workers).holds, (
-            "the planted fault: a sum of few samples, weighted as the mean of many"
-        )
-
-
-def always_the_last_size() -> Any:
-    from megacore.train.step import TrainStep
-
-    full = lambda self, batch, field: 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)  # noqa: E731
-    return mock.patch.object(TrainStep, "one_over_count", full)
 
 
 @pytest.fixture(scope="module")

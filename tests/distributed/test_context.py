@@ -1,11 +1,8 @@
-"""Sequences divided over context ranks, and into documents, train as one process does with a whole
-mask, to the rounding of fp64.
+"""Attention over context ranks and documents equals the formula on whole sequences, with equal work.
 
-Pairs of features stand here; `launch/verify.py --layouts cp2,cp4,… parallel.context_method=…` runs any
-product of them.
+`tests/equal.py` compares what context ranks train with one process.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.documents import pairs
-from megacore.config.schema import MASK
 from megacore.context_parallel import attention
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel.attention import Sequences
@@ -30,69 +26,10 @@ from megacore.context_parallel.sharding import (
     runs_of,
 )
 from megacore.distributed.communicator import SOLO, Group
-from megacore.files import ROOT
 from megacore.tools.launchers import place_from_environment
-from megacore.tools.verify.layouts import parse
-from megacore.tools.verify.run import Options, prove
-from megacore.tools.verify.workers import ProofWorkers
 from tests.attention_checks import HEADS, SCALE, inputs, masked, standing_in
 from tests.build import mesh_of, run_of
-from tests.commands import provers
 from tests.training import write_config
-
-TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu
-LEARNED = [
-    "model.position=learned",
-    "model.norm=layernorm",
-    "model.activation=gelu",
-    "model.bias=true",
-    "model.dropout=0.1",
-]
-DOCUMENTS = ["data.document_mask=true"]
-PACKED = ["data.packing=best_fit"]
-# four microbatches: two for each data rank, one for each stage of a pipeline
-FEW = "train.global_batch_size=16"
-MASKED = "data.train=MASKED"  # stands for a corpus with a mask: some ranks then learn nothing in a step
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[ProofWorkers]:
-    with provers() as workers:
-        yield workers
-
-
-@pytest.mark.parametrize(
-    ("method", "layouts", "overrides"),
-    [
-        ("gather", "cp4", LEARNED),
-        ("ring", "cp4,cp2tp2sp", ["model.num_kv_heads=2", *DOCUMENTS]),
-        ("ulysses", "cp2dp2", ["model.num_kv_heads=2", *DOCUMENTS, "engine.shard_optimizer=true"]),
-        ("ulysses", "cp2pp2", [*LEARNED, "train.recompute=full"]),
-        ("gather", "cp2pp2,cp2tp2", [*LEARNED, *DOCUMENTS, "model.tie_embeddings=false"]),
-        ("ring", "cp2dp2", ["engine.kind=fsdp", "model.chunked_loss=true"]),
-        ("ring", "cp2", ["train.offload_activations=true"]),
-        ("auto", "tp2dp2", [*LEARNED, *DOCUMENTS]),
-        ("ring", "cp2dp2", [*PACKED, *DOCUMENTS, MASKED]),
-        ("gather", "cp4", [MASKED]),
-        ("auto", "pp2dp2", [*PACKED, MASKED]),
-    ],
-)
-def test_equals_one_process(
-    workers: ProofWorkers, tmp_path: Path, method: str, layouts: str, overrides: list[str]
-) -> None:
-    """A gradient wrong only in backward, a loss scaled by the number of ranks, or a target lost at a
-    piece's edge would train on, worse.
-    """
-    (tmp_path / f"corpus{MASK}").touch()
-    overrides = [override.replace("MASKED", str(tmp_path / "corpus")) for override in overrides]
-    options = Options(
-        TINY,
-        [FEW, *overrides, f"parallel.context_method={method}"],
-        [parse(name) for name in layouts.split(",")],
-    )
-    proof = prove(options, workers=workers)
-    assert proof.holds, [(r.layout.name, r.failure, r.impossible, r.beyond[:1]) for r in proof.results]
-    assert max(d.relative for result in proof.results for d in result.differences.values()) < 1e-9
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -81,8 +81,8 @@ Other tests prove what no row has:
 
 | what | test |
 |---|---|
-| Muon on each expert separately; checkpoints that move between `ep`, `etp` and `pp`; generation over `ep` and tensor ranks | `tests/distributed/test_experts.py` |
-| latent attention with ring and Ulysses | `tests/distributed/test_latent_attention.py` |
+| layouts that train other settings: Muon on each expert, dropped rows, latent attention with ring and Ulysses | `tests/equal.py` |
+| checkpoints that move between `ep`, `etp` and `pp`; generation over `ep` and tensor ranks | `tests/distributed/test_experts.py` |
 | published MoE models: import, training, export | `tests/distributed/test_published_mixtures.py` |
 | planted mistakes with experts | [planted faults](faults/README.md) |
 
