@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megacore.tools.verify.workers import ProofWorkers
-from tests.equal import DENSE, RULES, Fault, Row, cases, check
+from tests.equal import DENSE, Fault, Row, cases, check
 
 
 # `--quick` imports this file because of this comment: rows with `is_quick` have pytest.mark.quick.
-@pytest.mark.parametrize(("row", "fault"), cases([*DENSE, *RULES], least=5))
+@pytest.mark.parametrize(("row", "fault"), cases(DENSE, least=5))
 def test_equals_one_process(workers: ProofWorkers, tmp_path: Path, row: Row, fault: Fault | None) -> None:
     """A mistake in a layout makes a user's model a little worse, and its loss curve does not show it."""
     check(row, fault, workers, tmp_path)

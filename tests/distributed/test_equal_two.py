@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from megacore.tools.verify.workers import ProofWorkers
-from tests.equal import CONTEXT, DENSE, EXPERTS, RULES, Fault, Row, cases, check
+from tests.equal import CONTEXT, DENSE, EXPERTS, Fault, Row, cases, check
 
 
-@pytest.mark.parametrize(("row", "fault"), cases([*CONTEXT, *DENSE, *EXPERTS, *RULES], most=2))
+@pytest.mark.parametrize(("row", "fault"), cases([*CONTEXT, *DENSE, *EXPERTS], most=2))
 def test_equals_one_process(workers: ProofWorkers, tmp_path: Path, row: Row, fault: Fault | None) -> None:
     """A mistake in a layout makes a user's model a little worse, and its loss curve does not show it."""
     check(row, fault, workers, tmp_path)

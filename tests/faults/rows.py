@@ -6,16 +6,18 @@ They are not in the catalog, because each one needs the config of its row.
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from megacore.engine.averages import WeightAverages
 from megacore.engine.fsdp import FSDPEngine
+from megacore.kernels.adamw import AdamW
 from megacore.model import latent_attention
 from megacore.optimizers.lion import Lion
 from megacore.pipeline.runtime import Runtime
 from megacore.train.step import TrainStep
 from tests.expert_rows import alike
-from tests.faults import both, experts
+from tests.faults import both
 
 patch = mock.patch.object
 
@@ -59,8 +61,17 @@ def latents_not_partial() -> Any:
 
 
 def unused_experts_undecayed() -> Any:
-    """All tokens go to the first experts, and weights of the others do not decay."""
-    return both(alike(), experts.experts_without_tokens_undecayed())
+    """All tokens go to the first experts, and AdamW does not decay the weights of the others."""
+    step = AdamW.step
+
+    def step_where_gradients_are(self: AdamW, *arguments: Any) -> None:
+        before = [master.clone() for master in self.masters]
+        step(self, *arguments)
+        with torch.no_grad():
+            for master, old_master, gradient in zip(self.masters, before, self.gradients, strict=True):
+                master.copy_(torch.where(gradient == 0, old_master, master))
+
+    return both(alike(), patch(AdamW, "step", step_where_gradients_are))
 
 
 def fsdp_gradients_averaged() -> Any:
