@@ -46,7 +46,7 @@ def last_batch_size_at_every_step() -> Any:
         train = self.config.train
         return 1.0 / (train.global_batch_size * train.seq_len)
 
-    return patch(TrainStep, "mean_weight", weight_of_full_batch)
+    return patch(TrainStep, "one_over_count", weight_of_full_batch)
 
 
 def shared_key_gradient_unsummed() -> Any:
