@@ -40,7 +40,7 @@ VARIANTS = {
     "--output": {"FILE", "FOLDER", "PREFIX"},
     "--world": {"N", "N|MIN:MAX", "N,N"},
     "--layouts": {"LAYOUT,LAYOUT", "dp4:100,dp8"},
-    "--only": {"NAME", "N", "LAYOUT"},
+    "--only": {"NAME", "NAME,NAME", "N", "LAYOUT"},
     "--format": {"hf", "hf|nanogpt"},
     "--settings": {"own|equal", "NAME,NAME"},
     "--tokenizer": {"FILE", "NAME"},
