@@ -133,7 +133,7 @@ class Listener:
         """
 
     def on_end(self) -> None:
-        """The run is over, or has failed. Called even if this listener has failed before."""
+        """Training is over, or has failed. Called even if this listener has failed before."""
 
 
 class Listeners:

@@ -95,7 +95,10 @@ def run_layout(
     flights = Flights()
     mesh.listeners.add(flights, FlightRecorder())  # the second as in a real run
     # One process runs none of them: what they change in the model is a difference.
-    mesh.listeners.add(*source_callbacks(config))
+    callbacks = source_callbacks(config)
+    for callback in callbacks:
+        callback.on_error = "raise"  # a proof must not say that a callback ran if it has failed
+    mesh.listeners.add(*callbacks)
     trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     record = ProofRecord(out, place.rank)
     record.tensors("drawn 0", drawn(trainer))
