@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
+from megacore.tools import records
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
-from megacore.tools.records import Records
 from megacore.tools.retention import retention, set_aside
 from megacore.tools.settings.load import load
 from tests import crashes, training
@@ -232,9 +233,13 @@ def test_checkpoints_are_set_aside_before_records_are_cut(
     (tmp_path / "run/checkpoints/step_00000004").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step_00000004/manifest.json").write_text("{}")
     seen = list[str]()
-    monkeypatch.setattr(
-        Records, "open", lambda *_: seen.extend(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    )
+    cut = records.open_metrics
+
+    def seen_and_cut(file: Path, first_step: int) -> IO[str]:
+        seen.extend(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+        return cut(file, first_step)
+
+    monkeypatch.setattr(records, "open_metrics", seen_and_cut)
     config = load(path, ["checkpoint.resume=never"], 1).config
     mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     trainer_of(config, mesh, Inputs(config, 0)).close()
