@@ -216,7 +216,7 @@ class Reader:
         for name in sorted(self.manifest.files)[part::parts]:
             file = self.manifest.files[name]
             try:
-                found = file_digest(self.path / name)
+                digest = file_digest(self.path / name)
             except OSError as error:
                 raise CheckpointError(
                     str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER
@@ -226,7 +226,7 @@ class Reader:
             for tensor, piece in self._slices_in(name):
                 note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
-            if found != file.digest:
+            if digest != file.digest:
                 raise CheckpointError(
                     str(self.path),
                     f"{name} has changed since it was written, outside of its tensors",

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ import torch
 from megacore.checkpoint import Saver, checkpoints_in, disk, locate
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
+from megacore.tools import records
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.inputs import Inputs
-from megacore.tools.records import Records
 from megacore.tools.retention import retention, set_aside
 from tests import crashes, training
 from tests.build import mesh_of, run_of
@@ -230,9 +231,13 @@ def test_checkpoints_are_set_aside_before_records_are_cut(
     (tmp_path / "run/checkpoints/step_00000004").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step_00000004/manifest.json").write_text("{}")
     seen = list[str]()
-    monkeypatch.setattr(
-        Records, "open", lambda *_: seen.extend(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    )
+    cut = records.open_metrics
+
+    def seen_and_cut(file: Path, first_step: int) -> IO[str]:
+        seen.extend(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+        return cut(file, first_step)
+
+    monkeypatch.setattr(records, "open_metrics", seen_and_cut)
     config = run_of(path, "checkpoint.resume=never")
     mesh = mesh_of(config)
     trainer_of(config, mesh, Inputs(config, 0)).close()

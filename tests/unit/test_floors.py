@@ -43,7 +43,7 @@ ROOMS = [
         "megacore.tools.charts",
         "megacore.tools.interrupt",
     ],
-    ["megacore.tools.metrics_file", "megacore.tools.stop_request"],
+    ["megacore.tools.metrics_file", "megacore.tools.stop_request", "megacore.tools.retention"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
     [
         "megacore.tools.local_ranks",
@@ -53,7 +53,7 @@ ROOMS = [
     ],
     ["megacore.tools.schedules.", "megacore.tools.deepspeed.", "megacore.tools.machine."],
     ["megacore.tools.corpora"],
-    ["megacore.tools.drift", "megacore.tools.retention", "megacore.tools.inputs"],
+    ["megacore.tools.drift", "megacore.tools.inputs"],
     ["megacore.tools.startup_lines"],
     ["megacore.tools.choices."],
     ["megacore.tools.planner.", "megacore.tools.text."],

@@ -71,15 +71,13 @@ class Cost(Callback):
             if self.device.type == "cuda"
             else None
         )
-        beside = (
-            ""
-            if planned is None
-            else f"; the planner expects {priced(planned, price)} for all steps, without saves and "
-            "validations"
-        )
-        self.mesh.print(
-            f"cost: {priced(self.hours, price)} on {self.world} device{'s' * (self.world > 1)}{beside}"
-        )
+        expected = ""
+        if planned is not None:
+            expected = (
+                f"; the planner expects {priced(planned, price)} for all steps, without saves and validations"
+            )
+        devices = f"{self.world} device{'s' * (self.world > 1)}"
+        self.mesh.print(f"cost: {priced(self.hours, price)} on {devices}{expected}")
 
     @property
     def hours(self) -> float:
