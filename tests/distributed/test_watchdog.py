@@ -608,7 +608,7 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
 
     loader = Loader(config, cast(Mesh, mesh), Remote())
     loader.read(1)
-    main = threading.Thread(target=loader.step, args=(2,))
+    main = threading.Thread(target=loader.read, args=(2,))
     main.start()
     while recorder.worker is None and main.is_alive():
         time.sleep(0.01)
