@@ -30,7 +30,7 @@ if __package__ in (None, ""):  # started as a file: import this checkout's megac
     sys.path[0] = str(ROOT)
 
 from megacore.errors import ConfigError  # noqa: E402
-from megacore.tools.cli import Parser, exit_with  # noqa: E402
+from megacore.tools.cli import Parser, exit_with, unwind_on_sigterm  # noqa: E402
 
 PARTS = ("runs", "traffic", "configs", "help")
 SECONDS = 1800  # a command that runs longer than this hangs
@@ -94,13 +94,13 @@ class Picture:
         environment = {key: text for key, text in os.environ.items() if not LAUNCHER_VARIABLE.fullmatch(key)}
         environment |= {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=self.checkout, env=environment, **pipes)
-        try:
-            stdout, stderr = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its ranks, which SIGKILL would leave running
-            process.communicate()
-            raise CommandFailed(f"no end after {SECONDS} s") from None
+        with subprocess.Popen(command, cwd=self.checkout, env=environment, **pipes) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                raise CommandFailed(f"no end after {SECONDS} s") from None
+            finally:
+                process.terminate()  # if it still runs; torchrun then ends its ranks too
         if process.returncode:
             reason = without_times(self.without_paths(last_error(stderr)))
             raise CommandFailed(f"exit status {process.returncode}\n{reason}")
@@ -330,4 +330,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    unwind_on_sigterm()  # so that the command that runs ends too
     exit_with(main)
