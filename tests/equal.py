@@ -755,7 +755,7 @@ LATENT_ATTENTION = [
         MOE,
         LATENT + "optim.kind=muon",
         "tp2sp",
-        (Fault("tp2sp", "matrices:offset_of_the_wrong_dim", "parameter"),),
+        (Fault("tp2sp", "matrices:qkv_as_one_where_sharded", "parameter"),),
     ),
 ]
 

@@ -103,7 +103,7 @@ def apart(ranks: Sequence[Found], one: Found) -> float:
     return max(worst, difference(ranks[0].figures, one.figures))
 
 
-def train_rank(config_path: str, overrides: list[str], steps: int = STEPS) -> Found:
+def train_rank(config_path: str, overrides: list[str]) -> Found:
     """Take some steps as one rank of the run that a test has started, be it the only one."""
     config = run_of(config_path, *overrides, world=place_from_environment().world_size)
-    return train(config, mesh_of(config), steps=steps)
+    return train(config, mesh_of(config))
