@@ -19,6 +19,7 @@ from megacore.engine.optimizers import WholeUpdate
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.cli import Parser, add_config, add_overrides, count, exit_with
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.train.loader import microbatch_on
@@ -78,7 +79,7 @@ def run(argv: list[str]) -> int:
                 args.config, [*args.overrides, "optim.kind=muon", "train.device=cpu"], place.world_size
             ).config
             mesh = Mesh(most, place, torch.device("cpu"))
-        step, train = TrainStep(config, mesh), config.train
+        step, train = TrainStep(config, mesh, engines=ENGINES), config.train
         generator = torch.Generator().manual_seed(mesh.sample_group.rank)
         shape = (config.num_microbatches, 2, train.micro_batch_size, train.seq_len)
         tokens = torch.randint(config.model.vocab_size, shape, generator=generator).numpy()

@@ -43,6 +43,7 @@ from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.protocol import Engine
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.cli import Parser, add_overrides, exit_with
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.start_up --world 64,512"
@@ -105,7 +106,7 @@ def fake_rank(config: Config, rank: int, world: int) -> Iterator[Mesh]:
 
 def engine_of(config: Config, mesh: Mesh) -> Engine:
     """The engine of a fake rank."""
-    return build_engine(config, build_stages(settled_alone(config), mesh), mesh)
+    return build_engine(config, build_stages(settled_alone(config), mesh), mesh, ENGINES)
 
 
 def sparse_safetensors(

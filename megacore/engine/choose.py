@@ -57,4 +57,6 @@ def build_engine(
         return FSDPEngine(config, stages, mesh)
     if kind in ("native", "fsdp"):
         return NativeEngine(config, stages, mesh)
-    raise RuntimeError(f"engine.kind={kind} is not part of the core: pass engines={{{kind!r}: ...}}")
+    raise RuntimeError(
+        f"engine.kind={kind} is not part of the core: pass engines=ENGINES of megacore.tools.{kind}.engine"
+    )

@@ -26,6 +26,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.tools.choices import resolve_auto
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.train.step import TrainStep
 
 LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed
@@ -168,7 +169,7 @@ class Small:
         small = config.model_copy(
             update={"model": model, "train": train, "parallel": parallel, "engine": engine, "data": data}
         )
-        return TrainStep(small, Mesh(small, RankInfo(), self.device))
+        return TrainStep(small, Mesh(small, RankInfo(), self.device), engines=ENGINES)
 
     def timed(self, step: TrainStep) -> float:
         """Seconds of one step."""

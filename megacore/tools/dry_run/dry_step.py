@@ -15,6 +15,7 @@ from megacore.engine.stepper import OptimizerStep
 from megacore.model.choose import layers_of
 from megacore.tools.choices.measured import batch_on_meta, mixtures_of
 from megacore.tools.choices.meta_watch import Call, Journal, MetaWatch, alive
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.planner.fsdp_units import divides_parameters
 from megacore.tools.planner.routing import Routing, loads_of
@@ -64,7 +65,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8, routing: Routing | No
     """
     began, config, watch = time.perf_counter(), as_on_its_device(config), MetaWatch()
     with playing(config, rank, watch, host_size) as mesh, uncollected():
-        step, loads = TrainStep(config, mesh, draw=False), loads_of(config, routing, 0)
+        step, loads = TrainStep(config, mesh, draw=False, engines=ENGINES), loads_of(config, routing, 0)
         for block, mixture in (found for stage in step.stages for found in mixtures_of(stage)):
             mixture.expected = loads.get(block, mixture.expected)
         held = held_by(step, watch)

@@ -25,6 +25,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import logical_name
 from megacore.model.stage import Stage, whole_model
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.deepspeed.engine import ENGINES
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from megacore.tools.verify.self_check.case import Case
@@ -179,7 +180,7 @@ class Runs:
     def two_steps(self, between: Callable[[TrainStep], TrainStep]) -> Run:
         """Take both steps of a run from the case's weights."""
         seed_generators(1)
-        step = TrainStep(self.config, self.mesh, draw=False)
+        step = TrainStep(self.config, self.mesh, draw=False, engines=ENGINES)
         tensors = step.engine.tensors()
         for key, (tensor, piece) in tensors.items():
             if key.startswith(WEIGHTS):
@@ -230,7 +231,7 @@ class Runs:
             step.engine.close()
 
             seed_generators(2)  # a new process does not have the old one's generators
-            resumed = TrainStep(config, self.mesh, draw=False)
+            resumed = TrainStep(config, self.mesh, draw=False, engines=ENGINES)
             reader, tensors = Reader(saved.path), resumed.engine.tensors()
             for key, (tensor, piece) in tensors.items():
                 reader.read_into(logical_name(key), piece, tensor)
