@@ -65,7 +65,9 @@ class Saving:
         self, config: Config, mesh: Mesh, engine: Engine, prune: Callable[[Path], None] = lambda newest: None
     ) -> None:
         """`prune` is called on rank 0 with each new checkpoint, and may delete older ones (see `Saver`)."""
-        self.config, self.mesh, self.engine = config, mesh, engine
+        self.config = config
+        self.mesh = mesh
+        self.engine = engine
         folder = Path(resolved(config.log.dir)) / "checkpoints"
         self.saver = Saver(
             folder, Ranks(mesh), clean=prune, background=config.checkpoint.async_, device=mesh.device
@@ -114,7 +116,8 @@ class Saving:
             self.mesh.print(f"WARNING: {error}; training continues without it")
         else:
             if saved is not None:
-                self.latest, self.latest_step = saved.path, self.step
+                self.latest = saved.path
+                self.latest_step = self.step
                 self._report(saved)
         self.waited_seconds += time.perf_counter() - started
 
@@ -131,18 +134,21 @@ class Saving:
     def _report(self, saved: Saved) -> None:
         if saved.path == self.reported:
             return
-        self.reported, self.last_save_seconds = saved.path, saved.seconds
+        self.reported = saved.path
+        self.last_save_seconds = saved.seconds
         self.mesh.print(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
         self.mesh.listeners.notify(Callback.on_checkpoint, saved.path)
 
     def read_seconds(self) -> float:
         """Return the seconds that training has waited for saves since the last reading."""
-        seconds, self.waited_seconds = self.waited_seconds, 0.0
+        seconds = self.waited_seconds
+        self.waited_seconds = 0.0
         return seconds
 
     def forget(self) -> None:
         """Forget what this run has saved, because it went back to an older checkpoint."""
-        self.latest, self.latest_step = None, 0
+        self.latest = None
+        self.latest_step = 0
 
 
 def choose_checkpoint(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
@@ -165,7 +171,8 @@ def choose_checkpoint(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
         if not resumed and not weights:
             return None
         try:
-            opened, inputs.opened = inputs.opened, None
+            opened = inputs.opened
+            inputs.opened = None
             sign_of_life = partial(mesh.listeners.phase, "checking a checkpoint")
             return open_verified(Path(resumed or weights), ranks, opened, sign_of_life), not resumed
         except CheckpointError as damage:

@@ -44,7 +44,9 @@ class Loader:
     """
 
     def __init__(self, config: Config, mesh: Mesh, stream: SampleSource) -> None:
-        self.config, self.mesh, self.stream = config, mesh, stream
+        self.config = config
+        self.mesh = mesh
+        self.stream = stream
         self.sources = fields_of(layers_of(config))
         self.executor = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,)
@@ -77,7 +79,8 @@ class Loader:
         return self._read(number)
 
     def _read(self, number: int) -> list[Microbatch]:
-        train, group = self.config.train, self.mesh.sample_group
+        train = self.config.train
+        group = self.mesh.sample_group
         first_sample = train.samples_through(number - 1)
         microbatches = []
         # `dealt` returns sample indices [batch, data rank, microbatch, sample].
@@ -128,7 +131,8 @@ def microbatch_on(
     if documents is not None:
         arrays["positions"] = np.stack([document_positions(sample) for sample in documents])
 
-    cp, seq_len = mesh.cp, tokens.shape[1]
+    cp = mesh.cp
+    seq_len = tokens.shape[1]
     if cp.size > 1:
         local = positions_of(runs_of(seq_len, cp.size, cp.rank, documents))
         for name, array in arrays.items():
@@ -150,7 +154,8 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
     may be unlike the rest. The last batch is padded, so that all ranks run equally many microbatches.
     """
     train = config.train.model_copy(update={"batch_ramp": ()})
-    group, sources = mesh.sample_group, fields_of(layers_of(config))
+    group = mesh.sample_group
+    sources = fields_of(layers_of(config))
     count = len(samples)
     batches = -(-count // train.global_batch_size)
     if train.eval_batches and train.eval_batches < batches:

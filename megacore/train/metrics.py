@@ -111,7 +111,9 @@ class StepTimer:
         """Return the mean and begin anew. The caller has waited for the device."""
         now = time.perf_counter()
         mean = (now - self.started - self.paused_seconds) / max(1, self.steps)
-        self.steps, self.paused_seconds, self.started = 0, 0.0, now
+        self.steps = 0
+        self.paused_seconds = 0.0
+        self.started = now
         return mean
 
     def _time_when_done(self) -> float:
@@ -175,7 +177,9 @@ class Reporter:
     """Measures this rank's steps, and gathers what all ranks have measured for a logged step."""
 
     def __init__(self, config: Config, mesh: Mesh, saving: Saving, utilisation: Utilisation) -> None:
-        self.config, self.mesh, self.saving = config, mesh, saving
+        self.config = config
+        self.mesh = mesh
+        self.saving = saving
         self.utilisation = utilisation
         self.timer = StepTimer(mesh.device)
         self.pairs = AttendedPairs()

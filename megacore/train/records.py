@@ -37,7 +37,8 @@ class RecordWriter:
     """
 
     def __init__(self, records: Records | None, mesh: Mesh) -> None:
-        self.records, self.mesh = records, mesh
+        self.records = records
+        self.mesh = mesh
         self.error = ""  # why records cannot be written any more
 
     def open(self, config: Config, first_step: int) -> None:

@@ -19,7 +19,8 @@ class Skips:
 
         `max_rollbacks`: how often a run may go back, restarts included.
         """
-        self.limit, self.max_rollbacks = limit, max_rollbacks
+        self.limit = limit
+        self.max_rollbacks = max_rollbacks
         self.in_a_row = 0
         self.skipped_so_far = 0.0  # updates since the run began
         self.rollbacks = 0

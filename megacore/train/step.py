@@ -98,7 +98,8 @@ class TrainStep:
         another model than the config's. `engines`: further values of `engine.kind`, such as
         `megacore.tools.deepspeed.engine.ENGINES`.
         """
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         layers = layers_of(config) if layers is None else layers
         check(layers)
         self.losses = losses_of(layers)

@@ -74,7 +74,9 @@ class Trainer:
         check_settled(config)
         if folder_not_shared and (config.checkpoint.every or config.checkpoint.last):
             raise ConfigError("log.dir", folder_not_shared, SHARED_FOLDER)
-        self.config, self.mesh, self.inputs = config, mesh, inputs
+        self.config = config
+        self.mesh = mesh
+        self.inputs = inputs
         self.folder_not_shared = folder_not_shared
         self.decided = decided
         self.stop_requested: Callable[[], bool] = lambda: False  # whether this rank is asked to stop
@@ -109,7 +111,8 @@ class Trainer:
         true once it is true.
         """
         self.stop_requested = stop_requested
-        train, checkpoint = self.config.train, self.config.checkpoint
+        train = self.config.train
+        checkpoint = self.config.checkpoint
         try:
             self.check_stop()
             self.reporter.start()
