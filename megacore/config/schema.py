@@ -15,7 +15,7 @@ from megacore.config.engine import EngineConfig
 from megacore.config.model import LastStep, ModelConfig
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
-from megacore.distributed.axes import AXES
+from megacore.distributed.axes import AXES, expert_view
 from megacore.optimizers.rule import on_register
 from megacore.section import Count, NonNegative, Positions, Section, Whole
 
@@ -332,11 +332,8 @@ class Config(Section):
         """The same of the view for experts (`axes.EXPERT_AXES`): all ranks of a stage, with `expert` and
         `expert_tensor` of them apart.
         """
-        expert = self.parallel.expert
         expert_tensor = self.parallel.expert_tensor or self.parallel.tensor
-        stages = self.parallel.pipeline
-        data = self.world_size // (stages * expert * expert_tensor)
-        return {"pp": stages, "edp": data, "ep": expert, "etp": expert_tensor}
+        return expert_view(self.sizes, self.parallel.expert, expert_tensor)
 
     @property
     def world_size(self) -> int:

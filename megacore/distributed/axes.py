@@ -54,6 +54,16 @@ EXPERT_AXES = (
 )
 
 
+def expert_view(sizes: Mapping[str, int], expert: int, expert_tensor: int) -> dict[str, int]:
+    """Return the sizes of `EXPERT_AXES`, from those of `AXES`."""
+    return {
+        "pp": sizes["pp"],
+        "edp": prod(sizes.values()) // (sizes["pp"] * expert * expert_tensor),
+        "ep": expert,
+        "etp": expert_tensor,
+    }
+
+
 def sums_of(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
     """The products of axes over whose ranks gradients may be summed: all that divide tokens, but
     for those that split a weight.
