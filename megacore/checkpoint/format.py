@@ -82,7 +82,7 @@ class RunState(Entry, extra="allow"):
 
 
 class Text(Entry):
-    """All of a manifest's text but its digest. The slices stand in the order of their tensors."""
+    """All of a manifest's text but its digest. The slices are in the order of their tensors."""
 
     format_version: int
     megacore_version: str

@@ -49,7 +49,7 @@ class Waits:
 
 
 class Slow(NamedTuple):
-    """A rank that holds up the others, with the seconds of its own work in a step."""
+    """A rank that holds up the others, with the seconds that it worked in a step, without waits."""
 
     seconds: float
     usual: float  # the median of the ranks that do the same work

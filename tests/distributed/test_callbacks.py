@@ -222,7 +222,7 @@ def expected(pool: Any, config: str, tmp_path_factory: pytest.TempPathFactory) -
 def check_row(
     pool: Any, config: str, folder: Path, method: str, rank: int, rows: Any, plant: str = ""
 ) -> None:
-    """Run two ranks, of which the probe of one fails in `method`, and assert what a user relies on."""
+    """Run two ranks, let the probe of one fail in `method`, and assert what a user relies on."""
     source = write_probe(folder, method, rank)
     overrides = [source, *overrides_of(method)]
     done = pool.run(WORLD, callback_rank, config, overrides, str(folder / "run"), plant)

@@ -56,8 +56,8 @@ class Coordinates(Statistics):
 
     def metrics(self, metrics: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
         """See `Statistics`."""
-        found = dict(super().metrics(metrics, stages))
-        found[f"{ACTIVATION}_rms/{LOGITS}"] = float(self.logits[0] / self.logits[1]) ** 0.5
+        measured = dict(super().metrics(metrics, stages))
+        measured[f"{ACTIVATION}_rms/{LOGITS}"] = float(self.logits[0] / self.logits[1]) ** 0.5
         squared, counted = Counter[str](), Counter[str]()  # by layer
         for name, entries in self.named.matrices.items():
             shard = self.shards[name]
@@ -67,10 +67,10 @@ class Coordinates(Statistics):
                 else [1]
             )
             for _, matrix in entries if shard.decay else ():
-                elements, size = prod(matrix.shape), found[f"update_rms/{matrix.name}"] * max(fan_ins)
+                elements, size = prod(matrix.shape), measured[f"update_rms/{matrix.name}"] * max(fan_ins)
                 squared[matrix.layer] += elements * size**2  # type: ignore[assignment]
                 counted[matrix.layer] += elements
-        return found | {
+        return measured | {
             f"{MOVED}_rms/{layer}": (squared[layer] / elements) ** 0.5 for layer, elements in counted.items()
         }
 
