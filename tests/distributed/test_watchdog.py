@@ -468,16 +468,17 @@ def test_a_device_times_what_is_asked_for() -> None:
 class Heartbeats:
     """The states of other hosts' ranks as heartbeats report them, from the first question on."""
 
-    settle_seconds = 1.0
+    # Well after the last of three states, which a loaded machine asks for late.
+    settle_seconds = 1.5
 
     def __init__(self, *states: str) -> None:
-        """Each state is that of all ranks for half a second, the last one for good."""
+        """Each state is that of all ranks for 0.3 s, the last one for good."""
         self.states, self.asked = states, 0.0
         self.reports: list[tuple[str, list[int]]] = []
 
     def state(self, rank: int) -> str:
         self.asked = self.asked or time.monotonic()
-        return self.states[min(int((time.monotonic() - self.asked) / 0.5), len(self.states) - 1)]
+        return self.states[min(int((time.monotonic() - self.asked) / 0.3), len(self.states) - 1)]
 
     def report(self, reason: str, ranks: Sequence[int]) -> None:
         self.reports.append((reason, list(ranks)))
