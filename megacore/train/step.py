@@ -40,9 +40,8 @@ class StepResult(Generic[Number]):
     lr: float  # learning rate of this step's update
     loss: Number  # mean over the global batch, before the update; of several losses the sum
     grad_norm: Number  # of the whole model, before clipping
-    skipped_so_far: (
-        Number  # updates skipped since the run began: a loss or gradient was not finite, or a spike
-    )
+    # updates skipped since the run began: a loss or gradient was not finite, or a spike
+    skipped_so_far: Number
     flags: Mapping[str, Number]  # by name, the number of ranks that raised the flag in this step
     losses: Mapping[str, Number]  # by name, each times its coefficient; empty if the model has one loss
 
